@@ -1,0 +1,52 @@
+"""Builds the native library with CMake; everything else is in pyproject.toml."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+class NativeLibrary(Extension):
+    """`vllm/lib/libvllm_kernels.so`: no Python module, so one file serves every Python."""
+
+    def __init__(self) -> None:
+        super().__init__("vllm.lib.libvllm_kernels", sources=[])
+
+
+class BuildNative(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        package = ROOT / "vllm" if self.inplace else Path(self.build_lib, "vllm").resolve()
+        build_dir = Path(self.build_temp).resolve()
+        version = self.distribution.get_version()
+        configure = [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DVLLM_OUTPUT_DIR={package / 'lib'}",
+            f"-DVLLM_VERSION={version}",
+        ]
+        subprocess.check_call(["cmake", "-S", ROOT, "-B", build_dir, "-G", "Ninja", *configure])
+        subprocess.check_call(["cmake", "--build", build_dir])
+
+    def get_outputs(self) -> list[str]:
+        lib = Path(self.build_lib, "vllm", "lib")
+        return [str(lib / "libvllm_kernels.so"), str(lib / "arch_manifest.json")]
+
+    def copy_extensions_to_source(self) -> None:
+        """An in-place build writes to the source tree by itself."""
+
+
+class PlatformWheel(bdist_wheel):
+    """Any Python 3 on this platform: the library does not use Python's ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[NativeLibrary()],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+)

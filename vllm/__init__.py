@@ -1,0 +1,29 @@
+"""A serving engine for large language models that chooses the right FP8 or FP4 kernel.
+
+`from vllm import LLM, SamplingParams` loads them on first use: `import vllm` alone is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "LLM": "vllm.entrypoints.llm",
+    "SamplingParams": "vllm.sampling_params",
+    "RequestOutput": "vllm.outputs",
+    "CompletionOutput": "vllm.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'vllm' has no attribute {name!r}")

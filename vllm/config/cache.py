@@ -1,0 +1,37 @@
+"""The KV cache: how large, in which blocks, in which type."""
+
+from dataclasses import dataclass
+
+from vllm.errors import ConfigError
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """block_size in tokens. num_blocks None: sized from memory when the model is loaded.
+
+    gpu_memory_utilization: share of a GPU's memory to use; without meaning on the CPU, where
+    VLLM_CPU_KVCACHE_SPACE says how many GiB.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype!r} is unknown: it takes "
+                f"{', '.join(KV_CACHE_DTYPES)}"
+            )
+        if self.block_size <= 0 or self.block_size % 16:
+            raise ConfigError(f"--block-size {self.block_size}: it takes multiples of 16")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError(f"--num-kv-blocks {self.num_blocks}: at least 2 are needed")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization}: it takes 0 to 1"
+            )

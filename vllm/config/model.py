@@ -1,0 +1,217 @@
+"""Which model is served, and what its own files say about it."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.utils.hub import resolve_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16",
+                  "fp16": "float16"}  # fmt: skip
+
+# Upper bounds far above any real model: a config beyond them is corrupt or hostile, and would
+# otherwise end in an endless construction or a huge allocation.
+_SIZE_LIMITS = {
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 28,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A resolved model. `ModelConfig.load` makes one from what a user gives.
+
+    path: folder of the checkpoint. hf_config: the transformers config; hf_text_config its text
+    part. dtype: of activations, "float32", "bfloat16" or "float16". max_model_len: tokens of a
+    request; where no one gave it, it yields to the size of the KV cache. quantization: the method
+    that was asked for, None to follow the checkpoint. generation: what
+    generation_config.json holds.
+    """
+
+    model: str = ""
+    tokenizer: str = ""
+    path: Path = Path()
+    served_model_name: tuple[str, ...] = ()
+    hf_config: Any = None
+    hf_text_config: Any = None
+    dtype: str = "float32"
+    max_model_len: int = 0
+    is_max_model_len_given: bool = False
+    quantization: str | None = None
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of the text model: what model rules are written against."""
+        return getattr(self.hf_text_config, "model_type", "")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_text_config.vocab_size)
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output projection is the embedding's weight."""
+        return bool(self.hf_text_config.tie_word_embeddings)
+
+    @property
+    def architectures(self) -> list[str]:
+        return list(getattr(self.hf_config, "architectures", None) or [])
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-sequence ids, of generation_config.json first and config.json else."""
+        ids = self.generation.get("eos_token_id")
+        if ids is None:
+            ids = getattr(self.hf_text_config, "eos_token_id", None)
+        if ids is None:
+            ids = getattr(self.hf_config, "eos_token_id", None)
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        served_model_name: str | list[str] | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        quantization: str | None = None,
+        load_format: str = "auto",
+        trust_remote_code: bool = False,
+        skip_tokenizer_init: bool = False,
+        hf_overrides: dict[str, Any] | None = None,
+        seed: int = 0,
+    ) -> "ModelConfig":
+        """Reads the model's config files; ConfigError or CheckpointError says what is wrong."""
+        path = resolve_model(model, revision, weights=load_format != "dummy")
+        hf_config = load_hf_config(path, trust_remote_code, hf_overrides or {})
+        text_config = hf_config.get_text_config()
+        _check_sizes(path, text_config)
+        names = [served_model_name] if isinstance(served_model_name, str) else served_model_name
+        return cls(
+            model=model,
+            tokenizer=tokenizer or str(path),
+            path=path,
+            served_model_name=tuple(names or [model]),
+            hf_config=hf_config,
+            hf_text_config=text_config,
+            dtype=_resolve_dtype(dtype),
+            max_model_len=_resolve_max_model_len(max_model_len, text_config),
+            is_max_model_len_given=max_model_len is not None,
+            quantization=quantization,
+            load_format=load_format,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=skip_tokenizer_init,
+            seed=seed,
+            generation=_read_json(path / "generation_config.json", required=False),
+        )
+
+
+def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any]) -> Any:
+    """The transformers config of a folder, with `overrides` put over config.json."""
+    from transformers import AutoConfig
+
+    raw = _read_json(path / "config.json", required=True)
+    if "model_type" not in raw:
+        raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
+    if unknown := [key for key in overrides if "." in key]:
+        raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _apply_overrides(config, overrides)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"{path / 'config.json'} (model_type {raw['model_type']!r}) cannot be read: {error}"
+        ) from error
+    except Exception as error:  # transformers validates with exception classes of its own
+        if "Validation" not in type(error).__name__:
+            raise
+        raise CheckpointError(f"{path / 'config.json'} is not valid: {error}") from error
+    return config
+
+
+def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
+    for key, value in overrides.items():
+        current = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(current, "to_dict"):
+            _apply_overrides(current, value)
+        else:
+            setattr(config, key, value)
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    for name, limit in _SIZE_LIMITS.items():
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+            raise CheckpointError(
+                f"{path / 'config.json'}: {name} = {value!r} is out of range (1 to {limit}); "
+                f"the file is corrupt"
+            )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{path / 'config.json'}: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}"
+        )
+
+
+def _resolve_dtype(dtype: str) -> str:
+    name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    if name not in DTYPES:
+        raise ConfigError(
+            f"--dtype {dtype!r} is unknown: it takes {', '.join(DTYPES)}"
+            f"{did_you_mean(name, DTYPES)}"
+        )
+    # float32 arithmetic is what CPUs are fast at; stored weights stay as small as they are.
+    return "float32" if name == "auto" else name
+
+
+def _resolve_max_model_len(asked: int | None, config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = config.max_position_embeddings
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if asked is None:
+        return int(config.max_position_embeddings)
+    if not 0 < asked <= limit:
+        raise ConfigError(
+            f"--max-model-len {asked} is out of range: this model takes 1 to {limit} tokens "
+            f"(max_position_embeddings of its config.json)"
+        )
+    return asked

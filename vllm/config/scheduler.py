@@ -1,0 +1,25 @@
+"""How many requests and tokens one step may hold."""
+
+from dataclasses import dataclass
+
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if not 0 < value <= 1 << 20:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} {value} is out of range: it takes 1 to {1 << 20}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-num-seqs {self.max_num_seqs}: every running request needs a token a step"
+            )

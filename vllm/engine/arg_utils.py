@@ -1,0 +1,145 @@
+"""Engine arguments: one table that makes the CLI flags, `LLM(...)`'s keywords and the config."""
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import (
+    CacheConfig,
+    KernelConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.config.cache import KV_CACHE_DTYPES
+from vllm.config.model import DTYPES
+from vllm.errors import ConfigError, did_you_mean
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _arg(default: Any, help: str, **options: Any) -> Any:
+    """A dataclass field that carries what argparse needs."""
+    return field(default=default, metadata={"help": help, **options})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is needed, not {text}")
+    return value
+
+
+@dataclass(kw_only=True)
+class EngineArgs:
+    """What a user can set about the engine; `model` alone has no flag of its own."""
+
+    model: str
+    tokenizer: str | None = _arg(None, "Tokenizer folder or hub name; default: the model's.")
+    revision: str | None = _arg(None, "Branch, tag or commit on the hub.")
+    served_model_name: str | list[str] | None = _arg(
+        None, "Name(s) of the model in the API; default: as given.", nargs="+"
+    )
+    skip_tokenizer_init: bool = _arg(False, "Do without a tokenizer: token ids in, token ids out.")
+    trust_remote_code: bool = _arg(False, "Run Python code that comes with the model's config.")
+    dtype: str = _arg("auto", "Type of activations; auto: float32 on the CPU.", choices=DTYPES)
+    quantization: str | None = _arg(
+        None, "Quantise a bf16 checkpoint at load (fp8); default: as the checkpoint says."
+    )
+    load_format: str = _arg("auto", "dummy: random weights, for benchmarks.", choices=LOAD_FORMATS)
+    max_model_len: int | None = _arg(None, "Most tokens of a request, prompt and output.", type=int)
+    hf_overrides: dict[str, Any] | None = _arg(
+        None, "JSON object put over config.json.", type=_json_object
+    )
+    seed: int = _arg(0, "Seed of random weights and of the engine's random numbers.", type=int)
+    max_num_seqs: int = _arg(256, "Most requests that run at the same time.", type=int)
+    max_num_batched_tokens: int | None = _arg(
+        None, "Most tokens computed in one step; longer prompts are chunked.", type=int
+    )
+    block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.", type=int)
+    kv_cache_dtype: str = _arg(
+        "auto", "Type of the KV cache; auto: that of activations.", choices=KV_CACHE_DTYPES
+    )
+    num_gpu_blocks_override: int | None = _arg(
+        None, "Blocks of the KV cache (on any device) instead of a size from memory.", type=int
+    )
+    gpu_memory_utilization: float = _arg(0.9, "Share of a GPU's memory to use.", type=float)
+    enable_prefix_caching: bool | None = _arg(
+        None, "Reuse the KV cache of equal prompt beginnings (on by default).",
+        action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
+    enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
+    tensor_parallel_size: int = _arg(1, "Devices that share each layer.", type=int)
+    linear_backend: str | None = _arg(
+        None, "Kernel backend of every linear layer; default: the selector's choice."
+    )
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> "EngineArgs":
+        """From keyword arguments, as of `LLM(...)`; an unknown one is a ConfigError."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in keywords:
+            if name not in names:
+                raise ConfigError(f"unknown engine argument {name!r}{did_you_mean(name, names)}")
+        return cls(**keywords)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace, model: str) -> "EngineArgs":
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "model"]
+        return cls(model=model, **{name: getattr(args, name) for name in names})
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds a flag per field, named after it."""
+        group = parser.add_argument_group("engine")
+        for f in dataclasses.fields(cls):
+            if f.name == "model":
+                continue
+            options = dict(f.metadata)
+            if f.type is bool:
+                options["action"] = "store_true"
+            group.add_argument("--" + f.name.replace("_", "-"), default=f.default, **options)
+
+    def create_engine_config(self) -> VllmConfig:
+        """Resolves everything; raises ConfigError or CheckpointError."""
+        model_config = ModelConfig.load(
+            self.model,
+            tokenizer=self.tokenizer,
+            revision=self.revision,
+            served_model_name=self.served_model_name,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            quantization=self.quantization,
+            load_format=self.load_format,
+            trust_remote_code=self.trust_remote_code,
+            skip_tokenizer_init=self.skip_tokenizer_init,
+            hf_overrides=self.hf_overrides,
+            seed=self.seed,
+        )
+        default_tokens = max(SchedulerConfig.max_num_batched_tokens, self.max_num_seqs)
+        return VllmConfig(
+            model_config=model_config,
+            cache_config=CacheConfig(
+                block_size=self.block_size,
+                num_blocks=self.num_gpu_blocks_override,
+                kv_cache_dtype=self.kv_cache_dtype,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                enable_prefix_caching=self.enable_prefix_caching is not False,
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=(
+                    default_tokens
+                    if self.max_num_batched_tokens is None
+                    else self.max_num_batched_tokens
+                ),
+            ),
+            parallel_config=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            kernel_config=KernelConfig(linear_backend=self.linear_backend),
+        )

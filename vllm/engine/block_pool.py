@@ -1,0 +1,74 @@
+"""Blocks of the KV cache: reference counted, those without a user kept by recency for reuse."""
+
+from collections import OrderedDict
+
+
+class BlockPool:
+    """Hands out block ids from 0 to num_blocks - 1.
+
+    A block may carry the hash of its content. When its last user lets go of it, it joins the
+    free blocks at the recent end and keeps its content until it is handed out anew, oldest first.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._num_users = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks for one user; whoever calls has checked `num_free`."""
+        assert count <= len(self._free)
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._num_users[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, block: int) -> None:
+        """One more user for a block found by its hash."""
+        if self._num_users[block] == 0:
+            del self._free[block]
+        self._num_users[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """One user fewer for each; given in order of position, the last ones are reused first."""
+        for block in reversed(blocks):
+            assert self._num_users[block] > 0
+            self._num_users[block] -= 1
+            if self._num_users[block] == 0:
+                self._free[block] = None
+
+    def find(self, content: bytes) -> int | None:
+        """The block that holds `content`, in use or free."""
+        return self._by_hash.get(content)
+
+    def is_free(self, block: int) -> bool:
+        return self._num_users[block] == 0
+
+    def remember(self, block: int, content: bytes) -> None:
+        """Makes a full block findable; a second block of equal content stays unknown."""
+        if content not in self._by_hash:
+            self._forget(block)
+            self._by_hash[content] = block
+            self._hash_of[block] = content
+
+    def _forget(self, block: int) -> None:
+        content = self._hash_of[block]
+        if content is not None:
+            del self._by_hash[content]
+            self._hash_of[block] = None
+
+    def check_idle(self) -> None:
+        """AssertionError if a block has a user; called when there is no request."""
+        used = [block for block, users in enumerate(self._num_users) if users]
+        assert not used, f"{len(used)} blocks are still in use with no request: {used[:8]}"
+        assert len(self._free) == self.num_blocks
+        assert all(self._hash_of[block] == content for content, block in self._by_hash.items())

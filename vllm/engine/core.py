@@ -1,0 +1,155 @@
+"""The engine: scheduler, model and grammars, advanced one step at a time."""
+
+import gc
+import time
+
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.engine.metrics import SchedulerStats
+from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
+from vllm.engine.scheduler import Scheduler, Step
+from vllm.engine.structured_output import GrammarError, StructuredOutputs
+from vllm.kernels.selection import Selection
+from vllm.platforms.probe import probe_device, probe_libs
+from vllm.worker.model_runner import ModelRunner, StepResult
+
+
+class EngineCore:
+    """Loads the model, then turns requests into outputs, `step` by `step`.
+
+    config: as resolved with the model loaded; max_model_len may have come down.
+    """
+
+    def __init__(self, config: VllmConfig):
+        self.selection = Selection(probe_device(), probe_libs(), config.kernel_config.policy())
+        self.runner = ModelRunner(config, self.selection)
+        self.config = config = self.runner.config
+        self.scheduler = Scheduler(
+            config.scheduler_config,
+            self.runner.num_blocks,
+            config.cache_config.block_size,
+            config.model_config.max_model_len,
+            config.cache_config.enable_prefix_caching,
+        )
+        self.grammars = StructuredOutputs(config.model_config)
+        self._arrivals: dict[str, float] = {}
+        self._waits: dict[str, float] = {}
+        self._counted = (0, 0, 0)
+        # What is loaded stays: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests or self.grammars.has_pending
+
+    def add(self, request: EngineRequest) -> None:
+        self._arrivals[request.request_id] = time.monotonic()
+        if request.sampling.structured_outputs is not None:
+            self.grammars.submit(request)
+        else:
+            self.scheduler.add(Request.of(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forgets requests; ids that are not here any more are no error."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+            self._forget(request_id)
+
+    def step(self) -> list[EngineOutput]:
+        """Computes one step; empty when nothing could be scheduled."""
+        outputs = self._admit_compiled()
+        step = self.scheduler.schedule()
+        if step.is_empty:
+            if self.grammars.has_pending and not outputs:
+                time.sleep(0.001)  # nothing to do but to wait for a grammar
+            return outputs
+        now = time.monotonic()
+        for admission in step.admitted:
+            request_id = admission.request.request_id
+            if request_id not in self._waits:
+                self._waits[request_id] = now - self._arrivals[request_id]
+        bitmasks, hopeless = self._bitmasks(step)
+        result = self.runner.execute(step, bitmasks)
+        requests = {request_id: self.scheduler.requests[request_id] for request_id in result.tokens}
+        self.scheduler.update(step, result.tokens)
+        self._follow_grammars(result)
+        for request_id, error in hopeless.items():
+            requests.pop(request_id, None)
+            outputs.append(self._refusal(request_id, error))
+        outputs += [self._output(request, result) for request in requests.values()]
+        return outputs
+
+    def check_idle(self) -> None:
+        """With no request there must be no block in use; AssertionError tells of a leak."""
+        if not self.has_work:
+            self.scheduler.pool.check_idle()
+
+    def stats(self) -> SchedulerStats:
+        """The scheduler now, with counts since the last call."""
+        scheduler, cache = self.scheduler, self.scheduler.prefix_cache
+        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions)
+        queried, hit, preempted = (new - old for new, old in zip(counts, self._counted))
+        self._counted = counts
+        return SchedulerStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
+            prefix_cache_queries=queried,
+            prefix_cache_hits=hit,
+            num_preemptions=preempted,
+        )
+
+    def _admit_compiled(self) -> list[EngineOutput]:
+        if not self.grammars.has_pending:
+            return []
+        ready, refused = self.grammars.collect()
+        for request in ready:
+            self.scheduler.add(Request.of(request))
+        return [self._refusal(request_id, error) for request_id, error in refused.items()]
+
+    def _bitmasks(self, step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Allowed tokens of the requests with a grammar; and those whose grammar allows none."""
+        bitmasks, hopeless = {}, {}
+        for request_id in step.num_tokens:
+            if self.grammars.follows_grammar(request_id):
+                try:
+                    bitmasks[request_id] = self.grammars.bitmask(request_id)
+                except GrammarError as error:
+                    hopeless[request_id] = str(error)
+        return bitmasks, hopeless
+
+    def _follow_grammars(self, result: StepResult) -> None:
+        for request_id, token in result.tokens.items():
+            follows = self.grammars.follows_grammar(request_id)
+            runs = request_id in self.scheduler.requests
+            if follows and runs and self.grammars.accept(request_id, token):
+                self.scheduler.finish_early(request_id, FinishReason.STOP)
+
+    def _refusal(self, request_id: str, error: str) -> EngineOutput:
+        self.abort([request_id])
+        return EngineOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+
+    def _output(self, request: Request, result: StepResult) -> EngineOutput:
+        request_id = request.request_id
+        is_prompt_only = request.max_tokens == 0
+        entry = result.logprobs.get(request_id)
+        output = EngineOutput(
+            request_id=request_id,
+            token_ids=[] if is_prompt_only else [result.tokens[request_id]],
+            logprobs=None if entry is None or is_prompt_only else [entry],
+            prompt_logprobs=result.prompt_logprobs.get(request_id),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=max(request.num_cached_tokens, 0),
+            queue_seconds=self._waits[request_id],
+        )
+        if request.finish_reason is not None:
+            self._forget(request_id)
+        return output
+
+    def _forget(self, request_id: str) -> None:
+        self.grammars.forget(request_id)
+        self._arrivals.pop(request_id, None)
+        self._waits.pop(request_id, None)

@@ -1,0 +1,77 @@
+"""Tokens to text, piece by piece: never half a character, never part of a stop text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Prompt tokens decoded along with the first output token: how a token reads (with a space
+# before it or not) can depend on its left neighbours.
+_CONTEXT = 6
+# UTF-8 needs at most 4 byte tokens for a character; bytes that are still no character after
+# this many tokens never will be.
+_MAX_PENDING = 16
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, such that the pieces joined equal the text of them all."""
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special: bool,
+                 spaces_between_special: bool):  # fmt: skip
+        self._tokenizer = tokenizer
+        self._options = {
+            "skip_special_tokens": skip_special,
+            "spaces_between_special_tokens": spaces_between_special,
+        }
+        # Tokens from self._start on, of which the first self._num_read are already text.
+        self._window = list(prompt_token_ids[-_CONTEXT:])
+        self._num_read = len(self._window)
+
+    def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        """The text that these tokens complete; with is_last, all that was held back too."""
+        self._window += token_ids
+        if len(self._window) == self._num_read:
+            return ""
+        known = self._decode(self._window[: self._num_read])
+        text = self._decode(self._window)
+        is_open = text.endswith("\ufffd") and not is_last
+        if is_open and len(self._window) - self._num_read < _MAX_PENDING:
+            return ""
+        if len(text) < len(known) and not is_last:
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        return text[len(known) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, **self._options)
+        return text
+
+
+class StopTexts:
+    """Cuts a growing text at the first of `stops`, and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str], include: bool):
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops), default=0)
+
+    def find(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """(length to keep, stop text) of the earliest stop that ends after text[:num_old]."""
+        hits = []
+        for stop in self._stops:
+            at = text.find(stop, max(0, num_old - len(stop) + 1))
+            if at >= 0:
+                hits.append((at, -len(stop), stop))
+        if not hits:
+            return None
+        at, _, stop = min(hits)
+        return (at + len(stop) if self._include else at), stop
+
+    def num_safe(self, text: str) -> int:
+        """How much of text can be given out: all but an ending that could begin a stop text."""
+        if self._include:
+            return len(text)
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            ending = text[-length:]
+            if any(stop.startswith(ending) for stop in self._stops):
+                return len(text) - length
+        return len(text)

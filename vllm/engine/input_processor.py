@@ -1,0 +1,131 @@
+"""From what a user sends to what the engine takes: tokenised, checked, one request per choice."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm.config.model import ModelConfig
+from vllm.engine.request import EngineRequest
+from vllm.errors import RequestError
+from vllm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    requests: list[EngineRequest]
+
+
+class InputProcessor:
+    """Refuses with RequestError whatever the engine could not serve."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Any):
+        self.config = config
+        self.tokenizer = tokenizer
+
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+        text, token_ids = self._tokenise(prompt)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        stops = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops |= self.config.eos_token_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        requests = []
+        for index in range(params.n):
+            # Only the first choice reports the prompt, which is the same for all.
+            own = params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            requests.append(
+                EngineRequest(
+                    request_id=f"{request_id}#{index}",
+                    prompt_token_ids=token_ids,
+                    sampling=own,
+                    seed=seed + index,
+                    stop_token_ids=sorted(stops),
+                    max_tokens=max_tokens,
+                )
+            )
+        return ProcessedInput(text, token_ids, requests)
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                prompt = prompt["prompt_token_ids"]
+            elif "prompt" in prompt:
+                prompt = prompt["prompt"]
+            else:
+                raise RequestError(
+                    f"a prompt object takes prompt or prompt_token_ids, not {sorted(prompt)}",
+                    "prompt",
+                )
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("there is no tokenizer: send token ids", "prompt")
+            return prompt, list(self.tokenizer(prompt).input_ids)
+        if isinstance(prompt, Sequence):
+            return None, [*prompt]
+        raise RequestError(
+            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt"
+        )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        limit = self.config.vocab_size
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
+                raise RequestError(
+                    f"token id {token!r} in the prompt: it takes integers from 0 to {limit - 1}",
+                    "prompt",
+                )
+        if len(token_ids) > self.config.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; this server takes at most "
+                f"{self.config.max_model_len}, prompt and output together",
+                "prompt",
+            )
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        room = self.config.max_model_len - num_prompt
+        if params.max_tokens is None:
+            if room == 0:
+                raise RequestError(
+                    f"the prompt has {num_prompt} tokens, which leaves no room for output in a "
+                    f"context of {self.config.max_model_len}",
+                    "prompt",
+                )
+            return room
+        if params.max_tokens > room:
+            raise RequestError(
+                f"max_tokens = {params.max_tokens} and a prompt of {num_prompt} tokens exceed the "
+                f"context of {self.config.max_model_len}; ask for at most {room}",
+                "max_tokens",
+            )
+        return params.max_tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limit = self.config.vocab_size
+        for name, tokens in (
+            ("logit_bias", params.logit_bias or {}),
+            ("stop_token_ids", params.stop_token_ids or []),
+        ):
+            bad = [t for t in tokens if not isinstance(t, int) or not 0 <= t < limit]
+            if bad:
+                raise RequestError(
+                    f"{name} names token id {bad[0]!r}: it takes 0 to {limit - 1}", name
+                )
+        for token, bias in (params.logit_bias or {}).items():
+            if not -100 <= bias <= 100:
+                raise RequestError(
+                    f"logit_bias of token {token} is {bias}: it takes -100 to 100", "logit_bias"
+                )
+        if self.tokenizer is None and (params.stop_strings or params.structured_outputs):
+            raise RequestError("stop texts and structured output need a tokenizer", "stop")

@@ -1,0 +1,54 @@
+"""The engine inside this process: what `LLM` drives."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.core import EngineCore
+from vllm.engine.input_processor import InputProcessor, Prompt
+from vllm.engine.output_processor import OutputProcessor
+from vllm.errors import RequestError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.utils.tokenizer import load_tokenizer
+
+
+class LLMEngine:
+    """add_request, then step until nothing is unfinished."""
+
+    def __init__(self, config: VllmConfig):
+        self.core = EngineCore(config)
+        self.config = self.core.config
+        model = self.config.model_config
+        self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
+        self.inputs = InputProcessor(model, self.tokenizer)
+        self.outputs = OutputProcessor(self.tokenizer)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.outputs.states)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """Queues a request; RequestError when it is malformed."""
+        given = self.inputs.process(request_id, prompt, params)
+        self.outputs.add(request_id, given, params)
+        for request in given.requests:
+            self.core.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.core.abort(self.outputs.remove(request_id))
+
+    def step(self) -> list[RequestOutput]:
+        """Advances the engine one step; returns the requests that have something new."""
+        changed, to_abort = self.outputs.process(self.core.step())
+        self.core.abort(to_abort)
+        results = []
+        for state in {id(state): state for state, _ in changed}.values():
+            if state.error is not None:
+                self.abort(state.request_id)
+                raise RequestError(state.error)
+            output = state.take()
+            if state.is_finished:
+                self.outputs.remove(state.request_id)
+            if output is not None:
+                results.append(output)
+        return results

@@ -1,0 +1,218 @@
+"""What the engine counts, under the names that dashboards of this field already use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS_TO_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_SECONDS_PER_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+    0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_SECONDS_OF_REQUEST = (
+    0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+)  # fmt: skip
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The scheduler after a step. kv_cache_usage: share of blocks in use, 0 to 1.
+
+    The last three are counts since the stats before: prompt tokens looked up in the prefix cache,
+    prompt tokens found there, requests preempted.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """A finished request. Times in seconds; num_generation_tokens over all its n choices.
+
+    queue: arrival to first scheduled; prefill: from there to the first token; decode: first to
+    last token; e2e: arrival to end.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: int
+    e2e_seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    finish_reason: str
+    max_tokens: int | None
+    n: int
+
+
+class Metrics:
+    """Prometheus metrics of one served model, in a registry of their own.
+
+    Updates are a few dictionary-free float additions, so they can be made at every step.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int):
+        import prometheus_client
+
+        self.registry: CollectorRegistry = prometheus_client.CollectorRegistry()
+        self._client = prometheus_client
+        self._labels = {"model_name": model_name}
+        self._make_gauges_and_counters()
+        self._make_histograms(max_model_len)
+
+    def record_step(self, stats: SchedulerStats) -> None:
+        self._num_running.set(stats.num_running)
+        self._num_waiting.set(stats.num_waiting)
+        self._kv_cache_usage.set(stats.kv_cache_usage)
+        self._prefix_cache_queries.inc(stats.prefix_cache_queries)
+        self._prefix_cache_hits.inc(stats.prefix_cache_hits)
+        self._num_preemptions.inc(stats.num_preemptions)
+
+    def record_first_token(self, seconds: float) -> None:
+        """`seconds` from the arrival of a request to its first token."""
+        self._time_to_first_token.observe(seconds)
+
+    def record_inter_token(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` tokens arrived at once, `seconds` after the ones before them."""
+        self._inter_token_latency.observe(seconds / max(1, num_tokens))
+
+    def record_finished(self, finished: RequestStats) -> None:
+        reason = finished.finish_reason if finished.finish_reason in FINISH_REASONS else "error"
+        self._request_success[reason].inc()
+        self._prompt_tokens.inc(finished.num_prompt_tokens)
+        self._prompt_tokens_cached.inc(finished.num_cached_tokens)
+        self._generation_tokens.inc(finished.num_generation_tokens)
+        self._request_prompt_tokens.observe(finished.num_prompt_tokens)
+        self._request_generation_tokens.observe(finished.num_generation_tokens)
+        self._request_n.observe(finished.n)
+        if finished.max_tokens is not None:
+            self._request_max_tokens.observe(finished.max_tokens)
+        self._e2e.observe(finished.e2e_seconds)
+        self._queue_time.observe(finished.queue_seconds)
+        self._prefill_time.observe(finished.prefill_seconds)
+        self._decode_time.observe(finished.decode_seconds)
+        # The choices of one request are decoded side by side: time per token is that of one.
+        num_per_choice = finished.num_generation_tokens / max(1, finished.n)
+        if num_per_choice > 1:
+            self._time_per_output_token.observe(finished.decode_seconds / (num_per_choice - 1))
+
+    def record_http(self, path: str, method: str, status: int) -> None:
+        """One answered HTTP request. `path` must come from a finite set: it is a label."""
+        self._http_requests.labels(path=path, method=method, status=str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text exposition format, to be sent as CONTENT_TYPE."""
+        return bytes(self._client.generate_latest(self.registry))
+
+    def _gauge(self, name: str, text: str):  # type: ignore[no-untyped-def]
+        gauge = self._client.Gauge(f"vllm:{name}", text, list(self._labels), registry=self.registry)
+        return gauge.labels(**self._labels)
+
+    def _counter(self, name: str, text: str):  # type: ignore[no-untyped-def]
+        counter = self._client.Counter(
+            f"vllm:{name}", text, list(self._labels), registry=self.registry
+        )
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]):  # type: ignore[no-untyped-def]
+        histogram = self._client.Histogram(
+            f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry
+        )
+        return histogram.labels(**self._labels)
+
+    def _make_gauges_and_counters(self) -> None:
+        self._num_running = self._gauge("num_requests_running", "Requests being computed.")
+        self._num_waiting = self._gauge("num_requests_waiting", "Requests waiting to be computed.")
+        self._kv_cache_usage = self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is full.")
+        self._prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
+        self._num_preemptions = self._counter(
+            "num_preemptions", "Requests put back for lack of KV cache."
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Of those, tokens taken from the prefix cache."
+        )
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        success = self._client.Counter(
+            "vllm:request_success",
+            "Finished requests by reason.",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self._request_success = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in FINISH_REASONS
+        }
+        self._http_requests = self._client.Counter(
+            "vllm:http_requests",
+            "Answered HTTP requests.",
+            ["path", "method", "status"],
+            registry=self.registry,
+        )
+
+    def _make_histograms(self, max_model_len: int) -> None:
+        tokens = _one_two_five(max_model_len)
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _SECONDS_TO_TOKEN
+        )
+        self._time_per_output_token = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time between the tokens of a request.",
+            _SECONDS_PER_TOKEN,
+        )
+        self._inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between two tokens.", _SECONDS_PER_TOKEN
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to end.", _SECONDS_OF_REQUEST
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "Arrival to first scheduled.", _SECONDS_OF_REQUEST
+        )
+        self._prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Scheduled to first token.", _SECONDS_OF_REQUEST
+        )
+        self._decode_time = self._histogram(
+            "request_decode_time_seconds", "First to last token.", _SECONDS_OF_REQUEST
+        )
+        self._request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", tokens
+        )
+        self._request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Generated tokens of a request.", tokens
+        )
+        self._request_max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of a request.", tokens
+        )
+        self._request_n = self._histogram("request_params_n", "n of a request.", _CHOICES)
+
+
+def _one_two_five(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 ... up to and including the first value >= `limit`."""
+    values: list[int] = []
+    while not values or values[-1] < limit:
+        power, step = divmod(len(values), 3)
+        values.append((1, 2, 5)[step] * 10**power)
+    return values

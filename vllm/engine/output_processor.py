@@ -1,0 +1,204 @@
+"""From the engine's tokens to RequestOutputs: detokenised, cut at stop texts, choices together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.engine.detokenizer import Detokenizer, StopTexts
+from vllm.engine.input_processor import ProcessedInput
+from vllm.engine.request import EngineOutput, FinishReason, TokenLogprobs
+from vllm.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sequence. num_given / num_given_chars: what `take` has handed out already."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    stops: StopTexts
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobDict] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_given: int = 0
+    num_given_chars: int = 0
+    is_end_given: bool = False
+
+
+class RequestState:
+    """A request in flight, as its user sees it."""
+
+    def __init__(self, request_id: str, given: ProcessedInput, params: SamplingParams,
+                 tokenizer: Any):  # fmt: skip
+        self.request_id = request_id
+        self.params = params
+        self.prompt = given.prompt
+        self.prompt_token_ids = given.prompt_token_ids
+        self.prompt_logprobs: list[LogprobDict | None] | None = None
+        self.num_cached_tokens = 0
+        self.queue_seconds = 0.0
+        self.error: str | None = None
+        self._tokenizer = tokenizer
+        self.choices = [self._new_choice(index) for index in range(params.n)]
+
+    def _new_choice(self, index: int) -> _Choice:
+        p = self.params
+        detokenizer = None
+        if self._tokenizer is not None and p.detokenize:
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                self.prompt_token_ids,
+                p.skip_special_tokens,
+                p.spaces_between_special_tokens,
+            )
+        return _Choice(index, detokenizer, StopTexts(p.stop_strings, p.include_stop_str_in_output))
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def add(self, output: EngineOutput) -> bool:
+        """Takes one step's output; True when a stop text ended a choice the engine still runs."""
+        choice = self.choices[int(output.request_id.rpartition("#")[2])]
+        if choice.finish_reason is not None:
+            return False
+        self.error = self.error or output.error
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.queue_seconds = output.queue_seconds
+        if output.prompt_logprobs is not None:
+            entries = [self._logprob_dict(entry) for entry in output.prompt_logprobs]
+            self.prompt_logprobs = [None, *entries]
+        choice.token_ids += output.token_ids
+        for entry in output.logprobs or ():
+            choice.logprobs.append(self._logprob_dict(entry))
+            choice.cumulative_logprob += entry.logprobs[0]
+        choice.finish_reason = output.finish_reason
+        # An end-of-sequence token is the usual end and needs no reason.
+        if output.stop_reason in (self.params.stop_token_ids or ()):
+            choice.stop_reason = output.stop_reason
+        return self._extend_text(choice, output)
+
+    def _extend_text(self, choice: _Choice, output: EngineOutput) -> bool:
+        if choice.detokenizer is None:
+            return False
+        tokens = output.token_ids
+        if output.stop_reason is not None and not self.params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        num_old = len(choice.text)
+        choice.text += choice.detokenizer.add(tokens, is_last=output.finish_reason is not None)
+        if len(choice.token_ids) < self.params.min_tokens:
+            return False
+        hit = choice.stops.find(choice.text, num_old)
+        if hit is None:
+            return False
+        length, stop = hit
+        choice.text = choice.text[:length]
+        still_runs = choice.finish_reason is None
+        choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop
+        return still_runs
+
+    def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
+        """The token taken first, then the likeliest by rank; one entry a token."""
+        result = {}
+        ranks = (entry.rank, *range(1, len(entry.token_ids)))
+        for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
+            if token not in result:
+                result[token] = Logprob(logprob, rank, self._decoded(token))
+        return result
+
+    def _decoded(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token])
+
+    def take(self) -> RequestOutput | None:
+        """What is to be told since the last call, in the kind that was asked for; None: nothing."""
+        kind = self.params.output_kind
+        if kind == RequestOutputKind.FINAL_ONLY and not self.is_finished:
+            return None
+        is_delta = kind == RequestOutputKind.DELTA
+        outputs = [
+            self._completion(c, is_delta) for c in self.choices if not is_delta or _has_news(c)
+        ]
+        if not outputs:
+            return None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=outputs,
+            finished=self.is_finished,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _completion(self, choice: _Choice, is_delta: bool) -> CompletionOutput:
+        first, first_char = (choice.num_given, choice.num_given_chars) if is_delta else (0, 0)
+        last_char = _num_safe_chars(choice)
+        choice.num_given, choice.num_given_chars = len(choice.token_ids), last_char
+        choice.is_end_given = choice.finish_reason is not None
+        wants_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index=choice.index,
+            text=choice.text[first_char:last_char],
+            token_ids=choice.token_ids[first:],
+            cumulative_logprob=choice.cumulative_logprob if wants_logprobs else None,
+            logprobs=choice.logprobs[first:] if wants_logprobs else None,
+            finish_reason=choice.finish_reason and choice.finish_reason.value,
+            stop_reason=choice.stop_reason,
+        )
+
+
+def _num_safe_chars(choice: _Choice) -> int:
+    if choice.finish_reason is not None:
+        return len(choice.text)
+    return max(choice.num_given_chars, choice.stops.num_safe(choice.text))
+
+
+def _has_news(choice: _Choice) -> bool:
+    ended = choice.finish_reason is not None and not choice.is_end_given
+    return ended or choice.num_given < len(choice.token_ids)
+
+
+class OutputProcessor:
+    """All requests in flight by id."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.states: dict[str, RequestState] = {}
+
+    def add(self, request_id: str, given: ProcessedInput, params: SamplingParams) -> RequestState:
+        state = RequestState(request_id, given, params, self.tokenizer)
+        self.states[request_id] = state
+        return state
+
+    def process(
+        self, outputs: Iterable[EngineOutput]
+    ) -> tuple[list[tuple[RequestState, EngineOutput]], list[str]]:
+        """Takes the outputs of a step.
+
+        Returns the states that changed, each with its output, and the engine's ids of sequences
+        to abort. Outputs of requests that are gone are dropped.
+        """
+        changed, to_abort = [], []
+        for output in outputs:
+            state = self.states.get(output.request_id.rpartition("#")[0])
+            if state is None:
+                continue
+            if state.add(output):
+                to_abort.append(output.request_id)
+            changed.append((state, output))
+        return changed, to_abort
+
+    def remove(self, request_id: str) -> list[str]:
+        """Forgets a request; returns the engine's ids of its choices that still run."""
+        state = self.states.pop(request_id, None)
+        if state is None:
+            return []
+        return [f"{request_id}#{c.index}" for c in state.choices if c.finish_reason is None]

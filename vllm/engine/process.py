@@ -1,0 +1,160 @@
+"""The engine in a process of its own, and the messages to and from it (msgspec over ZMQ)."""
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.metrics import SchedulerStats
+from vllm.engine.request import EngineOutput, EngineRequest
+from vllm.errors import VllmError
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_POLL_MS = 1000
+
+
+class Add(msgspec.Struct, tag="add"):
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    request_ids: list[str]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Ends the process."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The model is loaded. max_model_len: as it came out; kernels: what /kernels shows."""
+
+    max_model_len: int
+    kernels: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The model could not be loaded; message says why. is_user_error: no bug of ours."""
+
+    message: str
+    is_user_error: bool
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    outputs: list[EngineOutput]
+    stats: SchedulerStats
+
+
+ToEngine = Add | Abort | Stop
+FromEngine = Ready | Failed | Outputs
+
+
+def run_engine(args: EngineArgs, inbox: str, outbox: str) -> None:
+    """Body of the engine process: loads the model, then serves until told to stop.
+
+    inbox and outbox are ZMQ addresses that the parent has bound. An exception after loading ends
+    the process with a traceback; the parent notices that it is gone.
+    """
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent acts
+    context = zmq.Context()
+    receiver = context.socket(zmq.PULL)
+    sender = context.socket(zmq.PUSH)
+    for socket, address in ((receiver, inbox), (sender, outbox)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    loop = _EngineLoop(receiver, sender)
+    try:
+        loop.load(args)
+    except Exception as error:
+        is_user_error = isinstance(error, VllmError)
+        message = str(error) if is_user_error else traceback.format_exc()
+        loop.send(Failed(message, is_user_error))
+        context.destroy(linger=2000)
+        sys.exit(2 if is_user_error else 1)
+    loop.run()
+    context.destroy(linger=0)
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process when its parent dies, however that dies; others rely on polling."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _EngineLoop:
+    def __init__(self, receiver: "zmq.Socket[bytes]", sender: "zmq.Socket[bytes]"):
+        self._receiver = receiver
+        self._sender = sender
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._parent = os.getppid()
+
+    def send(self, message: FromEngine) -> None:
+        self._sender.send(self._encoder.encode(message))
+
+    def load(self, args: EngineArgs) -> None:
+        from vllm.engine.core import EngineCore
+
+        self.core = EngineCore(args.create_engine_config())
+        kernels = self.core.selection.to_json()
+        self.send(Ready(self.core.config.model_config.max_model_len, kernels))
+
+    def run(self) -> None:
+        core = self.core
+        told_idle = True
+        while True:
+            if not self._receive(0 if core.has_work else _IDLE_POLL_MS):
+                return
+            if core.has_work:
+                outputs = core.step()
+                if outputs or not core.has_work:
+                    self.send(Outputs(outputs, core.stats()))
+                told_idle = False
+            elif not told_idle:
+                core.check_idle()
+                self.send(Outputs([], core.stats()))
+                told_idle = True
+
+    def _receive(self, timeout_ms: int) -> bool:
+        """Acts on all messages there are, waiting for the first; False when it is time to end."""
+        if os.getppid() != self._parent:
+            return False
+        if not self._receiver.poll(timeout_ms):
+            return True
+        while True:
+            try:
+                message = self._decoder.decode(self._receiver.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if isinstance(message, Stop):
+                return False
+            self._act(message)
+
+    def _act(self, message: Add | Abort) -> None:
+        if isinstance(message, Abort):
+            self.core.abort(message.request_ids)
+        else:
+            for request in message.requests:
+                self.core.add(request)
+
+
+def encode(message: ToEngine) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decoder() -> "msgspec.msgpack.Decoder[FromEngine]":
+    return msgspec.msgpack.Decoder(FromEngine)
+
+
+def ids(requests: Sequence[EngineRequest]) -> list[str]:
+    return [request.request_id for request in requests]

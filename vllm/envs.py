@@ -1,0 +1,149 @@
+"""The only reader of `os.environ`: every variable of the project, typed, with its default.
+
+`envs.VLLM_X` reads and validates the variable at each access, so that a test or a parent
+process can set it at any time before it is used. An invalid value is an error; an unknown
+`VLLM_*` name is a warning with a suggestion (`unknown_variables`), never an error, because
+Kubernetes injects names such as `VLLM_SERVICE_HOST` for a service called `vllm`.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: `parse` maps the text to a value or raises ValueError."""
+
+    parse: Callable[[str], Any]
+    default: Callable[[], Any]
+    accepts: str
+    doc: str
+
+
+def _tri_state(text: str) -> bool:
+    if text in ("0", "1"):
+        return text == "1"
+    raise ValueError
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() in names:
+            return text.lower()
+        raise ValueError
+
+    return parse
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError
+    return Path(text).expanduser()
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+_LEVELS = ("debug", "info", "warning", "error")
+_ISAS = ("portable", "avx2", "avx512")
+
+VARIABLES: dict[str, Variable] = {
+    "VLLM_CACHE_ROOT": Variable(
+        _path,
+        lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm",
+        "a folder",
+        "Where the demo model and other generated files are kept.",
+    ),
+    "VLLM_LOGGING_LEVEL": Variable(
+        _choice(*_LEVELS), lambda: "info", "one of " + ", ".join(_LEVELS), "Log level."
+    ),
+    "VLLM_API_KEY": Variable(
+        _text, lambda: None, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
+    ),
+    "VLLM_CPU_KVCACHE_SPACE": Variable(
+        _positive_float,
+        lambda: None,
+        "a number of GiB above 0",
+        "KV cache size on the CPU in GiB; unset: as much as the limits on requests can use, "
+        "at most 4 GiB and half of the free memory.",
+    ),
+    "VLLM_CPU_ISA": Variable(
+        _choice(*_ISAS),
+        lambda: None,
+        "one of " + ", ".join(_ISAS),
+        "Instruction set of the native CPU kernels; unset: the best the chip has.",
+    ),
+    "VLLM_LINEAR_BACKEND": Variable(
+        _text, lambda: None, "a backend name", "Same as --linear-backend, which wins over it."
+    ),
+}
+
+# Retired or foreign names that start with VLLM_ and are nobody's mistake.
+_KUBERNETES_MARKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")
+
+
+def read(name: str) -> Any:
+    """Value of the variable `name`, its default if unset; ConfigError if its text is invalid."""
+    variable = VARIABLES[name]
+    text = os.environ.get(name)
+    if text is None:
+        return variable.default()
+    try:
+        return variable.parse(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name}={text!r} is not valid: it takes {variable.accepts}. "
+            f"Correct it or unset it."
+        ) from None
+
+
+def is_set(name: str) -> bool:
+    """Whether the user set the variable `name` explicitly."""
+    return name in VARIABLES and name in os.environ
+
+
+def check_all() -> list[str]:
+    """Validates every variable that is set; returns a warning for each unknown `VLLM_*` name."""
+    for name in VARIABLES:
+        read(name)
+    return [
+        f"unknown environment variable {name}" + did_you_mean(name, VARIABLES)
+        for name in sorted(os.environ)
+        if name.startswith("VLLM_")
+        and name not in VARIABLES
+        and not any(mark in name for mark in _KUBERNETES_MARKS)
+        and not name.endswith("_PORT")
+    ]
+
+
+def set_for_children(name: str, value: str) -> None:
+    """Sets a variable for this process and the processes it starts."""
+    os.environ[name] = value
+
+
+def __getattr__(name: str) -> Any:
+    if name in VARIABLES:
+        return read(name)
+    raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")

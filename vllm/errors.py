@@ -1,0 +1,42 @@
+"""Errors a user can act on. Every message names what was given, what is accepted and the fix."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean X?"` for the closest of `known`, or nothing when none is close."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class VllmError(Exception):
+    """Base of all errors that are the user's to fix; the CLI prints them and exits with 2."""
+
+
+class ConfigError(VllmError, ValueError):
+    """A flag, environment variable or configuration file is wrong."""
+
+
+class CheckpointError(VllmError, ValueError):
+    """A model folder is incomplete, corrupt or of a kind that is not supported."""
+
+
+class RequestError(VllmError, ValueError):
+    """One request is malformed; it alone is refused. `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(VllmError, RuntimeError):
+    """The engine process is gone; nothing can be generated any more."""
+
+
+class QueueFullError(VllmError):
+    """Too many requests wait already; the caller may try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

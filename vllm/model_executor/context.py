@@ -1,0 +1,40 @@
+"""What a model is built with; handed to every layer, so that none asks a global."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.selection import Selection
+from vllm.ops.paged_attention import AttentionBatch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """hf_config: the text model's config. dtype: of activations. weight_dtype: in which weights
+    that are not quantised are kept. ops: the small kernels (norms, rotary, activations) of the
+    device. kv_cache_format: short name of the cache's type. max_model_len: positions to serve.
+    """
+
+    hf_config: Any
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    quant_config: "QuantizationConfig | None"
+    selection: Selection
+    ops: ModuleType
+    kv_cache_format: str
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The tokens of one step. input_ids and positions: int64 [T]."""
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch

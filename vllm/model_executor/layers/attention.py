@@ -1,0 +1,37 @@
+"""The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
+
+from torch import Tensor, nn
+
+from vllm.kernels import registry
+from vllm.kernels.spec import AttentionProblem
+from vllm.model_executor.context import ForwardBatch, ModelContext
+from vllm.utils.torch_utils import SHORT_NAMES
+
+
+class Attention(nn.Module):
+    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
+
+    def __init__(
+        self,
+        ctx: ModelContext,
+        prefix: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        sliding_window: int = 0,
+    ):
+        super().__init__()
+        problem = AttentionProblem(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            format=ctx.kv_cache_format,
+            dtype=SHORT_NAMES[ctx.dtype],
+            sliding_window=sliding_window,
+        )
+        decision = ctx.selection.choose(prefix, problem)
+        assert decision.chosen is not None
+        self.kernel = registry.backend(decision.chosen).attention(problem)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        return self.kernel(q, k, v, batch.attention).flatten(1)

@@ -1,0 +1,181 @@
+"""From a checkpoint to a model that is ready to run."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vllm import _native
+from vllm.config import VllmConfig
+from vllm.errors import CheckpointError
+from vllm.kernels.selection import Selection
+from vllm.logger import get_logger
+from vllm.model_executor.context import ModelContext
+from vllm.model_executor.model_loader.checkpoint import Checkpoint
+from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.weights import Slot, kernel_layers, model_slots
+from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
+
+logger = get_logger(__name__)
+
+_MAX_LISTED = 4
+
+
+def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
+    """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
+
+    Every name, shape and type is checked against the files' headers before a weight is read.
+    Raises CheckpointError; NoKernelError when a layer has no kernel.
+    """
+    start = time.perf_counter()
+    model_config = config.model_config
+    cls = model_class(model_config.architectures)
+    is_dummy = model_config.load_format == "dummy"
+    checkpoint = None if is_dummy else Checkpoint(model_config.path)
+    model = _construct(cls, config, selection, checkpoint)
+    slots = model_slots(model)
+    if checkpoint is None:
+        _fill_randomly(slots, model_config.seed)
+    else:
+        _fill(cls, config, slots, checkpoint)
+    selection.log()
+    layers = list(kernel_layers(model))
+    del slots
+    for layer in _progress(layers, "Preparing kernels", "layer"):
+        layer.make_kernel()
+    logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
+    return model.eval()
+
+
+def _construct(
+    cls: type[nn.Module],
+    config: VllmConfig,
+    selection: Selection,
+    checkpoint: Checkpoint | None,
+) -> nn.Module:
+    try:
+        return cls(model_context(config, selection, checkpoint))
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{config.model_config.model}: a weight of the size its config.json asks for cannot "
+            f"be allocated ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def model_context(
+    config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
+) -> ModelContext:
+    """The context models are built with. checkpoint None: weights are of the model's dtype."""
+    dtype = DTYPES[config.model_config.dtype]
+    stored = checkpoint.float_weight_dtype() if checkpoint else None
+    if stored is None or stored.itemsize > dtype.itemsize:
+        declared = getattr(config.model_config.hf_text_config, "dtype", None)
+        stored = declared if checkpoint is None and declared in SHORT_NAMES else dtype
+    cache_dtype = config.cache_config.kv_cache_dtype
+    return ModelContext(
+        hf_config=config.model_config.hf_text_config,
+        dtype=dtype,
+        weight_dtype=stored,
+        quant_config=config.quant_config,
+        selection=selection,
+        ops=_small_ops(),
+        kv_cache_format=(
+            "fp8" if cache_dtype.startswith("fp8") else SHORT_NAMES[DTYPES.get(cache_dtype, dtype)]
+        ),
+        max_model_len=config.model_config.max_model_len,
+    )
+
+
+def _small_ops():  # type: ignore[no-untyped-def]
+    """Norms, rotary and activations: native where our library is usable, torch otherwise."""
+    if _native.status().state == "present":
+        from vllm.ops import cpu_ops
+
+        return cpu_ops
+    from vllm.ops import torch_ops
+
+    return torch_ops
+
+
+def _fill(
+    cls: type[nn.Module], config: VllmConfig, slots: dict[str, Slot], checkpoint: Checkpoint
+) -> None:
+    quant = config.quant_config
+    homes: dict[str, Slot] = {}
+    unknown = []
+    for name in checkpoint.infos:
+        home = cls.slot_name(name)
+        home = quant.slot_name(home) if quant and home is not None else home
+        if home is None:
+            continue
+        if home in slots:
+            homes[name] = slots.pop(home)
+        elif not (home == "lm_head.weight" and config.model_config.ties_embeddings):
+            unknown.append(name)
+    _check_complete(checkpoint, list(slots), unknown)
+    for name, slot in homes.items():
+        _check_tensor(checkpoint, name, slot)
+    with tqdm(
+        total=checkpoint.num_bytes(), desc="Loading weights", unit="B", unit_scale=True, leave=False
+    ) as bar:
+        for name, tensor in checkpoint.tensors():
+            if name in homes:
+                _write(homes[name], name, tensor)
+            bar.update(tensor.nbytes)
+
+
+def _check_complete(checkpoint: Checkpoint, missing: list[str], unknown: list[str]) -> None:
+    for what, names in (("lacks", missing), ("holds tensors unknown to this model:", unknown)):
+        if names:
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} {what} {', '.join(names[:_MAX_LISTED])}{more}; "
+                f"its files and its config.json do not belong together or are incomplete"
+            )
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
+    info = checkpoint.infos[name]
+    if info.shape != slot.shape and not (slot.shape == () and info.shape == (1,)):
+        raise CheckpointError(
+            f"{info.file.name}: {name} has shape {list(info.shape)}, but config.json implies "
+            f"{list(slot.shape)}"
+        )
+    if info.dtype not in slot.dtypes:
+        accepted = ", ".join(str(d).removeprefix("torch.") for d in slot.dtypes)
+        raise CheckpointError(
+            f"{info.file.name}: {name} is of type {info.dtype_name}, but {accepted} is needed; "
+            f"quantization_config of config.json does not describe this file"
+        )
+
+
+def _write(slot: Slot, name: str, tensor: Tensor) -> None:
+    try:
+        slot.write(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _fill_randomly(slots: dict[str, Slot], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, slot in _progress(list(slots.items()), "Random weights", "tensor"):
+        slot.write(_random_tensor(name, slot, generator))
+
+
+def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:
+    """Weights of the usual spread; FP8 ones use the whole range and a scale that undoes it."""
+    if name.endswith("norm.weight"):
+        return torch.ones(slot.shape)
+    if "scale" in name.rpartition(".")[2]:
+        return torch.full(slot.shape, 0.02 / 100)
+    spread = 100.0 if slot.dtypes[0] == torch.float8_e4m3fn else 0.02
+    values = torch.empty(slot.shape).normal_(0, spread, generator=generator)
+    return values.clamp_(-448, 448).to(slot.dtypes[0])
+
+
+def _progress(items: list, what: str, unit: str) -> Iterator:  # type: ignore[type-arg]
+    yield from tqdm(items, desc=what, unit=unit, leave=False)

@@ -1,0 +1,132 @@
+"""A folder of safetensors files: its tensors by name, checked before anything is read."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    dtype_name: str
+
+
+class Checkpoint:
+    """`infos`: every tensor of the folder, from the files' headers alone."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.infos: dict[str, TensorInfo] = {}
+        for file in _weight_files(path):
+            for name, info in _read_header(file):
+                if name in self.infos:
+                    raise CheckpointError(
+                        f"tensor {name} is in both {self.infos[name].file.name} and {file.name}"
+                    )
+                self.infos[name] = info
+
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in {info.file for info in self.infos.values()})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, file by file, mapped and read when it is used."""
+        by_file: dict[Path, list[str]] = {}
+        for name, info in self.infos.items():
+            by_file.setdefault(info.file, []).append(name)
+        for file, names in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in names:
+                        yield name, opened.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(file, error) from error
+
+    def float_weight_dtype(self) -> torch.dtype | None:
+        """The widest type among weights that are not quantised: what they must be kept in."""
+        wide = [
+            info.dtype
+            for name, info in self.infos.items()
+            if name.endswith(".weight") and len(info.shape) == 2 and info.dtype in _FLOATS
+        ]
+        return max(wide, key=_FLOATS.index, default=None)
+
+
+_FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / INDEX_NAME
+    if index.exists():
+        files = _indexed_files(index)
+    else:
+        # "consolidated" files hold the same weights again under Mistral's own names.
+        files = sorted(p for p in path.glob("*.safetensors") if "consolidated" not in p.name)
+    if not files:
+        pickles = [p.name for pattern in _PICKLES for p in path.glob(pattern)]
+        if pickles:
+            raise CheckpointError(
+                f"{path} holds pickled weights ({', '.join(sorted(pickles)[:3])}), which can run "
+                f"code when loaded and are refused; convert them to safetensors with transformers "
+                f"(from_pretrained, then save_pretrained) in an environment you trust"
+            )
+        raise CheckpointError(f"{path} holds no *.safetensors files: there are no weights to load")
+    missing = [f.name for f in files if not f.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of {len(files)} weight files that {INDEX_NAME} lists: "
+            f"{', '.join(missing[:5])}; fetch the checkpoint again"
+        )
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{index} is not a readable index: {error!r}") from error
+    bad = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if bad:
+        raise CheckpointError(f"{index} points outside its folder: {bad[0]!r}")
+    return [index.parent / name for name in sorted(names)]
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is not iterable)
+                part = opened.get_slice(name)
+                dtype = part.get_dtype()
+                yield name, TensorInfo(file, tuple(part.get_shape()), _DTYPES.get(dtype), dtype)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    size = file.stat().st_size if file.exists() else 0
+    return CheckpointError(
+        f"{file} ({size} bytes) is truncated or corrupt: {error}; fetch the checkpoint again"
+    )

@@ -1,0 +1,29 @@
+"""Qwen3 dense: no QKV bias, but an RMSNorm over each head of q and k before the rotation."""
+
+from typing import Any
+
+from torch import Tensor
+
+from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2Attention
+
+
+class Qwen3Attention(LlamaAttention):
+    def __init__(self, ctx: ModelContext, prefix: str, layer: int, rotary: RotaryEmbedding):
+        super().__init__(ctx, prefix, layer, rotary)
+        self.q_norm = RMSNorm(ctx, f"{prefix}.q_norm", self.head_dim)
+        self.k_norm = RMSNorm(ctx, f"{prefix}.k_norm", self.head_dim)
+
+    @staticmethod
+    def sliding_window(config: Any, layer: int) -> int:
+        return Qwen2Attention.sliding_window(config, layer)
+
+    def shape_qk(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return super().shape_qk(self.q_norm(q), self.k_norm(k), positions)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    attention = Qwen3Attention

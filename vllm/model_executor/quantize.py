@@ -1,0 +1,144 @@
+"""Writes a quantised copy of a checkpoint, file by file, in the layout that Hugging Face uses."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.kernels.selection import Selection
+from vllm.kernels.spec import Device, Lib, Libs, Policy
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.quantization.fp8 import DEFAULT_BLOCK, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
+from vllm.model_executor.model_loader import model_context
+from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
+from vllm.model_executor.models.registry import model_class
+
+_FP8_BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": list(DEFAULT_BLOCK),
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+def _to_fp8_block(name: str, weight: Tensor) -> dict[str, Tensor]:
+    quantised, scales = per_block_cast_to_fp8(weight, DEFAULT_BLOCK)
+    return {name: quantised, name.removesuffix("weight") + "weight_scale_inv": scales}
+
+
+# Format -> quantization_config of the result, and what one linear weight becomes.
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tensor]]]] = {
+    "fp8-block": (_FP8_BLOCK_CONFIG, _to_fp8_block),
+}
+
+
+def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
+    """Quantises the linear layers of the model in `source` (its output projection excepted).
+
+    `target` must not exist; it appears only when it is complete. Raises ConfigError or
+    CheckpointError.
+    """
+    if format_name not in FORMATS:
+        raise ConfigError(
+            f"--format {format_name!r} is unknown: it takes {', '.join(FORMATS)}"
+            f"{did_you_mean(format_name, FORMATS)}"
+        )
+    if target.exists():
+        raise ConfigError(f"{target} exists already: give a new folder, or remove it first")
+    quantization_config, quantise = FORMATS[format_name]
+    checkpoint = Checkpoint(source)
+    wanted = _linear_weights(source, checkpoint)
+    with new_folder(target) as folder:
+        _copy_other_files(source, folder)
+        _write_config(source, folder, quantization_config)
+        _write_weights(checkpoint, folder, wanted, quantise)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it takes its name `target` only if the block ends without an error."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {target.parent}: {error}") from error
+    try:
+        yield folder
+        folder.chmod(0o755)
+        os.rename(folder, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _linear_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
+    """Checkpoint names of the weights to quantise, as our model of this architecture has them."""
+    model_config = ModelConfig.load(str(source), quantization="fp8", max_model_len=1)
+    config = VllmConfig(model_config=model_config)
+    if config.quant_config is None or config.quant_config.is_checkpoint_quantized:
+        raise CheckpointError(f"{source} is quantised already; quantise the original instead")
+    cls = model_class(model_config.architectures)
+    selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
+    with torch.device("meta"):
+        model = cls(model_context(config, selection, checkpoint))
+    ours = {
+        f"{shard}.weight"
+        for layer in model.modules()
+        if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod)
+        for shard in layer.shard_names
+    }
+    return {name for name in checkpoint.infos if cls.slot_name(name) in ours}
+
+
+def _copy_other_files(source: Path, folder: Path) -> None:
+    for file in source.iterdir():
+        is_weight = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        if file.is_file() and not is_weight and file.name not in ("config.json", INDEX_NAME):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_config(source: Path, folder: Path, quantization_config: dict[str, Any]) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_weights(
+    checkpoint: Checkpoint,
+    folder: Path,
+    wanted: set[str],
+    quantise: Callable[[str, Tensor], dict[str, Tensor]],
+) -> None:
+    weight_map: dict[str, str] = {}
+    pending: dict[str, Tensor] = {}
+    files = {name: info.file.name for name, info in checkpoint.infos.items()}
+    total_bytes = 0
+    last = {file: name for name, file in files.items()}
+    for name, tensor in tqdm(checkpoint.tensors(), "Quantising", len(files), unit="tensor"):
+        try:
+            pieces = quantise(name, tensor) if name in wanted else {name: tensor}
+        except ValueError as error:
+            raise CheckpointError(f"{files[name]}: {name}: {error}") from error
+        pending.update(pieces)
+        total_bytes += sum(piece.nbytes for piece in pieces.values())
+        weight_map.update(dict.fromkeys(pieces, files[name]))
+        if last[files[name]] == name:
+            save_file(pending, folder / files[name], metadata={"format": "pt"})
+            pending = {}
+    if len(last) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,66 @@
+"""Where checkpoint tensors go: every layer declares its slots, the loader fills them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor a layer takes from the checkpoint.
+
+    shape: what the checkpoint must hold (() matches (1,) too). dtypes: which types it may have;
+    the first is the one random weights are made in. write: copies it to its place.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    write: Callable[[Tensor], None]
+    optional: bool = False
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@runtime_checkable
+class HasSlots(Protocol):
+    """A layer with weights of its own. Keys are names in the checkpoint."""
+
+    def slots(self) -> dict[str, Slot]: ...
+
+
+@runtime_checkable
+class HasKernel(Protocol):
+    """A layer that lays out its weights for its kernel once all are loaded."""
+
+    def make_kernel(self) -> None: ...
+
+
+def model_slots(model: nn.Module) -> dict[str, Slot]:
+    """All slots of all layers of `model`."""
+    slots: dict[str, Slot] = {}
+    for module in model.modules():
+        if isinstance(module, HasSlots):
+            slots.update(module.slots())
+    return slots
+
+
+def kernel_layers(model: nn.Module) -> Iterator[HasKernel]:
+    return (module for module in model.modules() if isinstance(module, HasKernel))
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised weight; its pages are touched only when it is written."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def copy_into(target: Tensor, name: str = "") -> Callable[[Tensor], None]:
+    """A writer that copies (and converts) a checkpoint tensor of the same number of elements."""
+
+    def write(tensor: Tensor) -> None:
+        target.copy_(tensor.reshape(target.shape))
+
+    return write

@@ -1,0 +1,73 @@
+"""Attention over a paged KV cache, built from the ops module that a backend names."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.spec import AttentionProblem
+
+_CACHE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where the tokens of one step stand, for R requests and T tokens.
+
+    query_start_loc: int32 [R + 1], first token of each request. seq_lens: int32 [R], keys of
+    each request, those of this step included. block_tables: int32 [R, max blocks].
+    slot_mapping: int64 [T], block * block_size + offset where each token's K and V go.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+
+
+class PagedAttention:
+    """Writes K and V of new tokens to the cache, then attends causally over it.
+
+    The cache is K [blocks, kv heads, head_dim, block_size] (keys side by side) and
+    V [blocks, kv heads, block_size, head_dim].
+    """
+
+    def __init__(self, ops: ModuleType, problem: AttentionProblem):
+        self.ops = ops
+        self.problem = problem
+        self.dtype = _CACHE_DTYPES[problem.format]
+        self.scale = problem.head_dim**-0.5
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of this layer, K and V."""
+        p = self.problem
+        return 2 * p.num_kv_heads * p.head_dim * block_size * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
+        """Zeros, so that a position never written holds a finite number; pages come on use."""
+        p = self.problem
+        keys = (num_blocks, p.num_kv_heads, p.head_dim, block_size)
+        values = (num_blocks, p.num_kv_heads, block_size, p.head_dim)
+        self.k_cache = torch.zeros(keys, dtype=self.dtype, device=device)
+        self.v_cache = torch.zeros(values, dtype=self.dtype, device=device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
+        """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
+        self.ops.reshape_and_cache(k, v, self.k_cache, self.v_cache, batch.slot_mapping)
+        return self.ops.paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            self.scale,
+            self.problem.sliding_window,
+        )

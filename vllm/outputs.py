@@ -1,0 +1,49 @@
+"""What a request gives back."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural log of a token's probability before temperature and filters; rank 1 is likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobDict = dict[int, Logprob]
+"""token id -> Logprob: the token taken (or given) and the likeliest ones of one position."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. With RequestOutputKind.DELTA, text, token_ids and logprobs are what is new.
+
+    finish_reason: None while running, then "stop", "length" or "abort"; stop_reason: the stop
+    text or stop token id that ended it, None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobDict] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request. prompt_logprobs[0] is None: nothing precedes the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[LogprobDict | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0

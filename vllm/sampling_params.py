@@ -1,0 +1,189 @@
+"""How the tokens of one request are chosen."""
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from vllm.errors import RequestError
+
+MAX_LOGPROBS = 100
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+_TEMPERATURE_FLOOR = 1e-5
+
+
+class RequestOutputKind(IntEnum):
+    """What each RequestOutput of a stream holds: all so far, what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grammar the output must match; exactly one of the fields is set.
+
+    json: a JSON schema (dict or text). json_object: any JSON object. regex: a regular
+    expression. choice: one of these texts. grammar: EBNF.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured output takes exactly one of {', '.join(self.__struct_fields__)}; "
+                f"given: {', '.join(given) or 'none'}",
+                "structured_outputs",
+            )
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Sampling settings, with OpenAI's names and meanings where it has them.
+
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 keep every token; min_p drops tokens less
+    likely than min_p times the likeliest. seed: the same seed gives the same text whatever else
+    is in the batch; None draws a fresh one. stop: texts that end the output and are not part of
+    it (unless include_stop_str_in_output). logprobs / prompt_logprobs: how many of the likeliest
+    tokens to report per position besides the one taken (0: that one alone).
+    max_tokens None: to the end of the context.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self._check_types()
+        self._check_ranges()
+
+    @property
+    def stop_strings(self) -> list[str]:
+        assert isinstance(self.stop, list)
+        return self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _TEMPERATURE_FLOOR
+
+    def _check_types(self) -> None:
+        for name in _INTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise RequestError(f"{name} must be an integer, not {value!r}", name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(f"{name} must be a number, not {value!r}", name)
+        if not all(isinstance(s, str) for s in self.stop_strings):
+            raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
+
+    def _check_ranges(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name} must be from {low} to {high}, not {value}", name)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p")
+        if not 0 < self.repetition_penalty <= 100:
+            raise RequestError(
+                f"repetition_penalty must be above 0 and at most 100, not "
+                f"{self.repetition_penalty}",
+                "repetition_penalty",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        if "" in self.stop_strings or len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop takes at most {MAX_STOP_STRINGS} texts, none of them empty", "stop"
+            )
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(
+                f"n = {self.n} with temperature 0 would give the same text {self.n} times; "
+                f"raise temperature or set n to 1",
+                "n",
+            )
+
+
+_INTS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, MAX_CHOICES),
+    ("temperature", 0, 100),
+    ("top_k", -1, 2**31 - 1),
+    ("min_p", 0, 1),
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults in a generation_config.json, by our names. do_sample false is greedy."""
+    defaults = {
+        ours: generation[theirs]
+        for theirs, ours in _GENERATION_FIELDS.items()
+        if generation.get(theirs) is not None
+    }
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+def default_sampling_params(generation: dict[str, Any]) -> SamplingParams:
+    """SamplingParams with the model's own defaults; RequestError if the model's are invalid."""
+    return SamplingParams(**generation_defaults(generation))

@@ -1,0 +1,50 @@
+"""From what a user names to a folder with a model in it."""
+
+from pathlib import Path
+
+from vllm.errors import CheckpointError
+
+# Everything serving needs; never code, pickles or other frameworks' weights.
+_WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*")
+
+
+def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder `model`, or a snapshot of that name on the Hugging Face hub.
+
+    The hub is asked only when no such folder exists. Raises CheckpointError when neither does.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(
+            f"{model} is a file; give the folder that holds config.json and *.safetensors"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointError(
+            f"model {model!r} is neither a folder here nor a hub name such as Qwen/Qwen3-8B-FP8"
+        )
+    return _snapshot(model, revision, weights)
+
+
+def _snapshot(model: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = [p for p in _WANTED if weights or p != "*.safetensors"]
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"cannot fetch {model!r} from the Hugging Face hub ({_first_line(error)}); check the "
+            f"name and the network, set HF_TOKEN for a gated model, or give a local folder"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

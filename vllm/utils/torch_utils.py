@@ -1,0 +1,20 @@
+"""Names of dtypes and seeds."""
+
+import random
+
+import torch
+
+# Names users write -> torch dtype -> short name used by the kernel selector.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHORT_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+}
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python's and torch's global generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)

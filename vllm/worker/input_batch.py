@@ -1,0 +1,81 @@
+"""The running requests as rows of arrays that live as long as the engine."""
+
+import numpy as np
+
+from vllm.engine.request import Request
+from vllm.utils.math_utils import cdiv
+
+
+class InputBatch:
+    """Row r belongs to one running request; rows are dense, the last one fills a gap.
+
+    token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
+    num_computed: int64 [rows]. block_table: int32 [rows, max blocks].
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+        self.block_size = block_size
+        # Zeroed pages come from the system on first use: a long max_model_len costs nothing here.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, cdiv(max_model_len, block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, np.int64)
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.requests: list[Request] = []
+        self.row_of: dict[str, int] = {}
+
+    _ROW_ARRAYS = (
+        "num_blocks", "num_tokens", "num_prompt", "num_computed", "seeds", "temperature", "top_k",
+        "top_p", "min_p",
+    )  # fmt: skip
+
+    def add(self, request: Request, num_computed: int) -> None:
+        row = len(self.requests)
+        self.requests.append(request)
+        self.row_of[request.request_id] = row
+        tokens, sampling = request.all_token_ids, request.sampling
+        self.token_ids[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_computed[row] = num_computed
+        self.num_blocks[row] = 0
+        self.append_blocks(request.request_id, request.block_ids)
+        self.seeds[row] = request.seed % 2**64
+        self.temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
+        self.top_k[row] = max(sampling.top_k, 0)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+
+    def drop(self, request_id: str) -> None:
+        row = self.row_of.pop(request_id)
+        last = len(self.requests) - 1
+        moved = self.requests.pop()
+        if row == last:
+            return
+        self.requests[row] = moved
+        self.row_of[moved.request_id] = row
+        for name in self._ROW_ARRAYS:
+            values = getattr(self, name)
+            values[row] = values[last]
+        num_tokens, num_blocks = self.num_tokens[row], self.num_blocks[row]
+        self.token_ids[row, :num_tokens] = self.token_ids[last, :num_tokens]
+        self.block_table[row, :num_blocks] = self.block_table[last, :num_blocks]
+
+    def append_blocks(self, request_id: str, blocks: list[int]) -> None:
+        row = self.row_of[request_id]
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] = start + len(blocks)
+
+    def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """One sampled token for each of `rows`; a full row ends with this step and takes none."""
+        places = self.num_tokens[rows]
+        fits = places < self.token_ids.shape[1]
+        self.token_ids[rows[fits], places[fits]] = tokens[fits]
+        self.num_tokens[rows[fits]] += 1
