@@ -30,7 +30,7 @@ class CacheConfig:
         if self.block_size <= 0 or self.block_size % 16:
             raise ConfigError(f"--block-size {self.block_size}: it takes multiples of 16")
         if self.num_blocks is not None and self.num_blocks < 2:
-            raise ConfigError(f"--num-kv-blocks {self.num_blocks}: at least 2 are needed")
+            raise ConfigError(f"--num-gpu-blocks-override {self.num_blocks}: at least 2 are needed")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: it takes 0 to 1"

@@ -64,8 +64,9 @@ class ModelConfig:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the output projection is the embedding's weight."""
-        return bool(self.hf_text_config.tie_word_embeddings)
+        """Whether the output projection is the embedding's weight where it has none of its own."""
+        configs = (self.hf_config, self.hf_text_config)
+        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
     @property
     def architectures(self) -> list[str]:
@@ -137,7 +138,7 @@ def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _apply_overrides(config, overrides)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         raise CheckpointError(
             f"{path / 'config.json'} (model_type {raw['model_type']!r}) cannot be read: {error}"
         ) from error

@@ -108,6 +108,10 @@ class EngineArgs:
 
     def create_engine_config(self) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError."""
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(
+                f"--load-format {self.load_format!r} is unknown: it takes {', '.join(LOAD_FORMATS)}"
+            )
         model_config = ModelConfig.load(
             self.model,
             tokenizer=self.tokenizer,

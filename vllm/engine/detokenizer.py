@@ -6,40 +6,51 @@ from typing import Any
 # Prompt tokens decoded along with the first output token: how a token reads (with a space
 # before it or not) can depend on its left neighbours.
 _CONTEXT = 6
-# UTF-8 needs at most 4 byte tokens for a character; bytes that are still no character after
-# this many tokens never will be.
-_MAX_PENDING = 16
+# Bytes that have not become a character after this many tokens never will.
+_MAX_OPEN = 64
+_REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, such that the pieces joined equal the text of them all."""
+    """Text of a growing list of tokens, such that the pieces joined equal the text of them all.
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special: bool,
-                 spaces_between_special: bool):  # fmt: skip
+    The last tokens are decoded again with each new one, because a character may need several.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        skip_special: bool,
+        spaces_between_special: bool,
+    ):
         self._tokenizer = tokenizer
         self._options = {
             "skip_special_tokens": skip_special,
             "spaces_between_special_tokens": spaces_between_special,
         }
-        # Tokens from self._start on, of which the first self._num_read are already text.
-        self._window = list(prompt_token_ids[-_CONTEXT:])
-        self._num_read = len(self._window)
+        self._move_to(list(prompt_token_ids[-_CONTEXT:]))
+
+    def _move_to(self, context: list[int]) -> None:
+        """Goes on behind `context`, whose text has been given out."""
+        self._window = context
+        self._num_context = len(context)
+        self._num_given = len(self._decode(context))
 
     def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
         """The text that these tokens complete; with is_last, all that was held back too."""
         self._window += token_ids
-        if len(self._window) == self._num_read:
-            return ""
-        known = self._decode(self._window[: self._num_read])
         text = self._decode(self._window)
-        is_open = text.endswith("\ufffd") and not is_last
-        if is_open and len(self._window) - self._num_read < _MAX_PENDING:
-            return ""
-        if len(text) < len(known) and not is_last:
-            return ""
-        self._window = self._window[self._num_read :]
-        self._num_read = len(self._window)
-        return text[len(known) :]
+        is_open = text.endswith(_REPLACEMENT) and not is_last
+        if is_open and len(self._window) - self._num_context < _MAX_OPEN:
+            text = text.rstrip(_REPLACEMENT)
+            piece = text[self._num_given :]
+            self._num_given += len(piece)
+            return piece
+        piece = text[self._num_given :]
+        if len(self._window) > self._num_context:
+            self._move_to(self._window[self._num_context :])
+        return piece
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, **self._options)

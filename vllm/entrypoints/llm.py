@@ -111,8 +111,5 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    is_one = not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int))
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]

@@ -19,6 +19,7 @@ class ModelContext:
     """hf_config: the text model's config. dtype: of activations. weight_dtype: in which weights
     that are not quantised are kept. ops: the small kernels (norms, rotary, activations) of the
     device. kv_cache_format: short name of the cache's type. max_model_len: positions to serve.
+    ties_embeddings: the output projection uses the embedding's weight.
     """
 
     hf_config: Any
@@ -29,6 +30,7 @@ class ModelContext:
     ops: ModuleType
     kv_cache_format: str
     max_model_len: int
+    ties_embeddings: bool
 
 
 @dataclass(slots=True)

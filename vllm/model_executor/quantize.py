@@ -94,7 +94,7 @@ def _linear_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
     cls = model_class(model_config.architectures)
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
-        model = cls(model_context(config, selection, checkpoint))
+        model = cls(model_context(cls, config, selection, checkpoint))
     ours = {
         f"{shard}.weight"
         for layer in model.modules()

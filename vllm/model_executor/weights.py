@@ -19,7 +19,6 @@ class Slot:
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     write: Callable[[Tensor], None]
-    optional: bool = False
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,6 +34,8 @@ class HasSlots(Protocol):
 @runtime_checkable
 class HasKernel(Protocol):
     """A layer that lays out its weights for its kernel once all are loaded."""
+
+    prefix: str
 
     def make_kernel(self) -> None: ...
 

@@ -1,8 +1,10 @@
 """Attention over a paged KV cache, built from the ops module that a backend names."""
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,13 +52,13 @@ class PagedAttention:
         p = self.problem
         return 2 * p.num_kv_heads * p.head_dim * block_size * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Zeros, so that a position never written holds a finite number; pages come on use."""
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Zeros, so that a position never written holds a finite number."""
         p = self.problem
         keys = (num_blocks, p.num_kv_heads, p.head_dim, block_size)
         values = (num_blocks, p.num_kv_heads, block_size, p.head_dim)
-        self.k_cache = torch.zeros(keys, dtype=self.dtype, device=device)
-        self.v_cache = torch.zeros(values, dtype=self.dtype, device=device)
+        self.k_cache = _lazy_zeros(keys, self.dtype)
+        self.v_cache = _lazy_zeros(values, self.dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
@@ -71,3 +73,9 @@ class PagedAttention:
             self.scale,
             self.problem.sliding_window,
         )
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system provides when they are first used; torch.zeros writes them."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from vllm import envs
@@ -26,7 +25,7 @@ def allocate_kv_cache(model: nn.Module, config: VllmConfig) -> int:
     num_blocks = config.cache_config.num_blocks or _num_blocks(kernels, config)
     block_size = config.cache_config.block_size
     for kernel in kernels:
-        kernel.allocate(num_blocks, block_size, torch.device("cpu"))
+        kernel.allocate(num_blocks, block_size)
     size = num_blocks * sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
     logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
     return num_blocks

@@ -29,11 +29,11 @@ class Embedding(nn.Module):
 class LMHead(Linear):
     """Logits [S, vocab] in float32. Tied: takes the embedding's weight instead of a slot."""
 
-    def __init__(self, ctx: ModelContext, prefix: str, embedding: Embedding, tied: bool):
+    def __init__(self, ctx: ModelContext, prefix: str, embedding: Embedding):
         vocab_size, hidden_size = embedding.weight.shape
         super().__init__(ctx, prefix, hidden_size, [(prefix, vocab_size)])
-        self.tied = tied
-        if tied:
+        self.tied = ctx.ties_embeddings
+        if self.tied:
             self.weight = embedding.weight
 
     def slots(self) -> dict[str, Slot]:

@@ -44,7 +44,10 @@ def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
     layers = list(kernel_layers(model))
     del slots
     for layer in _progress(layers, "Preparing kernels", "layer"):
-        layer.make_kernel()
+        try:
+            layer.make_kernel()
+        except ValueError as error:  # a weight whose values no kernel takes
+            raise CheckpointError(f"{layer.prefix}: {error}") from error
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
 
@@ -56,7 +59,7 @@ def _construct(
     checkpoint: Checkpoint | None,
 ) -> nn.Module:
     try:
-        return cls(model_context(config, selection, checkpoint))
+        return cls(model_context(cls, config, selection, checkpoint))
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise
@@ -67,6 +70,7 @@ def _construct(
 
 
 def model_context(
+    cls: type[nn.Module],
     config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
 ) -> ModelContext:
     """The context models are built with. checkpoint None: weights are of the model's dtype."""
@@ -76,6 +80,8 @@ def model_context(
         declared = getattr(config.model_config.hf_text_config, "dtype", None)
         stored = declared if checkpoint is None and declared in SHORT_NAMES else dtype
     cache_dtype = config.cache_config.kv_cache_dtype
+    names = checkpoint.infos if checkpoint else ()
+    has_own_head = any(cls.slot_name(name) == "lm_head.weight" for name in names)
     return ModelContext(
         hf_config=config.model_config.hf_text_config,
         dtype=dtype,
@@ -87,6 +93,7 @@ def model_context(
             "fp8" if cache_dtype.startswith("fp8") else SHORT_NAMES[DTYPES.get(cache_dtype, dtype)]
         ),
         max_model_len=config.model_config.max_model_len,
+        ties_embeddings=config.model_config.ties_embeddings and not has_own_head,
     )
 
 
@@ -114,7 +121,7 @@ def _fill(
             continue
         if home in slots:
             homes[name] = slots.pop(home)
-        elif not (home == "lm_head.weight" and config.model_config.ties_embeddings):
+        else:
             unknown.append(name)
     _check_complete(checkpoint, list(slots), unknown)
     for name, slot in homes.items():

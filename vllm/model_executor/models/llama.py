@@ -128,9 +128,8 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
-        tied = bool(ctx.hf_config.tie_word_embeddings)
         self.model = LlamaModel(ctx, "model", self.attention)
-        self.lm_head = LMHead(ctx, "lm_head", self.model.embed_tokens, tied)
+        self.lm_head = LMHead(ctx, "lm_head", self.model.embed_tokens)
 
     @staticmethod
     def slot_name(name: str) -> str | None:

@@ -1,0 +1,219 @@
+"""The scheduler alone: which tokens are computed when, and that every request ends."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.config import SchedulerConfig
+from vllm.engine.request import EngineRequest, FinishReason, Request
+from vllm.engine.scheduler import Scheduler
+from vllm.sampling_params import SamplingParams
+
+BLOCK = 4
+STOP = 99
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4, **sampling) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return Request.of(EngineRequest(name, prompt, params, 0, [STOP], max_tokens))
+
+
+def scheduler(num_blocks=64, max_num_seqs=8, budget=32, max_model_len=64, prefix_caching=True):
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(config, num_blocks, BLOCK, max_model_len, prefix_caching)
+
+
+def advance(s: Scheduler, token=lambda r: 7) -> list[Request]:
+    """One step in which every request whose known tokens are all computed gets a next one."""
+    step = s.schedule()
+    sampled = {}
+    for request_id, num_tokens in step.num_tokens.items():
+        r = s.requests[request_id]
+        assert len(r.block_ids) * BLOCK >= r.num_computed_tokens + num_tokens
+        if r.num_computed_tokens + num_tokens == len(r.all_token_ids):
+            sampled[request_id] = token(r)
+    assert sum(step.num_tokens.values()) <= s.config.max_num_batched_tokens
+    assert len(s.running) <= s.config.max_num_seqs
+    return s.update(step, sampled)
+
+
+def test_a_request_runs_to_its_length():
+    s = scheduler()
+    r = request("a", [1, 2, 3], max_tokens=3)
+    s.add(r)
+    ended = [r for _ in range(3) for r in advance(s)]
+    assert ended == [r]
+    assert r.all_token_ids == [1, 2, 3, 7, 7, 7]
+    assert r.finish_reason == FinishReason.LENGTH
+    s.pool.check_idle()
+
+
+def test_a_stop_token_ends_a_request_but_not_before_min_tokens():
+    s = scheduler()
+    early, late = request("early", [1], 9), request("late", [1], 9, min_tokens=3)
+    s.add(early)
+    s.add(late)
+    for _ in range(3):
+        advance(s, lambda r: STOP)
+    assert early.num_output_tokens == 1
+    assert late.num_output_tokens == 3
+    assert late.stop_reason == STOP and late.finish_reason == FinishReason.STOP
+
+
+def test_max_tokens_zero_computes_the_prompt_only():
+    s = scheduler()
+    r = request("a", [1, 2, 3], max_tokens=0)
+    s.add(r)
+    assert advance(s) == [r]
+    assert r.all_token_ids == [1, 2, 3]
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
+    s = scheduler(budget=10, num_blocks=64)
+    s.add(request("short", [1], 20))
+    advance(s)
+    s.add(request("long", list(range(30)), 4))
+    steps = [s.schedule()]
+    for _ in range(3):
+        step = steps[-1]
+        done = {"short": 7} if "short" in step.num_tokens else {}
+        s.update(step, done)
+        steps.append(s.schedule())
+    assert [step.num_tokens for step in steps[:4]] == [
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 3},
+    ]
+
+
+def test_no_more_requests_run_than_allowed_and_the_first_come_first():
+    s = scheduler(max_num_seqs=2)
+    for name in "abc":
+        s.add(request(name, [1]))
+    step = s.schedule()
+    assert list(step.num_tokens) == ["a", "b"]
+    assert [r.request_id for r in s.waiting] == ["c"]
+
+
+def test_equal_prompts_share_blocks_and_compute_only_what_is_left():
+    s = scheduler()
+    s.add(request("a", list(range(10)), 2))
+    while s.has_requests:
+        advance(s)
+    again = request("b", list(range(10)), 2)
+    s.add(again)
+    step = s.schedule()
+    assert step.num_tokens == {"b": 2}
+    assert again.num_cached_tokens == 8
+    assert (s.prefix_cache.num_queried, s.prefix_cache.num_hit) == (20, 8)
+
+
+def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_cached():
+    s = scheduler()
+    s.add(request("a", list(range(8)), 2))
+    while s.has_requests:
+        advance(s)
+    s.add(request("b", list(range(8)), 2))
+    assert s.schedule().num_tokens == {"b": 4}
+
+
+def test_prompts_that_differ_early_share_nothing_after_it():
+    s = scheduler()
+    s.add(request("a", [1, *range(11)], 2))
+    while s.has_requests:
+        advance(s)
+    s.add(request("b", [2, *range(11)], 2))
+    assert s.schedule().num_tokens == {"b": 12}
+
+
+def test_prompt_logprobs_need_every_position_and_read_no_cache():
+    s = scheduler()
+    for name in "ab":
+        s.add(request(name, list(range(10)), 1, prompt_logprobs=1))
+        assert s.schedule().num_tokens == {name: 10}
+        s.abort(name)
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    s = scheduler(prefix_caching=False)
+    for name in "ab":
+        s.add(request(name, list(range(10)), 1))
+        assert s.schedule().num_tokens == {name: 10}
+        s.abort(name)
+
+
+def test_the_request_admitted_last_is_preempted_and_resumes_with_its_tokens():
+    s = scheduler(num_blocks=5, max_model_len=20, prefix_caching=False)
+    first, last = request("first", [1] * 7, 9), request("last", [2] * 5, 9)
+    s.add(first)
+    advance(s)
+    s.add(last)
+    while s.num_preemptions == 0:
+        advance(s)
+    assert last in s.waiting and last.num_output_tokens > 0 and last.num_computed_tokens == 0
+    tokens_before = list(last.all_token_ids)
+    while s.has_requests:
+        advance(s)
+    assert last.all_token_ids[: len(tokens_before)] == tokens_before
+    assert first.num_output_tokens == last.num_output_tokens == 9
+    s.pool.check_idle()
+
+
+def test_abort_in_every_state_gives_the_blocks_back():
+    s = scheduler(max_num_seqs=1)
+    s.add(request("running", [1, 2, 3]))
+    s.add(request("waiting", [1, 2, 3]))
+    advance(s)
+    s.abort("waiting")
+    s.abort("running")
+    s.abort("unknown")
+    assert not s.has_requests and not s.running and not s.waiting
+    s.pool.check_idle()
+    s.add(request("next", [5]))
+    assert s.schedule().dropped == ["running"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(10, 24), caching=st.booleans())
+def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks, caching):
+    """The next token is a function of the tokens so far: a mix-up of state would change it."""
+    rng = random.Random(seed)
+    s = scheduler(num_blocks, 4, 12, max_model_len=num_blocks * BLOCK, prefix_caching=caching)
+    shared = [rng.randrange(50) for _ in range(12)]
+    requests, ended, aborted = [], {}, set()
+    for i in range(12):
+        prompt = shared[: rng.randrange(13)] + [rng.randrange(50) for _ in range(rng.randint(1, 9))]
+        requests.append(request(str(i), prompt, rng.randint(1, 12)))
+    prompts = {r.request_id: list(r.all_token_ids) for r in requests}
+
+    def next_token(r):
+        return sum(r.all_token_ids) % 50
+
+    pending = list(requests)
+    for _ in range(2000):
+        if pending and rng.random() < 0.3:
+            s.add(pending.pop())
+        if s.requests and rng.random() < 0.05:
+            victim = rng.choice(list(s.requests))
+            s.abort(victim)
+            aborted.add(victim)
+        for r in advance(s, next_token):
+            ended[r.request_id] = r
+        if not pending and not s.has_requests:
+            break
+    assert set(ended) | aborted == set(prompts)
+    for name, r in ended.items():
+        tokens = list(prompts[name])
+        while len(tokens) < len(r.all_token_ids):
+            tokens.append(sum(tokens) % 50)
+        assert r.all_token_ids == tokens
+        assert r.num_output_tokens == r.max_tokens
+    s.pool.check_idle()
+
+
+def test_a_scheduler_whose_cache_cannot_hold_one_request_is_a_mistake_of_ours():
+    with pytest.raises(AssertionError):
+        scheduler(num_blocks=2, max_model_len=64)

@@ -1,0 +1,141 @@
+"""Every architecture gives the logits and the greedy tokens that transformers gives."""
+
+import random
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, VOCAB
+from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
+
+from vllm import LLM, SamplingParams
+
+NUM_GREEDY = 64
+# A sampling step that compares equal logits may break ties differently; random weights have none.
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_GREEDY, ignore_eos=True)
+
+
+def prompts(seed: int = 0, lengths=(1, 7, 33, 100)) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in lengths]
+
+
+def as_inputs(token_lists):
+    return [{"prompt_token_ids": tokens} for tokens in token_lists]
+
+
+def reference(folder, name):
+    cls = Mistral3ForConditionalGeneration if name == "mistral3" else AutoModelForCausalLM
+    return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference_greedy(model, tokens: list[int], count: int = NUM_GREEDY) -> list[int]:
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[-count:]
+
+
+def load(folder, **options) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    return LLM(folder, **defaults | options)
+
+
+def generate(llm, token_lists, params=GREEDY) -> list[list[int]]:
+    outputs = llm.generate(as_inputs(token_lists), params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def greedy_by_architecture():
+    """Greedy tokens of the reference, computed once per architecture."""
+    return {}
+
+
+@pytest.fixture
+def expected(checkpoint, greedy_by_architecture):
+    def get(name):
+        if name not in greedy_by_architecture:
+            model = reference(checkpoint(name), name)
+            greedy_by_architecture[name] = [reference_greedy(model, p) for p in prompts()]
+        return greedy_by_architecture[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_at_every_prompt_position_match(checkpoint, name):
+    folder = checkpoint(name)
+    model = reference(folder, name)
+    llm = load(folder)
+    captured = []
+    runner_model = llm.llm_engine.core.runner.model
+    runner_model.lm_head.register_forward_hook(lambda _m, _i, out: captured.append(out.clone()))
+    for tokens in prompts(1, lengths=(2, 40, 130)):
+        captured.clear()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        generate(llm, [tokens], params)
+        with torch.inference_mode():
+            wanted = model(torch.tensor([tokens])).logits[0]
+        ours = torch.cat(captured)
+        assert ours.shape == wanted.shape
+        assert (ours - wanted).abs().max() < 1e-4
+        assert wanted.std() > 0.3, "the logits must differ enough for the comparison to mean much"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
+    assert generate(load(checkpoint(name)), prompts()) == expected(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "ministral3"])
+def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
+    llm = load(checkpoint(name), max_num_batched_tokens=13)
+    assert generate(llm, prompts()) == expected(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
+    llm = load(checkpoint(name))
+    first = llm.generate(as_inputs(prompts()), GREEDY, use_tqdm=False)
+    again = llm.generate(as_inputs(prompts()), GREEDY, use_tqdm=False)
+    assert [o.num_cached_tokens for o in first] == [0, 0, 0, 0]
+    assert [o.num_cached_tokens for o in again] == [0, 0, 32, 96]
+    assert [o.outputs[0].token_ids for o in again] == expected(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
+    llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
+    assert generate(llm, prompts()) == expected(name)
+    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+
+
+def test_greedy_tokens_match_in_any_batch_order(checkpoint, expected):
+    llm = load(checkpoint("llama"), max_num_seqs=3, enable_prefix_caching=False)
+    wanted = expected("llama")
+    for seed in range(5):
+        order = random.Random(seed).sample(range(4), 4)
+        got = generate(llm, [prompts()[i] for i in order])
+        assert got == [wanted[i] for i in order]
+
+
+def test_greedy_tokens_match_through_the_reference_kernels(checkpoint, expected):
+    llm = load(checkpoint("llama"), linear_backend="torch")
+    assert {d.chosen for _, d in llm.llm_engine.core.selection.records} == {"torch", "cpu"}
+    assert generate(llm, prompts()) == expected("llama")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_the_reference_closely(checkpoint, dtype):
+    folder = checkpoint("llama")
+    model = reference(folder, "llama")
+    tokens = prompts(2, lengths=(60,))[0]
+    llm = load(folder, dtype=dtype)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=VOCAB)
+    entries = llm.generate(as_inputs([tokens]), params, use_tqdm=False)[0].prompt_logprobs
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)
+    ours = torch.tensor([[e[i].logprob for i in range(VOCAB)] for e in entries[1:]])
+    tolerance = {"bfloat16": 0.15, "float16": 0.02}[dtype]
+    assert (ours - wanted[:-1]).abs().max() < tolerance

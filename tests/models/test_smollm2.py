@@ -1,0 +1,64 @@
+"""The demo model itself: the logits and tokens transformers gives for the same FP8 weights."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_fp8 import dequantise
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.demo import demo_model_path
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea, there lived an old fisherman who " * 8,
+]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return demo_model_path()
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """transformers in float64 (its float32 is itself off by 2e-4), with the weights we serve."""
+    stored = load_file(folder / "model.safetensors")
+    weights = {n: t.double() for n, t in stored.items() if t.dtype == torch.bfloat16}
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    missing = model.load_state_dict(weights | dequantise(stored), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, max_model_len=1024, max_num_seqs=8)
+
+
+def test_logits_match(llm, reference):
+    captured = []
+    head = llm.llm_engine.core.runner.model.lm_head
+    hook = head.register_forward_hook(lambda _m, _i, out: captured.append(out.clone()))
+    for prompt in PROMPTS:
+        captured.clear()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([output.prompt_token_ids])).logits[0]
+        assert (torch.cat(captured) - wanted).abs().max() < 1e-4
+    hook.remove()
+
+
+def test_greedy_tokens_match_over_64_steps(llm, reference):
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        num_prompt, generated = len(output.prompt_token_ids), output.outputs[0].token_ids
+        tokens = torch.tensor([output.prompt_token_ids + generated])
+        with torch.inference_mode():
+            likeliest = reference(tokens).logits[0].argmax(-1)
+        assert generated == likeliest[num_prompt - 1 : -1].tolist()
