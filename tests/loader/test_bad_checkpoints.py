@@ -1,4 +1,4 @@
-"""A checkpoint that is broken, hostile or not ours is refused with the reason, before it is read."""
+"""A checkpoint that is broken, hostile or not ours is refused with the reason."""
 
 import json
 import shutil

@@ -1,13 +1,12 @@
 """The engine as a server uses it: in its own process, with requests as async generators."""
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import multiprocessing
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -158,7 +157,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs as `sampling_params.output_kind` says, the last one finished.
 
         Raises RequestError, QueueFullError or EngineDeadError. A consumer that is slow gets
@@ -167,7 +166,9 @@ class AsyncLLM:
         self._check_alive()
         self._check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
+        # Others may have come in, or the engine may have died, since the checks before the wait.
         self._check_alive()
+        self._check_queue(sampling_params.n)
         if request_id in self._flights:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         flight = _Flight(self._outputs.add(request_id, given, sampling_params), time.monotonic())
@@ -218,19 +219,28 @@ class AsyncLLM:
 
     async def _read_outputs(self) -> None:
         decoder = process.decoder()
-        while True:
-            message = decoder.decode(await self._engine.receiver.recv())
-            assert isinstance(message, process.Outputs)
-            if self.metrics is not None:
-                self.metrics.record_step(message.stats)
-            changed, to_abort = self._outputs.process(message.outputs)
-            if to_abort:
-                await self._engine.send(process.Abort(to_abort))
-            now = time.monotonic()
-            for state, output in changed:
-                flight = self._flights[state.request_id]
-                self._record_tokens(flight, output, now)
-                flight.news.set()
+        try:
+            while True:
+                message = decoder.decode(await self._engine.receiver.recv())
+                assert isinstance(message, process.Outputs)
+                await self._take_outputs(message)
+                # recv does not wait while messages are queued; others must get their turn.
+                await asyncio.sleep(0)
+        except Exception as error:
+            logger.exception("cannot process the engine's outputs")
+            self._die(f"outputs could not be processed ({error!r}); restart the server")
+
+    async def _take_outputs(self, message: process.Outputs) -> None:
+        if self.metrics is not None:
+            self.metrics.record_step(message.stats)
+        changed, to_abort = self._outputs.process(message.outputs)
+        if to_abort:
+            await self._engine.send(process.Abort(to_abort))
+        now = time.monotonic()
+        for state, output in changed:
+            flight = self._flights[state.request_id]
+            self._record_tokens(flight, output, now)
+            flight.news.set()
 
     def _record_tokens(self, flight: _Flight, output: EngineOutput, now: float) -> None:
         if not output.token_ids or self.metrics is None:
@@ -262,21 +272,27 @@ class AsyncLLM:
     async def _watch_process(self) -> None:
         await self._engine.wait_end()
         code = self._engine.process.exitcode
-        self.is_dead = True
-        self.dead_reason = f"the engine process died (exit code {code}); restart the server"
+        self._die(f"the engine process died (exit code {code}); restart the server")
         logger.error("%s", self.dead_reason)
+
+    def _die(self, reason: str) -> None:
+        """No output comes any more: tells everybody who waits for one."""
+        self.is_dead, self.dead_reason = True, reason
         for flight in self._flights.values():
             flight.news.set()
         self._dead.set()
 
     async def shutdown(self) -> None:
         """Ends the engine process; requests in flight end with EngineDeadError."""
-        self.is_dead, self.dead_reason = True, "the server is shutting down"
+        if not self.is_dead:
+            self._die("the server is shutting down")
+        is_loading = not self._tasks
         for task in self._tasks:
             task.cancel()
-        for flight in self._flights.values():
-            flight.news.set()
-        with contextlib.suppress(zmq.ZMQError):
-            await self._engine.send(process.Stop())
-        await asyncio.to_thread(self._engine.process.join, _STOP_SECONDS)
-        self._engine.close()
+        engine = self._engine
+        if is_loading:
+            engine.process.kill()  # it reads no message before the model is loaded
+        elif engine.process.is_alive():
+            await engine.send(process.Stop())
+        await asyncio.to_thread(engine.process.join, _STOP_SECONDS)
+        engine.close()

@@ -32,8 +32,14 @@ class _Choice:
 class RequestState:
     """A request in flight, as its user sees it."""
 
-    def __init__(self, request_id: str, given: ProcessedInput, params: SamplingParams,
-                 tokenizer: Any):  # fmt: skip
+    def __init__(
+        self,
+        request_id: str,
+        given: ProcessedInput,
+        params: SamplingParams,
+        tokenizer: Any,
+        token_texts: dict[int, str],
+    ):
         self.request_id = request_id
         self.params = params
         self.prompt = given.prompt
@@ -43,6 +49,7 @@ class RequestState:
         self.queue_seconds = 0.0
         self.error: str | None = None
         self._tokenizer = tokenizer
+        self._token_texts = token_texts
         self.choices = [self._new_choice(index) for index in range(params.n)]
 
     def _new_choice(self, index: int) -> _Choice:
@@ -115,7 +122,11 @@ class RequestState:
         return result
 
     def _decoded(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token])
+        if self._tokenizer is None:
+            return None
+        if token not in self._token_texts:
+            self._token_texts[token] = self._tokenizer.decode([token])
+        return self._token_texts[token]
 
     def take(self) -> RequestOutput | None:
         """What is to be told since the last call, in the kind that was asked for; None: nothing."""
@@ -172,9 +183,11 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
+        # Text of single tokens, for logprobs; as many as the vocabulary has at most.
+        self._token_texts: dict[int, str] = {}
 
     def add(self, request_id: str, given: ProcessedInput, params: SamplingParams) -> RequestState:
-        state = RequestState(request_id, given, params, self.tokenizer)
+        state = RequestState(request_id, given, params, self.tokenizer, self._token_texts)
         self.states[request_id] = state
         return state
 

@@ -65,7 +65,9 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str) -> None:
     the process with a traceback; the parent notices that it is gone.
     """
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent acts
+    # Signals may reach the whole group; the parent acts on them and stops us when it is time.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
     sender = context.socket(zmq.PUSH)

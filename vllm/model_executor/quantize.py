@@ -19,7 +19,8 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import Device, Lib, Libs, Policy
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.fp8 import DEFAULT_BLOCK, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.fp8_config import DEFAULT_BLOCK
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint

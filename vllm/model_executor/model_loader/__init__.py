@@ -73,19 +73,15 @@ def model_context(
     cls: type[nn.Module],
     config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
 ) -> ModelContext:
-    """The context models are built with. checkpoint None: weights are of the model's dtype."""
+    """The context models are built with. checkpoint None: the weights are to be random."""
     dtype = DTYPES[config.model_config.dtype]
-    stored = checkpoint.float_weight_dtype() if checkpoint else None
-    if stored is None or stored.itemsize > dtype.itemsize:
-        declared = getattr(config.model_config.hf_text_config, "dtype", None)
-        stored = declared if checkpoint is None and declared in SHORT_NAMES else dtype
     cache_dtype = config.cache_config.kv_cache_dtype
     names = checkpoint.infos if checkpoint else ()
     has_own_head = any(cls.slot_name(name) == "lm_head.weight" for name in names)
     return ModelContext(
         hf_config=config.model_config.hf_text_config,
         dtype=dtype,
-        weight_dtype=stored,
+        weight_dtype=_weight_dtype(config, checkpoint, dtype),
         quant_config=config.quant_config,
         selection=selection,
         ops=_small_ops(),
@@ -95,6 +91,18 @@ def model_context(
         max_model_len=config.model_config.max_model_len,
         ties_embeddings=config.model_config.ties_embeddings and not has_own_head,
     )
+
+
+def _weight_dtype(
+    config: VllmConfig, checkpoint: Checkpoint | None, dtype: torch.dtype
+) -> torch.dtype:
+    """Of weights that are not quantised: as stored, unless activations are narrower."""
+    if checkpoint:
+        stored = checkpoint.float_weight_dtype()
+    else:
+        declared = getattr(config.model_config.hf_text_config, "dtype", None)
+        stored = DTYPES.get(str(declared).removeprefix("torch."))
+    return stored if stored and stored.itemsize <= dtype.itemsize else dtype
 
 
 def _small_ops():  # type: ignore[no-untyped-def]

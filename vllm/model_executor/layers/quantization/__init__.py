@@ -36,7 +36,7 @@ class QuantizationConfig(ABC):
 
 
 def _methods() -> dict[str, type[QuantizationConfig]]:
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 
     return {"fp8": Fp8Config}
 

@@ -1,0 +1,186 @@
+"""A server process under test, and ways to talk to it."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+START_SECONDS = 60
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **variables}
+
+
+def run_cli(
+    *words: str, timeout: float = 60, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        """The message, after checking that the error has OpenAI's shape."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return str(error["message"])
+
+
+@dataclass
+class RunningServer:
+    process: "subprocess.Popen[bytes]"
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, fields, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, headers=headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, data, {"Content-Type": "application/json", **headers})
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """A completion that must succeed; greedy and short unless `fields` say otherwise."""
+        defaults = {"model": "tiny", "prompt": "ban fick", "max_tokens": 8, "temperature": 0}
+        answer = self.post("/v1/completions", {**defaults, **fields})
+        assert answer.status == 200, answer.body
+        return dict(answer.json)
+
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "ban fick"}]
+        defaults = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+        answer = self.post("/v1/chat/completions", {**defaults, **fields})
+        assert answer.status == 200, answer.body
+        return dict(answer.json)
+
+    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The chunks of a stream, after checking that it is well formed and ends with [DONE]."""
+        answer = self.post(path, {"model": "tiny", "temperature": 0, "stream": True, **fields})
+        assert answer.status == 200, answer.body
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *events, end = answer.body.decode().split("\n\n")
+        assert end == ""
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+    def metric(self, name: str) -> float:
+        """Sum over the labels of a metric."""
+        lines = self.get("/metrics").body.decode().splitlines()
+        pattern = re.compile(rf"{re.escape(name)}(\{{.*\}})? (\S+)")
+        return sum(float(match[2]) for line in lines if (match := pattern.fullmatch(line)))
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def send_completion(self, connection: socket.socket, key: str = "", **fields: Any) -> None:
+        """Sends a long completion request on a raw connection, and reads nothing."""
+        defaults = {"prompt": "ban", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+        body = json.dumps({**defaults, **fields}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+
+    def engine_pid(self) -> int:
+        """The engine's process: the child that runs a spawned Python (another tracks resources)."""
+        for child in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in child.read_text().split():
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
+        raise AssertionError("the server has no engine process")
+
+    def memory(self) -> int:
+        """Resident bytes of the API process."""
+        text = Path(f"/proc/{self.process.pid}/statm").read_text()
+        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started_server(
+    model: Path, log: Path, *flags: str, **variables: str
+) -> Iterator[RunningServer]:
+    """A server that is ready, on a free port; killed at the end if it still runs."""
+    command = [*COMMAND, "serve", str(model), "--host", "127.0.0.1", "--port", "0",
+               "--served-model-name", "tiny", "alias", *flags]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(**variables)
+        )
+    try:
+        yield RunningServer(process, _port_when_ready(process, log), log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+
+def _port_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        if match := re.search(r"Serving tiny at https?://[^:]+:(\d+)/v1", log.read_text()):
+            return int(match[1])
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not become ready:\n{log.read_text()}")

@@ -1,0 +1,181 @@
+"""How a server starts, refuses to start, drains and dies."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .serving import Answer, RunningServer, run_cli, started_server, wait_until
+
+LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+class Background:
+    """A request made in a thread; `answer` is there after `join`."""
+
+    def __init__(self, server: RunningServer, **fields: Any):
+        self.answer: Answer | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, fields))
+        self._thread.start()
+
+    def _run(self, server: RunningServer, fields: Any) -> None:
+        self.answer = server.post("/v1/completions", fields)
+
+    def join(self) -> Answer:
+        self._thread.join(60)
+        assert self.answer is not None
+        return self.answer
+
+
+def wait_for_running(server: RunningServer) -> None:
+    wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+
+
+def test_one_server_guards_its_door_and_finishes_its_work(tiny_model: Path, tmp_path: Path) -> None:
+    """Keys, the bound on waiting requests, then SIGTERM with a request running and one waiting."""
+    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--api-key", "one", "two",
+             "--max-body-size", "5000", "--allowed-origins", '["http://a.example"]')  # fmt: skip
+    with started_server(tiny_model, tmp_path / "log", *flags, VLLM_API_KEY="three") as server:
+        check_keys(server)
+        check_own_limits(server)
+        check_full_queue(server)
+        check_drain(server)
+
+
+def check_keys(server: RunningServer) -> None:
+    for path in ("/health", "/ping", "/version", "/metrics"):
+        assert server.get(path).status == 200
+    for path in ("/v1/models", "/kernels", "/openapi.json", "/nowhere"):
+        assert server.get(path).status == 401
+    for header in ("Bearer four", "Bearer ", "one", "Basic one", "Bearer one two"):
+        refused = server.get("/v1/models", Authorization=header)
+        assert refused.status == 401
+        assert refused.json["error"]["code"] == "invalid_api_key"
+    for header in ("Bearer one", "Bearer two", "bearer three"):
+        assert server.get("/v1/models", Authorization=header).status == 200
+
+
+def check_own_limits(server: RunningServer) -> None:
+    key = {"Authorization": "Bearer one"}
+    assert server.post("/v1/completions", {"prompt": "a" * 6000}, **key).status == 413
+    cors = "access-control-allow-origin"
+    assert cors in server.get("/health", Origin="http://a.example").headers
+    assert cors not in server.get("/health", Origin="http://b.example").headers
+
+
+class Keyed(RunningServer):
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return super().post(path, body, Authorization="Bearer one", **headers)
+
+
+def check_full_queue(server: RunningServer) -> None:
+    server = Keyed(server.process, server.port, server.log)
+    running = Background(server, **LONG)
+    wait_for_running(server)
+    waiting = Background(server, **{**LONG, "max_tokens": 5})
+    wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+    refused = server.post("/v1/completions", {"prompt": "a"})
+    assert refused.status == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "--max-waiting" in refused.error
+    streamed = server.post("/v1/completions", {"prompt": "a", "stream": True})
+    assert streamed.status == 503
+    assert (running.join().status, waiting.join().status) == (200, 200)
+    at_once = [server.connect() for _ in range(20)]
+    for connection in at_once:
+        server.send_completion(connection, key="one", max_tokens=300)
+    statuses = sorted(connection.recv(4096).split()[1] for connection in at_once)
+    assert statuses == [b"200"] * 2 + [b"503"] * 18
+
+
+def check_drain(server: RunningServer) -> None:
+    server = Keyed(server.process, server.port, server.log)
+    running = Background(server, **LONG)
+    wait_for_running(server)
+    waiting = Background(server, **{**LONG, "max_tokens": 5})
+    wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.get("/health").status == 503)
+    refused = server.post("/v1/completions", {"prompt": "a"})
+    assert (refused.status, refused.error) == (503, "the server is shutting down")
+    assert running.join().json["usage"]["completion_tokens"] == 2000
+    assert waiting.join().json["usage"]["completion_tokens"] == 5
+    assert server.process.wait(10) == 0
+
+
+def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    with started_server(tiny_model, tmp_path / "log") as server:
+        whole = Background(server, **LONG)
+        streaming = server.connect()
+        server.send_completion(streaming, stream=True)
+        assert streaming.recv(1000).startswith(b"HTTP/1.1 200")
+        wait_for_running(server)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        died = time.monotonic()
+        answer = whole.join()
+        assert answer.status == 500
+        assert "engine" in answer.error
+        health = server.get("/health")
+        assert health.status == 503
+        assert "died" in health.error
+        rest = b""
+        while piece := streaming.recv(1 << 20):
+            rest += piece
+        *_, event, end = [line for line in rest.split(b"\r\n") if line.startswith(b"data: ")]
+        assert "engine" in json.loads(event.removeprefix(b"data: "))["error"]["message"]
+        assert end.startswith(b"data: [DONE]")
+        assert server.process.wait(10) == 1
+        assert time.monotonic() - died < 5
+        assert "vllm: error: the engine process died" in server.log.read_text()
+
+
+def test_a_second_signal_does_not_wait(tiny_model: Path, tmp_path: Path) -> None:
+    with started_server(tiny_model, tmp_path / "log", "--shutdown-timeout", "60") as server:
+        running = Background(server, **{**LONG, "n": 32, "temperature": 1.0})
+        wait_for_running(server)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.get("/health").status == 503)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 0
+        assert running.join().status == 500
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        start = time.monotonic()
+        done = run_cli("serve", "/no/such/model", "--host", "127.0.0.1", "--port", port)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["/no/such/model"], "neither a folder here nor a hub name"),
+        (["MODEL", "--max-model-len", "0"], "--max-model-len 0 is out of range"),
+        (["MODEL", "--linear-backend", "cpus"], "did you mean cpu?"),
+        (["MODEL", "--chat-template", "/no/such/file"], "neither a file nor a Jinja template"),
+        (["MODEL", "--chat-template", "{% if %}"], "--chat-template, line 1"),
+        (["MODEL", "--ssl-keyfile", "x"], "go together"),
+        (["MODEL", "--host", "999.1.1.1"], "cannot listen on 999.1.1.1"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_exits_with_2(
+    tiny_model: Path, flags: list[str], message: str
+) -> None:
+    words = [str(tiny_model) if flag == "MODEL" else flag for flag in flags]
+    done = run_cli("serve", *words, "--port", "0")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,91 @@
+"""lm_eval gets the same numbers from our server as from transformers, item by item."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from entrypoints.serving import environment, started_server
+
+WORDS = "the quick brown fox jumps over lazy dog pack my box with five dozen liquor jugs".split()
+CHOICE_TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+GENERATE_TASK = """
+task: tiny_generate
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "fox"
+generation_kwargs: {{until: ["q", "zz"], max_gen_toks: 24, do_sample: false, temperature: 0}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "items.jsonl"
+    with data.open("w") as lines:
+        for i in range(24):
+            question = " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 4 + i % 5))
+            choices = [f" {WORDS[(i + k) % len(WORDS)]} jumps" for k in range(3)]
+            item = {"question": question, "choices": choices, "answer": i % 3}
+            lines.write(json.dumps(item) + "\n")
+    (folder / "choice.yaml").write_text(CHOICE_TASK.format(data=data))
+    (folder / "generate.yaml").write_text(GENERATE_TASK.format(data=data))
+    return folder
+
+
+def run_lm_eval(tasks, output, model: str, model_args: str) -> dict[str, list[dict]]:
+    """Samples by task."""
+    command = [
+        *(sys.executable, "-m", "lm_eval", "--model", model, "--model_args", model_args),
+        *("--tasks", "tiny_choice,tiny_generate", "--include_path", str(tasks)),
+        *("--output_path", str(output), "--log_samples", "--batch_size", "4"),
+    ]
+    caches = {"HF_HOME": str(output / "hf"), "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    result = subprocess.run(
+        command, env=environment(**caches), capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    samples = {}
+    for file in output.rglob("samples_*.jsonl"):
+        task = "tiny_choice" if "choice" in file.name else "tiny_generate"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        samples[task] = sorted(rows, key=lambda row: row["doc_id"])
+    return samples
+
+
+def test_loglikelihoods_and_generations_equal_those_of_transformers(
+    tasks, text_checkpoint, tmp_path
+):
+    with started_server(text_checkpoint, tmp_path / "log") as server:
+        args = (
+            f"model=tiny,base_url={server.url}/v1/completions,tokenizer={text_checkpoint},"
+            f"tokenizer_backend=huggingface,num_concurrent=2,tokenized_requests=True"
+        )
+        ours = run_lm_eval(tasks, tmp_path / "ours", "local-completions", args)
+    args = f"pretrained={text_checkpoint},dtype=float32"
+    theirs = run_lm_eval(tasks, tmp_path / "theirs", "hf", args)
+    assert len(ours["tiny_choice"]) == len(theirs["tiny_choice"]) == 24
+    for row, other in zip(ours["tiny_choice"], theirs["tiny_choice"]):
+        for (logprob, is_greedy), (other_logprob, other_greedy) in zip(
+            row["filtered_resps"], other["filtered_resps"]
+        ):
+            assert float(logprob) == pytest.approx(float(other_logprob), abs=1e-3)
+            assert str(is_greedy) == str(other_greedy)
+        assert row["acc"] == other["acc"] and row["acc_norm"] == other["acc_norm"]
+    texts = [row["filtered_resps"][0] for row in ours["tiny_generate"]]
+    assert texts == [row["filtered_resps"][0] for row in theirs["tiny_generate"]]
+    assert len(set(texts)) > 3, "texts must vary for their equality to mean anything"

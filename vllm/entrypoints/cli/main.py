@@ -1,0 +1,111 @@
+"""The `vllm` command. Only the subcommand that is asked for is imported."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from vllm import __version__, envs
+from vllm.errors import VllmError, did_you_mean
+from vllm.logger import get_logger
+
+# Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
+# that name with `set_defaults(run=function)`; the function takes the parsed arguments and returns
+# the exit code, None for 0.
+SUBCOMMANDS = {
+    "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
+    "chat": ("vllm.entrypoints.cli.client", "Chat with a running server."),
+    "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
+    "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
+    "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8."),
+    "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses abbreviated flags, whose meaning would change as flags are added."""
+
+    def __init__(self, **options: Any):
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns its exit code: 2 for what the user can correct."""
+    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser = _parser(words[0] if words else None)
+    if words and not words[0].startswith("-") and words[0] not in SUBCOMMANDS:
+        hint = did_you_mean(words[0], SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
+        parser.error(f"unknown command {words[0]!r}{hint}")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser, args.command)}\n")
+    try:
+        for warning in envs.check_all():
+            get_logger(__name__).warning("%s", warning)
+        return args.run(args) or 0
+    except VllmError as error:
+        if _wants_traceback():
+            traceback.print_exc()
+        print(f"vllm: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone; nothing is left to be flushed to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser(command: str | None) -> Parser:
+    parser = Parser(prog="vllm", description="Serve large language models.")
+    parser.add_argument("-v", "--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    if command in SUBCOMMANDS:
+        import_module(SUBCOMMANDS[command][0]).add_parser(subparsers)
+    for name, (_, text) in SUBCOMMANDS.items():
+        if name not in subparsers.choices:
+            subparsers.add_parser(name, help=text)
+    return parser
+
+
+def _dashed(word: str) -> str:
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def _describe(unknown: Sequence[str], parser: Parser, command: str) -> str:
+    """One sentence for arguments that nothing takes."""
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if not flags:
+        return f"too many arguments: {' '.join(unknown)}"
+    known = _flags_of(parser, command)
+    return "; ".join(f"unknown flag {flag}{did_you_mean(flag, known)}" for flag in flags)
+
+
+def _flags_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    flags: list[str] = []
+    for action in parser._actions:
+        flags += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            children = [action.choices[command]] if command in action.choices else []
+            for child in children or action.choices.values():
+                flags += _flags_of(child, command)
+    return flags
+
+
+def _wants_traceback() -> bool:
+    try:
+        return bool(envs.VLLM_LOGGING_LEVEL == "debug")
+    except VllmError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""`vllm serve`: an OpenAI-compatible server."""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from typing import Any, TypeVar
+
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.launch import ServerSettings, bind, raise_file_limit, serve
+from vllm.errors import ConfigError, EngineDeadError
+
+Number = TypeVar("Number", int, float)
+
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="Start an OpenAI-compatible server.",
+        description="Serve MODEL, a folder or a name on the Hugging Face hub, over HTTP. Without "
+        "MODEL a small demo model is served.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="Folder or hub name.")
+    _add_server_flags(parser.add_argument_group("server"))
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_server_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
+    text("--port", type=_port, default=8000, help="Port; 0 takes a free one (default: 8000).")
+    text("--api-key", nargs="+", action="extend", default=[], metavar="KEY",
+         help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
+    text("--chat-template", help="Jinja file or text, instead of the model's own.")
+    text("--trust-request-chat-template", action="store_true",
+         help="Let a request bring its own chat template.")  # fmt: skip
+    text("--response-role", default="assistant", help="Role of chat answers.")
+    text("--generation-config", choices=("auto", "vllm"), default="auto",
+         help="auto: sampling defaults as in generation_config.json; vllm: none.")  # fmt: skip
+    text("--max-waiting", type=_count, help="Sequences that may wait; more get 503 (default: any).")
+    text("--max-body-size", type=_positive, default=8 << 20, metavar="BYTES",
+         help="Largest request body (default: 8 MiB).")  # fmt: skip
+    text("--shutdown-timeout", type=_seconds, default=120.0, metavar="SECONDS",
+         help="Time for running requests after SIGTERM (default: 120).")  # fmt: skip
+    for name in ("origins", "methods", "headers"):
+        text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
+             help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
+    text("--allow-credentials", action="store_true", help="CORS credentials.")
+    text("--root-path", default="", help="Path prefix that a proxy strips.")
+    text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
+    text("--ssl-certfile", help="Certificate file.")
+    text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning", help="Of the web server.")
+    text("--disable-log-requests", "--disable-uvicorn-access-log", action="store_true",
+         help="No log line per request.")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal: 0, or 1 if the engine died."""
+    start = time.monotonic()
+    settings = _settings(args)
+    raise_file_limit()
+    listener = bind(args.host, args.port)
+    engine_args = EngineArgs.from_cli_args(args, args.model or _demo_model(args))
+
+    def on_ready(model_name: str) -> None:
+        scheme = "https" if settings.ssl_certfile else "http"
+        url = f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
+        print(_greeting(url, model_name, time.monotonic() - start, bool(settings.api_keys)))
+        sys.stdout.flush()
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(engine_args, listener, settings, on_ready))
+    except EngineDeadError as error:
+        print(f"vllm: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    from vllm.entrypoints.openai.prompts import read_chat_template
+
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both")
+    keys = (*args.api_key, envs.VLLM_API_KEY)
+    return ServerSettings(
+        api_keys=tuple(key for key in keys if key),
+        chat_template=read_chat_template(args.chat_template) if args.chat_template else None,
+        trusts_request_templates=args.trust_request_chat_template,
+        uses_model_defaults=args.generation_config == "auto",
+        response_role=args.response_role,
+        max_waiting=args.max_waiting,
+        max_body_size=args.max_body_size,
+        shutdown_timeout=args.shutdown_timeout,
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        uvicorn_log_level=args.uvicorn_log_level,
+        logs_requests=not args.disable_log_requests,
+    )
+
+
+def _demo_model(args: argparse.Namespace) -> str:
+    from vllm.entrypoints.demo import demo_model_path
+
+    path = demo_model_path()
+    args.served_model_name = args.served_model_name or [path.name]
+    return str(path)
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _local_name(host: str) -> str:
+    """The name under which this machine reaches a server listening on `host`."""
+    if host in ("", "0.0.0.0", "::"):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str:
+    body = json.dumps(
+        {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    )
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    return (
+        f"Serving {model_name} at {url}/v1 (ready after {seconds:.1f} s). Try:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )
+
+
+def _port(text: str) -> int:
+    return _number(int, text, 0, 65535, "a port from 0 to 65535")
+
+
+def _count(text: str) -> int:
+    return _number(int, text, 0, 2**31, "a count of 0 or more")
+
+
+def _positive(text: str) -> int:
+    return _number(int, text, 1, 2**40, "a number of bytes of 1 or more")
+
+
+def _seconds(text: str) -> float:
+    return _number(float, text, 0, 1e9, "a number of seconds of 0 or more")
+
+
+def _number(kind: type[Number], text: str, low: float, high: float, accepts: str) -> Number:
+    try:
+        value: Number | None = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
+    return value
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON list of texts such as ["*"]')
+    return tuple(value)

@@ -1,0 +1,187 @@
+"""The HTTP application: which path is answered by what."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+import vllm
+from vllm.engine.metrics import CONTENT_TYPE, Metrics
+from vllm.entrypoints.openai.chat import create_chat_completion
+from vllm.entrypoints.openai.completions import create_completion
+from vllm.entrypoints.openai.errors import (
+    ApiError,
+    as_api_error,
+    invalid_fields,
+    status_error,
+)
+from vllm.entrypoints.openai.generation import Service, json_response
+from vllm.entrypoints.openai.http import (
+    ClientDisconnected,
+    Gate,
+    GateMiddleware,
+    read_json,
+    until_disconnect,
+)
+from vllm.entrypoints.openai.launch import ServerSettings
+from vllm.entrypoints.openai.protocol import (
+    IGNORED_FIELDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from vllm.errors import VllmError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
+    """The whole application, middleware included."""
+    app = FastAPI(title="vLLM", version=vllm.__version__)
+    _add_status_paths(app, service, gate, metrics)
+    _add_model_paths(app, service)
+    _add_generation_paths(app, service, settings.max_body_size)
+    _add_tokenizer_paths(app, service, settings.max_body_size)
+    _add_error_handlers(app)
+    paths = [str(getattr(route, "path", "")) for route in app.routes]
+    root_path = settings.root_path.rstrip("/")
+    gated = GateMiddleware(app, gate, metrics, paths, root_path, settings.logs_requests)
+    return CORSMiddleware(
+        gated,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=["X-Request-Id"],
+    )
+
+
+def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metrics) -> None:
+    async def health() -> Response:
+        """200 while requests are answered, else 503 with the reason."""
+        reason = service.engine.dead_reason if service.engine.is_dead else gate.refusal
+        if reason is None:
+            return Response()
+        return ApiError(503, reason, code="unavailable").response()
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": vllm.__version__})
+
+    @app.get("/kernels")
+    async def kernels() -> Response:
+        """The kernel decisions in force, with every candidate and the reasons against it."""
+        return json_response(await service.engine.kernels())
+
+    app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)(health)
+    app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(health)
+
+
+def _add_model_paths(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "vllm",
+            "root": service.engine.model_config.model,
+            "max_model_len": service.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(n) for n in service.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(card(name))
+
+
+def _add_generation_paths(app: FastAPI, service: Service, max_body_size: int) -> None:
+    def add(
+        path: str,
+        kind: type[Body],
+        create: Callable[[Service, Body, str], Coroutine[Any, Any, Response]],
+    ) -> None:
+        async def endpoint(request: Request) -> Response:
+            body = validated(kind, await read_json(request, max_body_size))
+            work = create(service, body, request.state.request_id)
+            return await until_disconnect(request, work)
+
+        app.post(path, openapi_extra=_described(kind))(endpoint)
+
+    add("/v1/completions", CompletionRequest, create_completion)
+    add("/v1/chat/completions", ChatCompletionRequest, create_chat_completion)
+
+
+def _add_tokenizer_paths(app: FastAPI, service: Service, max_body_size: int) -> None:
+    @app.post("/tokenize", openapi_extra=_described(TokenizeTextRequest, TokenizeChatRequest))
+    async def tokenize(request: Request) -> Response:
+        fields = await read_json(request, max_body_size)
+        body: TokenizeTextRequest | TokenizeChatRequest
+        if "messages" in fields:
+            body = validated(TokenizeChatRequest, fields)
+            body.check_template_fields()
+            text = await service.prompts.render(body)
+            adds_special_tokens = bool(body.add_special_tokens)
+        else:
+            body = validated(TokenizeTextRequest, fields)
+            text, adds_special_tokens = body.prompt, body.add_special_tokens is not False
+        service.check_model(body.model)
+        tokens = await service.prompts.encode(text, adds_special_tokens)
+        answer: dict[str, object] = {
+            "count": len(tokens),
+            "max_model_len": service.max_model_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = await service.prompts.token_texts(tokens)
+        return json_response(answer)
+
+    @app.post("/detokenize", openapi_extra=_described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = validated(DetokenizeRequest, await read_json(request, max_body_size))
+        service.check_model(body.model)
+        return json_response({"prompt": await service.prompts.decode(body.tokens)})
+
+
+def validated(kind: type[Body], fields: dict[str, object]) -> Body:
+    """`fields` as a request of `kind`, or ApiError 400 saying which fields are wrong and why."""
+    try:
+        return kind.model_validate({k: v for k, v in fields.items() if k not in IGNORED_FIELDS})
+    except ValidationError as error:
+        raise invalid_fields(error, kind) from None
+
+
+def _described(*kinds: type[BaseModel]) -> dict[str, object]:
+    """The body's schema for /docs; FastAPI itself never sees the body."""
+    schemas = [kind.model_json_schema() for kind in kinds]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def routing(request: Request, error: HTTPException) -> Response:
+        return status_error(error.status_code, request.method, request.url.path).response()
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def other(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    app.add_exception_handler(HTTPException, routing)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnected, gone)
+    for kind in (ApiError, VllmError, Exception):
+        app.add_exception_handler(kind, other)

@@ -1,0 +1,126 @@
+"""Errors as OpenAI's clients expect them: a status, `{"error": {message, type, param, code}}`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import Response
+from pydantic import BaseModel, ValidationError
+
+from vllm.errors import EngineDeadError, QueueFullError, RequestError, VllmError, did_you_mean
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_GIVEN_CHARS = 80
+
+
+@dataclass
+class ApiError(Exception):
+    """An answer that is no success. `code`: OpenAI's word for programs, where there is one."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        type_ = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": type_,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body()),
+            self.status,
+            dict(self.headers),
+            "application/json",
+        )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What to answer when `error` ended a request; anything unforeseen is logged and a 500."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), error.param)
+        case QueueFullError():
+            headers = {"Retry-After": str(error.retry_after_s)}
+            return ApiError(503, str(error), code="queue_full", headers=headers)
+        case EngineDeadError():
+            return ApiError(500, str(error), code="engine_dead")
+        case VllmError():
+            return ApiError(400, str(error))
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(
+        500, f"internal error ({type(error).__name__}); the server's log has the details"
+    )
+
+
+def status_error(status: int, method: str, path: str) -> ApiError:
+    """The error for a status that routing decided on: no such path, or not with this method."""
+    if status == HTTPStatus.NOT_FOUND:
+        return ApiError(404, f"no such path: {path}", code="not_found")
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        return ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
+    return ApiError(status, HTTPStatus(status).phrase)
+
+
+def invalid_fields(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """One sentence per wrong field: its name, what is accepted, what was given."""
+    problems = error.errors(include_url=False, include_context=False)
+    shown = [_sentence(dict(problem), model) for problem in problems[:5]]
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more")
+    first = problems[0]["loc"]
+    return ApiError(400, "; ".join(shown), str(first[0]) if first else None)
+
+
+def _sentence(problem: dict[str, Any], model: type[BaseModel]) -> str:
+    name = ".".join(map(str, problem["loc"])) or "the body"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, problem["loc"][:-1])
+        return f"unknown field {name}" + did_you_mean(str(problem["loc"][-1]), known)
+    given = _shorten(problem["input"])
+    if message.startswith("Input "):
+        return f"{name} {message.removeprefix('Input ')}, not {given}"
+    return f"{name} {message}, not {given}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
+    """Names of the fields accepted at `location`, which may lead into nested models."""
+    for part in location:
+        if not isinstance(part, str) or part not in model.model_fields:
+            continue
+        inner = _types_in(model.model_fields[part].annotation)
+        if not inner:
+            return []
+        model = inner[0]
+    return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _types_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for arg in getattr(annotation, "__args__", ()) for found in _types_in(arg)]
+
+
+def _shorten(value: Any) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
+        text = repr(type(value).__name__)
+    return text if len(text) <= _MAX_GIVEN_CHARS else text[: _MAX_GIVEN_CHARS - 3] + "..."

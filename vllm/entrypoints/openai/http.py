@@ -1,0 +1,299 @@
+"""HTTP below the endpoints: one gate for all requests, bodies, disconnects, event streams."""
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm.engine.metrics import Metrics
+from vllm.entrypoints.openai.errors import ApiError, as_api_error
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Answered without an API key, while loading and while shutting down."""
+
+_REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
+_JSON_TYPES = ("application/json", "text/json")
+_MAX_DEPTH = 128
+_BODY_TIMEOUT_S = 120.0
+_SEND_TIMEOUT_S = 60.0
+# An oversized body is read on for so long before 413 is sent: answering at once would reset the
+# connection of a client that is still sending, and it would never see the answer.
+_DISCARD_BYTES = 256 << 20
+_DISCARD_S = 20.0
+
+
+class ClientDisconnected(Exception):
+    """The client went away before its answer was ready."""
+
+
+@dataclass
+class Gate:
+    """State of the server that decides whether a request is let in.
+
+    refusal: why none is at the moment (loading, shutting down), None when open. num_active:
+    requests being answered, those to OPEN_PATHS not counted.
+    """
+
+    api_keys: tuple[bytes, ...] = ()
+    refusal: str | None = "the model is still loading"
+    num_active: int = 0
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError if this request is not let in."""
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self.api_keys and not self._has_key(scope):
+            raise ApiError(
+                401,
+                "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if self.refusal is not None:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise ApiError(503, self.refusal, code="unavailable", headers=headers)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        # Every key is compared in full, so that the time taken tells nothing about any of them.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
+        return any(matches)
+
+
+class GateMiddleware:
+    """Request ids, admission, the last catch for errors, request counts and the access log."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: Gate,
+        metrics: Metrics,
+        known_paths: Iterable[str],
+        root_path: str,
+        logs_requests: bool,
+    ):
+        self._app = app
+        self._gate = gate
+        self._metrics = metrics
+        self._known_paths = frozenset(known_paths)
+        self._root_path = root_path
+        self._logs_requests = logs_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["root_path"] = self._root_path
+        scope.setdefault("state", {})["request_id"] = request_id
+        start, status = time.monotonic(), 499  # the client left before an answer
+
+        async def send_tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        is_open = scope["path"] in OPEN_PATHS
+        self._gate.num_active += not is_open
+        try:
+            self._gate.check(scope)
+            await self._app(scope, receive, send_tagged)
+        except Exception as error:
+            if status == 499:
+                await as_api_error(error).response()(scope, receive, send_tagged)
+        finally:
+            self._gate.num_active -= not is_open
+            path = scope["path"] if scope["path"] in self._known_paths else "other"
+            self._metrics.record_http(path, _known_method(scope["method"]), status)
+            if self._logs_requests and not is_open:
+                elapsed = time.monotonic() - start
+                logger.info(
+                    "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
+                )
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body; ApiError if it is too large, too slow or something else."""
+    content_type = _header(request.scope, b"content-type").decode("latin-1")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type not in _JSON_TYPES and not media_type.endswith("+json"):
+        given = f"not {media_type!r}" if media_type else "which is missing"
+        raise ApiError(415, f"send the header Content-Type: application/json, {given}")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            body = await _read_body(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s",
+            headers={"Connection": "close"},
+        ) from None
+    return _parse_object(body)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    too_large = ApiError(
+        413,
+        f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets",
+        headers={"Connection": "close"},
+    )
+    body, size = bytearray(), 0
+    if declared.isdigit() and int(declared) > max_bytes:
+        expects_continue = request.headers.get("expect", "").lower() == "100-continue"
+        if expects_continue or int(declared) > _DISCARD_BYTES:
+            raise too_large
+    deadline = time.monotonic() + _DISCARD_S
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        size += len(message.get("body", b""))
+        if size <= max_bytes:
+            body += message.get("body", b"")
+        else:
+            body.clear()
+        if not message.get("more_body", False):
+            break
+        if size > max_bytes and (size > _DISCARD_BYTES or time.monotonic() > deadline):
+            break
+    if size > max_bytes:
+        raise too_large
+    return body
+
+
+def _parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(body)  # strict: no NaN, no Infinity, no lone surrogates
+    except RecursionError:
+        raise ApiError(400, f"the JSON body is nested deeper than {_MAX_DEPTH} levels") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
+    if _is_deeper(value, _MAX_DEPTH):
+        raise ApiError(400, f"the JSON body is nested deeper than {_MAX_DEPTH} levels")
+    return value
+
+
+def _is_deeper(value: dict[str, Any], limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if type(container) is dict else container)
+            if type(child) is dict or type(child) is list
+        ]
+        if not level:
+            return False
+    return True
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (ClientDisconnected)."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        await _cancel(task, watcher)
+
+
+class EventStream(Response):
+    """Server-sent events: `first`, one per item of `rest`, then `[DONE]`.
+
+    A new event is asked for only when the client has taken the ones before; one that takes none
+    for long, or goes away, ends the generator. An error in it is sent as an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send_all(send))
+        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+        except ClientDisconnected:
+            logger.warning("a client took nothing for %.0f s; its stream ends", _SEND_TIMEOUT_S)
+        finally:
+            await _cancel(sender, watcher)
+            await self._rest.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send_event(send, self._first)
+        try:
+            async for event in self._rest:
+                await _send_event(send, event)
+        except ClientDisconnected:
+            raise
+        except Exception as error:
+            await _send_event(send, msgspec.json.encode(as_api_error(error).body()))
+        await _send_event(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    message: Message = {
+        "type": "http.response.body",
+        "body": b"data: " + data + b"\n\n",
+        "more_body": True,
+    }
+    try:
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
+            await send(message)
+    except TimeoutError:
+        raise ClientDisconnected from None
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _request_id(scope: Scope) -> str:
+    given = _header(scope, b"x-request-id").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _known_method(method: str) -> str:
+    return method if method in ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE") else "other"

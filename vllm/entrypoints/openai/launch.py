@@ -1,0 +1,91 @@
+"""What happens before and around the web framework: settings, the socket, the engine.
+
+Imports nothing heavy, so that a port in use is told at once and the engine's process starts to
+load the model before this one has imported FastAPI.
+"""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+
+_BACKLOG = 2048
+_MAX_FILES = 65536
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """max_body_size in bytes; shutdown_timeout in seconds: what running requests get to finish
+    after SIGTERM; chat_template: Jinja text. The allowed_* are those of CORS."""
+
+    api_keys: tuple[str, ...] = ()
+    chat_template: str | None = None
+    trusts_request_templates: bool = False
+    uses_model_defaults: bool = True
+    response_role: str = "assistant"
+    max_waiting: int | None = None
+    max_body_size: int = 8 << 20
+    shutdown_timeout: float = 120.0
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    uvicorn_log_level: str = "warning"
+    logs_requests: bool = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free port. ConfigError says why it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # SO_REUSEADDR lets two sockets bind one port as long as neither listens.
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; choose another with --host and --port"
+        ) from error
+    return listener
+
+
+def raise_file_limit() -> None:
+    """Lets this process hold many connections: the soft limit on open files goes up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def serve(
+    args: EngineArgs,
+    listener: socket.socket,
+    settings: ServerSettings,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT, and returns once running requests are finished.
+
+    on_ready gets the name of the served model. Raises what the engine says when the model cannot
+    be loaded, and EngineDeadError when the engine dies later.
+    """
+    from vllm.engine.async_llm import AsyncLLM
+    from vllm.utils.import_utils import hide_torch
+
+    hide_torch()
+    engine = AsyncLLM(args, max_waiting=settings.max_waiting)
+    try:
+        from vllm.entrypoints.openai.server import Server
+
+        await Server(engine, settings).run(listener, on_ready)
+    finally:
+        await asyncio.shield(engine.shutdown())

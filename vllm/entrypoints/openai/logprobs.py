@@ -1,0 +1,107 @@
+"""Log-probabilities in the shapes of OpenAI's two APIs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.prompts import Prompts
+from vllm.outputs import LogprobDict
+
+# JSON has no minus infinity; a token that a grammar or bias rules out gets this instead.
+_LOWEST = -9999.0
+
+Position = tuple[int, LogprobDict | None]
+"""A token id and the log-probabilities at its place; None where nothing precedes it."""
+
+
+def positions(token_ids: Sequence[int], logprobs: Sequence[LogprobDict | None]) -> list[Position]:
+    return list(zip(token_ids, logprobs, strict=True))
+
+
+def completion_logprobs(
+    places: Sequence[Position], first_offset: int, first_text: str = ""
+) -> dict[str, list[Any]]:
+    """`logprobs` of a completion. first_offset: characters of its text before these tokens;
+    first_text: text of a prompt's first token, which has no log-probability.
+
+    top_logprobs is keyed by text: of tokens with equal text the likeliest is kept, so that the
+    largest value is always that of the likeliest token.
+    """
+    tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
+    offset = first_offset
+    for token_id, logprobs in places:
+        text = token_text(token_id, logprobs) if logprobs is not None else first_text
+        top: dict[str, float] = {}
+        for other_id, logprob in _likeliest_first(logprobs):
+            top.setdefault(_text(other_id, logprob.decoded_token), _finite(logprob.logprob))
+        tokens.append(text)
+        token_logprobs.append(None if logprobs is None else _finite(logprobs[token_id].logprob))
+        top_logprobs.append(None if logprobs is None else top)
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(places: Sequence[Position], num_top: int, prompts: Prompts) -> dict[str, Any]:
+    """`logprobs` of a chat choice, with the `num_top` likeliest tokens at each place."""
+    content = []
+    for token_id, logprobs in places:
+        assert logprobs is not None
+        top = [
+            _chat_entry(other_id, logprob.decoded_token, logprob.logprob, prompts)
+            for other_id, logprob in _likeliest_first(logprobs)[:num_top]
+        ]
+        taken = logprobs[token_id]
+        entry = _chat_entry(token_id, taken.decoded_token, taken.logprob, prompts)
+        content.append({**entry, "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_json(
+    prompt_logprobs: Sequence[LogprobDict | None],
+) -> list[dict[str, Any] | None]:
+    """Per prompt token `{token id: {logprob, rank, decoded_token}}`, None for the first."""
+    return [
+        None
+        if place is None
+        else {
+            str(token_id): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for token_id, logprob in place.items()
+        }
+        for place in prompt_logprobs
+    ]
+
+
+def token_text(token_id: int, logprobs: LogprobDict) -> str:
+    return _text(token_id, logprobs[token_id].decoded_token)
+
+
+def _text(token_id: int, decoded: str | None) -> str:
+    return f"token_id:{token_id}" if decoded is None else decoded
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+def _likeliest_first(logprobs: LogprobDict | None) -> list[tuple[int, Any]]:
+    return sorted((logprobs or {}).items(), key=lambda item: -item[1].logprob)
+
+
+def _chat_entry(
+    token_id: int, decoded: str | None, logprob: float, prompts: Prompts
+) -> dict[str, Any]:
+    text = _text(token_id, decoded)
+    return {
+        "token": text,
+        "logprob": _finite(logprob),
+        "bytes": prompts.token_bytes(token_id, text),
+    }

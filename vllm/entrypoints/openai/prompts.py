@@ -1,0 +1,217 @@
+"""Text to token ids and back, and chat messages to text: off the event loop, in threads.
+
+A long prompt takes seconds to tokenise; the threads release the interpreter lock meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm.entrypoints.openai.protocol import TemplateFields
+from vllm.errors import ConfigError, RequestError
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_NUM_THREADS = 2
+
+# Arguments of apply_chat_template that a request's chat_template_kwargs must not take over.
+_RESERVED = frozenset(
+    {
+        "conversation", "messages", "tools", "documents", "chat_template", "tokenize",
+        "add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length",
+        "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    }
+)  # fmt: skip
+
+
+class Prompts:
+    """The tokenizer and chat template of the served model.
+
+    tokenizer: of transformers, or None (token ids only). chat_template: Jinja text that replaces
+    the tokenizer's own. trusts_requests: whether a request may bring a template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        chat_template: str | None = None,
+        trusts_requests: bool = False,
+    ):
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._chat_template = chat_template
+        self._trusts_requests = trusts_requests
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+
+    def check_chat_template(self) -> None:
+        """Raises ConfigError if --chat-template is not a Jinja template."""
+        from jinja2 import TemplateSyntaxError
+
+        if self._chat_template is None or self._tokenizer is None:
+            return
+        probe = [{"role": "user", "content": ""}]
+        try:
+            self._tokenizer.apply_chat_template(
+                probe, chat_template=self._chat_template, tokenize=False
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from error
+        except Exception as error:
+            logger.warning("--chat-template fails for one empty user message: %s", error)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; RequestError if it cannot fit the context, told without work."""
+        tokenizer = self._needed("a prompt given as text")
+        least = len(text) / self._max_chars_per_token
+        if least > self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which is at least {int(least)} tokens; "
+                f"the context holds {self._max_model_len}",
+                "prompt",
+            )
+        return await self._in_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        tokenizer = self._needed("text of token ids")
+        size = len(tokenizer)
+        for token_id in token_ids:
+            if token_id >= size:
+                raise RequestError(
+                    f"token id {token_id} is out of range: the vocabulary has {size} tokens",
+                    "tokens",
+                )
+        return await self._in_thread(tokenizer.decode, list(token_ids), skip_special_tokens=False)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token."""
+        tokenizer = self._needed("text of token ids")
+        return await self._in_thread(tokenizer.convert_ids_to_tokens, list(token_ids))
+
+    async def render(self, request: TemplateFields) -> str:
+        """The prompt text of a chat; RequestError if the template refuses the messages."""
+        tokenizer = self._needed("chat")
+        kwargs = request.chat_template_kwargs or {}
+        if taken := sorted(_RESERVED & kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not set {', '.join(taken)}", "chat_template_kwargs"
+            )
+        render = partial(
+            tokenizer.apply_chat_template,
+            [message.for_template() for message in request.messages],
+            chat_template=self._template(request),
+            tokenize=False,
+            add_generation_prompt=request.opens_answer,
+            continue_final_message=bool(request.continue_final_message),
+            **kwargs,
+        )
+        try:
+            return await self._in_thread(render)
+        # A template is a program with errors of its own kinds; each means this request cannot be
+        # rendered.
+        except Exception as error:
+            raise RequestError(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from error
+
+    def token_bytes(self, token_id: int, text: str) -> list[int]:
+        """UTF-8 bytes of a token; `text` cannot tell where a token holds part of a character."""
+        if self._tokenizer is None or not (0 <= token_id < len(self._tokenizer)):
+            return list(text.encode())
+        if "\ufffd" not in text:
+            return list(text.encode())
+        return _bytes_of_spelling(self._tokenizer.convert_ids_to_tokens(token_id)) or list(
+            text.encode()
+        )
+
+    def _template(self, request: TemplateFields) -> str:
+        if request.chat_template is not None:
+            if not self._trusts_requests:
+                raise RequestError(
+                    "chat_template in a request needs a server started with "
+                    "--trust-request-chat-template",
+                    "chat_template",
+                )
+            return request.chat_template
+        template = self._chat_template or getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template FILE",
+                "messages",
+            )
+        return str(template)
+
+    def _needed(self, purpose: str) -> Any:
+        if self._tokenizer is None:
+            raise RequestError(
+                f"{purpose} needs a tokenizer; this server runs with --skip-tokenizer-init and "
+                f"takes token ids"
+            )
+        return self._tokenizer
+
+    @cached_property
+    def _max_chars_per_token(self) -> float:
+        """Upper bound, infinite for tokenizers where no bound follows from the vocabulary."""
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        model = getattr(backend, "model", None)
+        if type(model).__name__ != "BPE":
+            return float("inf")
+        if getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False):
+            return float("inf")
+        # Unicode normalisation joins at most four characters into one.
+        factor = 1 if backend.normalizer is None else 4
+        return factor * max(map(len, self._tokenizer.get_vocab()))
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+
+def read_chat_template(given: str) -> str:
+    """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, ValueError):  # a whole template is no file name
+        is_file = False
+    if is_file:
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {given}: {error}") from error
+    if any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
+
+
+def _bytes_of_spelling(spelling: str | None) -> list[int] | None:
+    """Bytes of a token as byte-level and byte-fallback vocabularies spell it, or None."""
+    if not spelling:
+        return None
+    if spelling.startswith("<0x") and spelling.endswith(">"):
+        return [int(spelling[3:-1], 16)]
+    try:
+        return [_BYTE_OF_CHAR[char] for char in spelling]
+    except KeyError:
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes are themselves, others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,191 @@
+"""The life of a server: loading, answering, draining, closed."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from vllm.engine.async_llm import AsyncLLM
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.openai.generation import Service
+from vllm.entrypoints.openai.http import Gate
+from vllm.entrypoints.openai.launch import ServerSettings
+from vllm.entrypoints.openai.prompts import Prompts
+from vllm.errors import EngineDeadError
+from vllm.logger import get_logger
+from vllm.sampling_params import SamplingParams, generation_defaults
+
+logger = get_logger(__name__)
+
+_KEEP_ALIVE_S = 60
+# A connection without a request in progress is cut after so long: one that never sends a whole
+# head, or never takes the answer it was given.
+_IDLE_LIMIT_S = 75.0
+_SWEEP_S = 5.0
+# After the end of all requests, how long their last bytes get to leave.
+_CLOSE_S = 2.0
+# How long requests that wait on a dead engine get to receive their error.
+_LAST_WORDS_S = 1.0
+
+
+class Server:
+    """Answers HTTP for one engine, from before the model is loaded to the last request."""
+
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
+        self._engine = engine
+        self._settings = settings
+        self._gate = Gate(tuple(key.encode() for key in settings.api_keys))
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        assert engine.metrics is not None
+        service = _make_service(engine, settings)
+        app = build_app(service, self._gate, engine.metrics, settings)
+        self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        """Until SIGTERM or SIGINT; raises if the model cannot be loaded or the engine dies."""
+        serving = asyncio.create_task(self._uvicorn.serve([listener]))
+        sweeping = asyncio.create_task(self._cut_idle_connections())
+        try:
+            with self._signals():
+                await _first(self._engine.wait_ready(), self._stop.wait(), serving)
+                if not self._stop.is_set():
+                    self._gate.refusal = None
+                    on_ready(self._engine.model_config.served_model_name[0])
+                    await _first(self._engine.wait_dead(), self._stop.wait(), serving)
+                await self._drain()
+        finally:
+            await self._close(serving)
+            sweeping.cancel()
+        if not self._stop.is_set():
+            raise EngineDeadError(self._engine.dead_reason)
+
+    async def _drain(self) -> None:
+        """Lets running requests finish, refusing new ones."""
+        self._gate.refusal = "the server is shutting down"
+        if self._engine.is_dead:
+            self._gate.refusal = self._engine.dead_reason
+            await asyncio.sleep(_LAST_WORDS_S)
+            return
+        if self._gate.num_active:
+            logger.info(
+                "finishing %d requests, for at most %g s; a second signal stops now",
+                self._gate.num_active,
+                self._settings.shutdown_timeout,
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.shutdown_timeout):
+                await _first(self._until_idle(), self._stop_now.wait(), self._engine.wait_dead())
+        if self._gate.num_active:
+            logger.warning("stopping with %d requests unfinished", self._gate.num_active)
+            await self._engine.shutdown()  # each of them gets an error
+
+    async def _until_idle(self) -> None:
+        while self._gate.num_active:
+            await asyncio.sleep(0.02)
+
+    async def _close(self, serving: "asyncio.Task[None]") -> None:
+        self._uvicorn.should_exit = True
+        await asyncio.wait({serving}, timeout=_CLOSE_S)
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        await serving
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
+    async def _cut_idle_connections(self) -> None:
+        """Nothing in uvicorn bounds the wait for a request's head or for an answer's last byte."""
+        connections: set[Any] = self._uvicorn.server_state.connections
+        idle_since: dict[tuple[Any, Any], float] = {}
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = time.monotonic()
+            idle = [
+                (connection, connection.cycle)
+                for connection in connections
+                if connection.cycle is None
+                or connection.cycle.response_complete
+                or connection.transport.is_closing()
+            ]
+            idle_since = {key: idle_since.get(key, now) for key in idle}
+            for (connection, _), since in idle_since.items():
+                if now - since > _IDLE_LIMIT_S:
+                    connection.transport.abort()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would end with the signal's exit code."""
+        yield
+
+
+def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    log = logging.getLogger("uvicorn")
+    log.handlers = logging.getLogger("vllm").handlers
+    log.propagate = False
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level=settings.uvicorn_log_level,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+    )
+
+
+def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
+    model = engine.model_config
+    prompts = Prompts(
+        engine.tokenizer,
+        model.max_model_len,
+        settings.chat_template,
+        settings.trusts_request_templates,
+    )
+    prompts.check_chat_template()
+    defaults = generation_defaults(model.generation) if settings.uses_model_defaults else {}
+    # How many tokens is for the request to say: the rest of the context may be less than this.
+    defaults.pop("max_tokens", None)
+    SamplingParams(**defaults)  # raises now, not at each request, where the model's are invalid
+    if defaults:
+        logger.info("sampling defaults of this model: %s", defaults)
+    return Service(engine, prompts, defaults, settings.response_role)
+
+
+async def _first(*waits: Awaitable[Any]) -> None:
+    """Waits for one of `waits`, raises its error if it has one, and cancels the others.
+
+    A task among them is only waited for, never cancelled.
+    """
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()

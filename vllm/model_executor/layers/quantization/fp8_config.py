@@ -1,0 +1,108 @@
+"""FP8 (E4M3) checkpoints: 128x128 blocks as DeepSeek and Qwen store them, or one scale a tensor.
+
+No torch here: the configuration, and with it every kernel choice, resolves without it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.errors import CheckpointError
+from vllm.model_executor.layers.quantization import QuantizationConfig
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import Linear
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+DEFAULT_BLOCK = (128, 128)
+_ACT_SCHEMES = ("dynamic", "static")
+
+
+class Fp8Config(QuantizationConfig):
+    """is_checkpoint_fp8_serialized: the checkpoint holds FP8; otherwise it is quantised at load.
+
+    activation_scheme: "dynamic", or "static" (a scale per layer in the checkpoint, per-tensor
+    weights only). weight_block_size: (rows, columns) that share a scale; None: one per tensor.
+    ignored_layers: names or parts of names of layers that are not quantised.
+    """
+
+    name = "fp8"
+
+    def __init__(
+        self,
+        is_checkpoint_fp8_serialized: bool = False,
+        activation_scheme: str = "dynamic",
+        ignored_layers: Sequence[str] | None = None,
+        weight_block_size: Sequence[int] | None = None,
+    ):
+        if activation_scheme not in _ACT_SCHEMES:
+            raise CheckpointError(
+                f"FP8 activation_scheme {activation_scheme!r} is not supported: it takes "
+                f"{', '.join(_ACT_SCHEMES)}"
+            )
+        self.is_checkpoint_fp8_serialized = is_checkpoint_fp8_serialized
+        self.is_checkpoint_quantized = is_checkpoint_fp8_serialized
+        self.activation_scheme = activation_scheme
+        self.ignored_layers = tuple(ignored_layers or ())
+        self.weight_block_size = _check_block(weight_block_size)
+        if self.weight_block_size and activation_scheme == "static":
+            raise CheckpointError(
+                "FP8 with weight_block_size takes activation_scheme dynamic, not static"
+            )
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any]) -> "Fp8Config":
+        fmt = config.get("fmt", "e4m3")
+        if fmt not in ("e4m3", "float8_e4m3fn"):
+            raise CheckpointError(f"FP8 format {fmt!r} is not supported: it takes e4m3")
+        ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
+        return cls(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme=config.get("activation_scheme", "dynamic"),
+            ignored_layers=ignored,
+            weight_block_size=config.get("weight_block_size"),
+        )
+
+    @classmethod
+    def at_load(cls) -> "Fp8Config":
+        return cls(weight_block_size=DEFAULT_BLOCK)
+
+    def linear_method(self, layer: "Linear") -> "Fp8LinearMethod | None":
+        from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+        ignored = {name: self.is_ignored(name) for name in layer.shard_names}
+        if len(set(ignored.values())) > 1:
+            raise CheckpointError(
+                f"{layer.prefix} is one layer, but modules_to_not_convert names only a part of "
+                f"it: {', '.join(name for name, yes in ignored.items() if yes)}"
+            )
+        return None if any(ignored.values()) else Fp8LinearMethod(self)
+
+    def slot_name(self, name: str) -> str:
+        """transformers' names for the scales of per-tensor checkpoints become ours."""
+        if self.weight_block_size is None:
+            name = name.replace(".weight_scale_inv", ".weight_scale")
+            name = name.replace(".activation_scale", ".input_scale")
+        return name
+
+    def is_ignored(self, layer: str) -> bool:
+        """Whether `layer` is listed itself, under a listed parent, or by its last name.
+
+        The output projection never counts as a layer to quantise, as in transformers.
+        """
+        parts = layer.split(".")
+        if parts[-1] == "lm_head":
+            return True
+        for entry in self.ignored_layers:
+            wanted = entry.split(".")
+            spans = range(len(parts) - len(wanted) + 1)
+            if any(parts[i : i + len(wanted)] == wanted for i in spans):
+                return True
+        return False
+
+
+def _check_block(block: Sequence[int] | None) -> tuple[int, int] | None:
+    if block is None:
+        return None
+    if len(block) != 2 or not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
+        raise CheckpointError(f"weight_block_size {block!r} is not two positive sizes")
+    return (block[0], block[1])
