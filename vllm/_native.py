@@ -81,16 +81,15 @@ def manifest() -> dict[str, Any]:
 
 @functools.cache
 def _load() -> tvm_ffi.Module:
-    # torch first: it brings its own libgomp.so.1, and the kernels must find that one already
-    # loaded. A second OpenMP runtime would keep its own thread pool spinning on the same cores
-    # and would not obey torch.set_num_threads.
-    import torch  # noqa: F401
+    import torch
     import tvm_ffi
 
     path = LIBRARY_DIR / LIBRARY_NAME
     if not path.exists():
         raise NativeLibraryError(f"{path} is not built: {_BUILD_HINT}")
     try:
-        return tvm_ffi.load_module(str(path))
+        library = tvm_ffi.load_module(str(path))
+        library.cpu_set_num_threads(torch.get_num_threads())
     except Exception as error:  # tvm_ffi raises RuntimeError or OSError by version
         raise NativeLibraryError(f"{path} does not load ({error}): {_BUILD_HINT}") from error
+    return library

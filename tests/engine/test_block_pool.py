@@ -68,9 +68,20 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 def test_free_blocks_are_reused_oldest_first_and_a_requests_last_ones_before_its_first():
     pool = BlockPool(4)
     first, second = pool.take(2), pool.take(2)
+    for block in first + second:
+        pool.remember(block, str(block).encode())
     pool.release(second)
     pool.release(first)
     assert pool.take(4) == [*reversed(second), *reversed(first)]
+
+
+def test_a_block_that_nobody_can_find_is_reused_first():
+    pool = BlockPool(3)
+    known, unknown = pool.take(1), pool.take(1)
+    pool.remember(known[0], b"content")
+    pool.release(unknown)
+    pool.release(known)
+    assert pool.take(1) == unknown
 
 
 def test_a_reused_block_is_not_found_by_its_old_content():

@@ -1,9 +1,9 @@
 """Pieces of text join to the whole, never split a character, and never show a stop text."""
 
 import pytest
-from conftest import CORPUS, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import CORPUS, make_tokenizer
 
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 

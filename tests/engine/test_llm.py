@@ -1,7 +1,7 @@
 """`LLM`: what users of the Python interface see."""
 
 import pytest
-from conftest import make_tokenizer
+from tiny_models import make_tokenizer
 
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, RequestError

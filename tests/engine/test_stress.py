@@ -4,7 +4,7 @@ import gc
 import random
 from pathlib import Path
 
-from conftest import VOCAB
+from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
 

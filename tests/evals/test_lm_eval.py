@@ -7,7 +7,10 @@ import sys
 import pytest
 from entrypoints.serving import environment, started_server
 
-WORDS = "the quick brown fox jumps over lazy dog pack my box with five dozen liquor jugs".split()
+WORDS = (
+    *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "pack", "my", "box", "with"),
+    *("five", "dozen", "liquor", "jugs"),
+)
 CHOICE_TASK = """
 task: tiny_choice
 dataset_path: json

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB
+from tiny_models import ARCHITECTURES, VOCAB
 from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
 
 from vllm import LLM, SamplingParams

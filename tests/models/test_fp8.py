@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB, build_model
 from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, build_model
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams

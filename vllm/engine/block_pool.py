@@ -8,6 +8,7 @@ class BlockPool:
 
     A block may carry the hash of its content. When its last user lets go of it, it joins the
     free blocks at the recent end and keeps its content until it is handed out anew, oldest first.
+    A block without a hash is of no use to anyone and is handed out before all others.
     """
 
     def __init__(self, num_blocks: int):
@@ -45,6 +46,8 @@ class BlockPool:
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
                 self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
 
     def find(self, content: bytes) -> int | None:
         """The block that holds `content`, in use or free."""

@@ -1,5 +1,7 @@
 """Runs the model: from a step of the scheduler to the next token of each request."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -13,6 +15,7 @@ from vllm.engine.scheduler import Step
 from vllm.kernels.selection import Selection
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.model_loader import load_model
+from vllm.ops import usable_ops
 from vllm.ops.paged_attention import AttentionBatch
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
@@ -48,11 +51,30 @@ class ModelRunner:
             config.model_config.max_model_len,
             config.cache_config.block_size,
         )
+        self._ops = usable_ops()
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
 
-    @torch.inference_mode()
     def execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
         """Computes a step. bitmasks: allowed tokens of requests that follow a grammar."""
+        with torch.inference_mode(), self._cores_for_kernels():
+            return self._execute(step, bitmasks)
+
+    @contextmanager
+    def _cores_for_kernels(self) -> Iterator[None]:
+        """Lets torch compute in this thread alone while kernels with threads of their own run.
+
+        torch's threads spin for a while after each of its operations, on the very cores that the
+        next kernel needs: that was a third of a step.
+        """
+        num_threads = torch.get_num_threads()
+        if not self._ops.USES_TORCH_THREADS:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
         self._update_batch(step)
         rows = np.array([self.batch.row_of[i] for i in step.num_tokens], np.int64)
         counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
@@ -66,7 +88,7 @@ class ModelRunner:
             return StepResult({}, prompt_logprobs=prompt_logprobs)
         sampled_rows = rows[complete]
         logits = self.model.compute_logits(hidden[torch.from_numpy(ends[complete] - 1)])
-        tokens, logprobs = sample(logits, self._sampling_batch(sampled_rows, bitmasks))
+        tokens, logprobs = sample(logits, self._sampling_batch(sampled_rows, bitmasks), self._ops)
         self.batch.append_tokens(sampled_rows, tokens)
         ids = [self.batch.requests[row].request_id for row in sampled_rows]
         return StepResult(

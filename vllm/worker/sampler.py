@@ -5,16 +5,13 @@ between steps and a request that is preempted and computed anew continues with t
 """
 
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.engine.request import TokenLogprobs
-
-# Filters look at this many of the likeliest tokens first; a row whose kept tokens do not lie
-# within them is sorted whole.
-_SHORT_LIST = 1024
 
 
 @dataclass(slots=True)
@@ -51,7 +48,9 @@ class SamplingBatch:
     bitmask: Tensor | None = None
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
+def sample(
+    logits: Tensor, batch: SamplingBatch, ops: ModuleType
+) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
     """logits float32 [S, vocab] (changed in place) -> tokens int64 [S], logprobs by row."""
     reported = sorted(batch.num_logprobs)
     raw = logits[reported] if reported else None
@@ -61,19 +60,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[np.ndarray, dict[int, 
         apply_token_bitmask_inplace(logits, batch.bitmask)
     for edit in batch.edits:
         _apply_edits(logits[edit.row], edit)
-    tokens = np.empty(len(logits), np.int64)
-    greedy = batch.temperature == 0
-    if greedy.all():
-        tokens[:] = logits.argmax(dim=-1).numpy()
-    else:
-        if greedy.any():
-            tokens[greedy] = logits[torch.from_numpy(greedy)].argmax(dim=-1).numpy()
-        _sample_randomly(logits, batch, ~greedy, tokens)
+    settings = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    draws = uniforms(batch.seeds, batch.indices)
+    tokens = ops.sample_tokens(logits, *map(torch.from_numpy, (*settings, draws)))
     if raw is None:
-        return tokens, {}
+        return tokens.numpy(), {}
     counts = [batch.num_logprobs[row] for row in reported]
-    entries = gather_logprobs(raw, torch.from_numpy(tokens[reported]), counts)
-    return tokens, dict(zip(reported, entries))
+    entries = gather_logprobs(raw, tokens[reported], counts)
+    return tokens.numpy(), dict(zip(reported, entries))
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
@@ -117,66 +111,3 @@ def _apply_edits(row: Tensor, edit: RowEdits) -> None:
         row[token] += bias
     if edit.banned:
         row[list(edit.banned)] = -torch.inf
-
-
-def _sample_randomly(
-    logits: Tensor, batch: SamplingBatch, rows: np.ndarray, tokens: np.ndarray
-) -> None:
-    draws = uniforms(batch.seeds, batch.indices)
-    filtered = rows & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
-    whole = np.flatnonzero(rows & ~filtered)
-    if len(whole):
-        scaled = _scaled(logits, batch, whole)
-        tokens[whole] = _draw(torch.softmax(scaled, dim=-1), draws[whole])
-    pending = np.flatnonzero(filtered)
-    size = logits.shape[1]
-    for length in (min(_SHORT_LIST, size), size):
-        if len(pending) == 0:
-            break
-        top = _scaled(logits, batch, pending).topk(length, dim=-1)
-        log_total = torch.logsumexp(_scaled(logits, batch, pending), dim=-1, keepdim=True)
-        kept, complete = _filter(top.values, log_total, batch, pending)
-        choice = torch.from_numpy(_draw(kept, draws[pending]))
-        chosen = top.indices.gather(1, choice[:, None])[:, 0].numpy()
-        done = complete.numpy() | (length == size)
-        tokens[pending[done]] = chosen[done]
-        pending = pending[~done]
-
-
-def _scaled(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    return logits[torch.from_numpy(rows)] / torch.from_numpy(batch.temperature[rows])[:, None]
-
-
-def _filter(
-    values: Tensor, log_total: Tensor, batch: SamplingBatch, rows: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """Probabilities of sorted logits `values` after top-k, then top-p, then min-p.
-
-    Also tells, by row, whether everything that is kept lies within `values`. top-p counts the
-    mass of what top-k left.
-    """
-    length = values.shape[1]
-    top_k = torch.from_numpy(batch.top_k[rows])[:, None]
-    top_p = torch.from_numpy(batch.top_p[rows])[:, None]
-    min_p = torch.from_numpy(batch.min_p[rows])[:, None]
-    inside_k = (top_k == 0) | (torch.arange(length) < top_k)
-    values = values.masked_fill(~inside_k, -torch.inf)
-    is_limited = (top_k > 0) & (top_k <= length)
-    total = torch.where(is_limited, torch.logsumexp(values, dim=-1, keepdim=True), log_total)
-    probabilities = torch.exp(values - total)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    inside_p = (before < top_p) | (top_p >= 1)
-    inside_min = probabilities >= min_p * probabilities[:, :1]
-    kept = probabilities * (inside_p & inside_min)
-    ends_inside = is_limited | ~inside_p[:, -1:] | ~inside_min[:, -1:]
-    return kept, ends_inside[:, 0]
-
-
-def _draw(weights: Tensor, draws: np.ndarray) -> np.ndarray:
-    """Index i of each row with probability weights[i] / sum(weights), by inverting the sum."""
-    sums = weights.cumsum(dim=-1)
-    points = torch.from_numpy(draws.astype(np.float32))[:, None] * sums[:, -1:]
-    index = torch.searchsorted(sums, points, right=True)[:, 0]
-    # Rounding may carry a point up to the sum itself: take the last token that has weight.
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
-    return torch.minimum(index, last).numpy()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vllm import _native
 from vllm.config import VllmConfig
 from vllm.errors import CheckpointError
 from vllm.kernels.selection import Selection
@@ -16,6 +15,7 @@ from vllm.model_executor.context import ModelContext
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.weights import Slot, kernel_layers, model_slots
+from vllm.ops import usable_ops
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
 
 logger = get_logger(__name__)
@@ -70,8 +70,7 @@ def _construct(
 
 
 def model_context(
-    cls: type[nn.Module],
-    config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
+    cls: type[nn.Module], config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
 ) -> ModelContext:
     """The context models are built with. checkpoint None: the weights are to be random."""
     dtype = DTYPES[config.model_config.dtype]
@@ -84,7 +83,7 @@ def model_context(
         weight_dtype=_weight_dtype(config, checkpoint, dtype),
         quant_config=config.quant_config,
         selection=selection,
-        ops=_small_ops(),
+        ops=usable_ops(),
         kv_cache_format=(
             "fp8" if cache_dtype.startswith("fp8") else SHORT_NAMES[DTYPES.get(cache_dtype, dtype)]
         ),
@@ -103,17 +102,6 @@ def _weight_dtype(
         declared = getattr(config.model_config.hf_text_config, "dtype", None)
         stored = DTYPES.get(str(declared).removeprefix("torch."))
     return stored if stored and stored.itemsize <= dtype.itemsize else dtype
-
-
-def _small_ops():  # type: ignore[no-untyped-def]
-    """Norms, rotary and activations: native where our library is usable, torch otherwise."""
-    if _native.status().state == "present":
-        from vllm.ops import cpu_ops
-
-        return cpu_ops
-    from vllm.ops import torch_ops
-
-    return torch_ops
 
 
 def _fill(

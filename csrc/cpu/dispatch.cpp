@@ -1,0 +1,114 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+namespace vllm::cpu {
+
+#define VLLM_DECLARE_KERNELS(isa)                                           \
+  namespace isa {                                                           \
+  void linear(const LinearArgs&);                                           \
+  void attention(const AttentionArgs&);                                     \
+  void cache_write(const CacheWriteArgs&);                                  \
+  void rms_norm(const NormArgs&);                                           \
+  void rotary(const RotaryArgs&);                                           \
+  void silu_and_mul(const SiluArgs&);                                       \
+  void sample(const SampleArgs&);                                           \
+  constexpr KernelTable kTable{#isa,     linear, attention,    cache_write, \
+                               rms_norm, rotary, silu_and_mul, sample};     \
+  }
+
+#ifdef VLLM_BUILD_X86
+VLLM_DECLARE_KERNELS(avx512)
+VLLM_DECLARE_KERNELS(avx2)
+#endif
+VLLM_DECLARE_KERNELS(portable)
+
+namespace {
+
+struct Candidate {
+  const KernelTable* table;
+  bool (*runs_here)();
+};
+
+// Fastest first; the portable kernels run anywhere.
+const Candidate kCandidates[] = {
+#ifdef VLLM_BUILD_X86
+    {&avx512::kTable,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    {&avx2::kTable,
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+     }},
+#endif
+    {&portable::kTable, [] { return true; }},
+};
+
+const KernelTable* best_table() {
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.runs_here()) return candidate.table;
+  }
+  return nullptr;
+}
+
+std::atomic<const KernelTable*>& active_table() {
+  static std::atomic<const KernelTable*> table{best_table()};
+  return table;
+}
+
+const KernelTable* find_table(const std::string& name) {
+  for (const Candidate& candidate : kCandidates) {
+    if (name == candidate.table->name && candidate.runs_here()) return candidate.table;
+  }
+  return nullptr;
+}
+
+constexpr size_t kAlignment = 64;
+
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  void* reserve(size_t num_bytes) {
+    if (num_bytes <= capacity_) return data_;
+    const size_t rounded = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    std::free(data_);
+    capacity_ = 0;
+    data_ = std::aligned_alloc(kAlignment, rounded);
+    if (data_ == nullptr) throw std::bad_alloc();
+    capacity_ = rounded;
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+}  // namespace
+
+const KernelTable& kernels() { return *active_table().load(std::memory_order_relaxed); }
+
+bool is_isa_available(const std::string& name) { return find_table(name) != nullptr; }
+
+std::string built_isas() {
+  std::string names;
+  for (const Candidate& candidate : kCandidates) {
+    if (!names.empty()) names += ", ";
+    names += candidate.table->name;
+  }
+  return names;
+}
+
+void set_isa(const std::string& name) { active_table().store(find_table(name)); }
+
+void* thread_scratch(Scratch which, size_t num_bytes) {
+  thread_local Buffer buffers[2];
+  return buffers[static_cast<int>(which)].reserve(num_bytes);
+}
+
+}  // namespace vllm::cpu

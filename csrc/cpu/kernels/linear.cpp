@@ -1,0 +1,261 @@
+// out[m, n] = sum_b scale[n, b] * (sum_{k in block b} x[m, k] * q[n, k]) + bias[n], in float32.
+// Each inner sum is one fused multiply-add chain over ascending k; the outer sum starts from the
+// bias and is one chain over ascending blocks. Every path below performs exactly these operations,
+// so a row's result does not depend on m, on the other rows, or on the number of threads.
+#include "micro_kernel.h"
+#include "parallel.h"
+
+namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
+namespace {
+
+// Up to this many rows, weights are widened in registers; above, once into a buffer in L1.
+#if defined(VLLM_CPU_AVX512)
+constexpr int kStreamRows = 8;
+#else
+constexpr int kStreamRows = 2;
+#endif
+// Far enough ahead to cover memory latency, and across the page ends that stop hardware prefetch.
+constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kWidenPrefetch = 4096;
+constexpr int64_t kDepth = 128;  // depth of the widened buffer: 16 KiB
+constexpr int64_t kTilesPerBlock = 384 / kMaxRows;
+// Multiply-adds, and elements to pack, that waking other threads must be worth.
+constexpr int64_t kSerialWork = 1 << 15;
+constexpr int64_t kSerialElements = 1 << 14;
+
+// x as float32 in tiles: tile t is [k, size(t)] at offset start(t) * k.
+template <ElementType kType, int kRows>
+void pack_rows(const LinearArgs& args, const StorageOf<kType>* x, float* out) {
+  float block[kRows][kLanes];
+  for (int64_t k = 0; k < args.k; k += kLanes) {
+    const int count = static_cast<int>(args.k - k < kLanes ? args.k - k : kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      store(block[r], load_first<kType>(x + r * args.x.stride + k, count));
+    }
+    for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) out[r] = block[r][i];
+      out += kRows;
+    }
+  }
+}
+
+void pack_tile(const LinearArgs& args, const RowTiles& tiles, int64_t tile, float* packed) {
+  const int64_t first = tiles.start(tile);
+  with_float_type(args.x.type, [&](auto tag) {
+    constexpr ElementType kType = decltype(tag)::value;
+    const auto* x = static_cast<const StorageOf<kType>*>(args.x.data) + first * args.x.stride;
+    with_row_count<kMaxRows>(tiles.size(tile), [&](auto rows) {
+      pack_rows<kType, decltype(rows)::value>(args, x, packed + first * args.k);
+    });
+  });
+}
+
+void store_row(const LinearArgs& args, int64_t row, int64_t panel, const F32x16& low,
+               const F32x16& high) {
+  const int64_t column = panel * kPanelWidth;
+  const int count = static_cast<int>(args.n - column);
+  with_float_type(args.out.type, [&](auto tag) {
+    constexpr ElementType kType = decltype(tag)::value;
+    auto* out = static_cast<StorageOf<kType>*>(args.out.data) + row * args.out.stride + column;
+    store_first<kType>(out, low, count);
+    if (count > kLanes) store_first<kType>(out + kLanes, high, count - kLanes);
+  });
+}
+
+template <ElementType kType, int kRows>
+void stream_panel(const LinearArgs& args, const float* a, int64_t panel) {
+  const int64_t num_blocks = (args.k + args.block_k - 1) / args.block_k;
+  const auto* weight =
+      static_cast<const StorageOf<kType>*>(args.weight) + panel * args.k * kPanelWidth;
+  const float* scale = args.scales + panel * num_blocks * kPanelWidth;
+  F32x16 total[kRows][2];
+  for (int v = 0; v < 2; ++v) {
+    const F32x16 bias = load(args.bias + panel * kPanelWidth + v * kLanes);
+    for (int r = 0; r < kRows; ++r) total[r][v] = bias;
+  }
+  for (int64_t start = 0; start < args.k; start += args.block_k) {
+    const int64_t end = start + args.block_k < args.k ? start + args.block_k : args.k;
+    F32x16 sum[kRows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
+    for (int64_t k = start; k < end; ++k) {
+      F32x16 low, high;
+      __builtin_prefetch(weight + kPrefetchBytes / sizeof(*weight));
+      load_panel_row<kType>(weight, low, high);
+      weight += kPanelWidth;
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const F32x16 left = set1(a[k * kRows + r]);
+        sum[r][0] = fma(left, low, sum[r][0]);
+        sum[r][1] = fma(left, high, sum[r][1]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const F32x16 factor = load(scale + v * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) total[r][v] = fma(sum[r][v], factor, total[r][v]);
+    }
+    scale += kPanelWidth;
+  }
+  for (int r = 0; r < kRows; ++r) store_row(args, r, panel, total[r][0], total[r][1]);
+}
+
+// Weight rows [begin, end) of one panel as float32, [end - begin, 32].
+template <ElementType kType>
+void widen_panel(const void* weight, int64_t begin, int64_t end, float* widened) {
+  const auto* row = static_cast<const StorageOf<kType>*>(weight) + begin * kPanelWidth;
+  for (int64_t k = begin; k < end; ++k) {
+    F32x16 low, high;
+    __builtin_prefetch(row + kWidenPrefetch);
+    load_panel_row<kType>(row, low, high);
+    store(widened, low);
+    store(widened + kLanes, high);
+    row += kPanelWidth;
+    widened += kPanelWidth;
+  }
+}
+
+// One step of the chain: a piece of a scale block of one row tile and panel.
+struct TileStep {
+  const float* a;
+  const float* b;
+  const float* scale;
+  float* total;    // [rows, 32]
+  float* partial;  // [rows, 32]: the chain of a scale block longer than kDepth
+  int64_t depth;
+  bool begins_block, ends_block;
+};
+
+template <int kRows>
+void run_tile(const TileStep& step) {
+  F32x16 acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+  }
+  if (!step.begins_block) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        acc[r][v] = load(step.partial + r * kPanelWidth + v * kLanes);
+      }
+    }
+  }
+  multiply_add<ElementType::kFloat32, kRows, kVectors>(step.a, 1, kRows, step.b, kTileColumns,
+                                                       step.depth, acc);
+  if (!step.ends_block) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        store(step.partial + r * kPanelWidth + v * kLanes, acc[r][v]);
+      }
+    }
+    return;
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const F32x16 factor = load(step.scale + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      float* total = step.total + r * kPanelWidth + v * kLanes;
+      store(total, fma(acc[r][v], factor, load(total)));
+    }
+  }
+}
+
+// One panel of weights against the row tiles [tile_begin, tile_end).
+void multiply_panel(const LinearArgs& args, const RowTiles& tiles, const float* packed,
+                    int64_t panel, int64_t tile_begin, int64_t tile_end) {
+  const int64_t first_row = tiles.start(tile_begin);
+  const int64_t num_rows = tiles.start(tile_end) - first_row;
+  const int64_t num_blocks = (args.k + args.block_k - 1) / args.block_k;
+  const int64_t panel_elements = panel * args.k * kPanelWidth;
+  auto* widened = static_cast<float*>(
+      thread_scratch(Scratch::kPrivate, (kDepth + 2 * num_rows) * kPanelWidth * sizeof(float)));
+  float* total = widened + kDepth * kPanelWidth;
+  float* partial = total + num_rows * kPanelWidth;
+  const F32x16 bias_low = load(args.bias + panel * kPanelWidth);
+  const F32x16 bias_high = load(args.bias + panel * kPanelWidth + kLanes);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    store(total + r * kPanelWidth, bias_low);
+    store(total + r * kPanelWidth + kLanes, bias_high);
+  }
+  for (int64_t begin = 0, end; begin < args.k; begin = end) {
+    const int64_t block = begin / args.block_k;
+    int64_t block_end = (block + 1) * args.block_k;
+    if (block_end > args.k) block_end = args.k;
+    end = begin + kDepth < block_end ? begin + kDepth : block_end;
+    with_any_type(args.weight_type, [&](auto tag) {
+      constexpr ElementType kType = decltype(tag)::value;
+      widen_panel<kType>(static_cast<const StorageOf<kType>*>(args.weight) + panel_elements, begin,
+                         end, widened);
+    });
+    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+      const int rows = tiles.size(tile);
+      const int64_t row = tiles.start(tile);
+      const TileStep step{packed + row * args.k + begin * rows,
+                          widened,
+                          args.scales + (panel * num_blocks + block) * kPanelWidth,
+                          total + (row - first_row) * kPanelWidth,
+                          partial + (row - first_row) * kPanelWidth,
+                          end - begin,
+                          begin == block * args.block_k,
+                          end == block_end};
+      with_row_count<kMaxRows>(rows, [&](auto count) { run_tile<decltype(count)::value>(step); });
+    }
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    store_row(args, first_row + r, panel, load(total + r * kPanelWidth),
+              load(total + r * kPanelWidth + kLanes));
+  }
+}
+
+void stream_linear(const LinearArgs& args, int64_t num_panels) {
+  const RowTiles tiles(args.m);
+  const float* a = static_cast<const float*>(args.x.data);
+  if (args.m > 1 || args.x.type != ElementType::kFloat32) {
+    auto* packed =
+        static_cast<float*>(thread_scratch(Scratch::kShared, args.m * args.k * sizeof(float)));
+    pack_tile(args, tiles, 0, packed);
+    a = packed;
+  }
+  share_items(num_panels, args.n * args.k > kSerialWork, [&](int64_t panel) {
+    with_any_type(args.weight_type, [&](auto tag) {
+      with_row_count<kStreamRows>(static_cast<int>(args.m), [&](auto rows) {
+        stream_panel<decltype(tag)::value, decltype(rows)::value>(args, a, panel);
+      });
+    });
+  });
+}
+
+void tiled_linear(const LinearArgs& args, int64_t num_panels) {
+  const RowTiles tiles(args.m);
+  auto* packed =
+      static_cast<float*>(thread_scratch(Scratch::kShared, args.m * args.k * sizeof(float)));
+  const int64_t num_row_blocks = (tiles.num_tiles + kTilesPerBlock - 1) / kTilesPerBlock;
+  const bool is_parallel = args.m * args.n * args.k > kSerialWork;
+  share_items(tiles.num_tiles, args.m * args.k > kSerialElements,
+              [&](int64_t tile) { pack_tile(args, tiles, tile, packed); });
+  share_items(num_row_blocks * num_panels, is_parallel, [&](int64_t item) {
+    const int64_t block = item / num_panels;
+    const int64_t tile_begin = tiles.num_tiles * block / num_row_blocks;
+    const int64_t tile_end = tiles.num_tiles * (block + 1) / num_row_blocks;
+    multiply_panel(args, tiles, packed, item % num_panels, tile_begin, tile_end);
+  });
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+  const int64_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth;
+  if (args.m == 0 || num_panels == 0) return;
+  if (args.m <= kStreamRows) return stream_linear(args, num_panels);
+  tiled_linear(args, num_panels);
+}
+
+}  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE

@@ -1,0 +1,141 @@
+// Element types, argument blocks and the table of kernels that every instruction set provides.
+// No C++ standard headers: kernel files are compiled once per instruction set, and an inline
+// library function emitted with AVX-512 must never be the copy that the linker keeps.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace vllm::cpu {
+
+enum class ElementType : int { kFloat32, kBFloat16, kFloat16, kE4M3 };
+
+inline constexpr int kPanelWidth = 32;  // output columns that one packed weight panel holds
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxQueryRows = 96;  // (token, head) rows that share one pass over the keys
+inline constexpr int kMaxSplitRows = 16;  // rows of a query tile whose keys several threads share
+inline constexpr int kKeyTile = 128;      // keys per softmax tile, counted from position 0
+
+// A row-strided matrix; the last dimension is contiguous and strides count elements.
+struct Rows {
+  void* data;
+  ElementType type;
+  int64_t stride;
+};
+
+struct LinearArgs {
+  Rows x;              // [m, k] float32, bfloat16 or float16
+  Rows out;            // [m, n], same type
+  const void* weight;  // [panels, k, 32], interleaved (see linear_pack.h)
+  ElementType weight_type;
+  const float* scales;  // [panels, num_k_blocks, 32]
+  const float* bias;    // [panels, 32]
+  int64_t m, n, k, block_k;
+};
+
+// One [tokens, heads, head_dim] view; head_dim is contiguous.
+struct Heads {
+  void* data;
+  ElementType type;
+  int64_t token_stride, head_stride;
+};
+
+struct KvCache {
+  void* key;    // [num_blocks, num_kv_heads, head_dim, block_size]
+  void* value;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  ElementType type;
+  int64_t num_blocks, num_kv_heads, head_dim, block_size;
+  float k_scale, v_scale;  // stored = value / scale, E4M3 only (1 otherwise)
+};
+
+// Consecutive tokens of one request that walk its keys together, for every KV head in turn.
+struct QueryTile {
+  int32_t request, num_tokens;
+  int64_t first_token;     // row of query and out
+  int64_t first_position;  // of first_token in its request
+  int64_t key_tile_begin, key_tile_end;
+  int64_t partial;  // first of key tiles x KV heads partial results, or -1: not split
+};
+
+// One thread's piece of work: key tiles [begin, end) of one query tile and KV head.
+struct AttentionUnit {
+  int32_t query_tile, kv_head;
+  int64_t key_tile_begin, key_tile_end;
+};
+
+struct AttentionArgs {
+  Heads query, out;
+  KvCache cache;
+  const int32_t* block_tables;  // [num_requests, block_table_stride]
+  int64_t block_table_stride;
+  const int32_t* query_start;  // [num_requests + 1]
+  const int32_t* seq_lens;     // [num_requests]
+  int64_t num_requests, num_query_heads;
+  int64_t sliding_window;  // 0: none
+  float scale;
+  // The plan; it decides who computes what, never a result.
+  const QueryTile* query_tiles;
+  int64_t num_query_tiles;
+  const AttentionUnit* units;
+  int64_t num_units, num_partials;
+};
+
+struct CacheWriteArgs {
+  Heads key, value;
+  KvCache cache;
+  const int64_t* slots;  // [tokens]; negative: skip
+  int64_t num_tokens;
+};
+
+struct NormArgs {
+  Heads x, residual, out;  // residual.data may be null
+  const float* weight;
+  int64_t num_tokens, num_heads, dim;
+  float eps;
+};
+
+struct RotaryArgs {
+  Heads query, key;  // rotated in place; key.data may be null
+  int64_t num_query_heads, num_key_heads;
+  const int64_t* positions;
+  const float* cos_sin;  // [max_position, rotary_dim]: cosines, then sines
+  int64_t num_tokens, rotary_dim;
+  bool is_neox;
+};
+
+struct SiluArgs {
+  Rows x, out;  // [m, 2 n] -> [m, n]
+  int64_t m, n;
+};
+
+struct SampleArgs {
+  const float* logits;  // [num_rows, vocab], rows `stride` apart
+  int64_t num_rows, vocab, stride;
+  // Per row. temperature 0: the largest logit; top_k 0, top_p 1 and min_p 0: keep every token.
+  const float* temperature;
+  const int64_t* top_k;
+  const float *top_p, *min_p;
+  const double* uniforms;  // in [0, 1)
+  int64_t* tokens;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*linear)(const LinearArgs&);
+  void (*attention)(const AttentionArgs&);
+  void (*cache_write)(const CacheWriteArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*silu_and_mul)(const SiluArgs&);
+  void (*sample)(const SampleArgs&);
+};
+
+// First key that a query at `position` sees. Static for the reason at the top of this file.
+static inline int64_t first_visible_key(int64_t position, int64_t sliding_window) {
+  return sliding_window > 0 && position >= sliding_window ? position - sliding_window + 1 : 0;
+}
+
+// Memory that lives as long as its thread and only grows; 64-byte aligned.
+enum class Scratch : int { kShared, kPrivate };
+void* thread_scratch(Scratch which, size_t num_bytes);
+
+}  // namespace vllm::cpu

@@ -1,0 +1,142 @@
+"""Tiny random checkpoints of every architecture, written with transformers, and a tokenizer."""
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 96
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# Name of a test model -> model_type, differences from _COMMON.
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biased": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3-rope": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
+    ),
+    "mistral3": ("mistral3", {}),
+}
+
+
+def _mistral3_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return CONFIG_MAPPING["mistral3"](
+        text_config=text | {"model_type": "mistral", "sliding_window": None},
+        vision_config=vision | {"model_type": "pixtral"},
+        image_token_index=5,
+    )
+
+
+def build_model(name: str, seed: int = 0, **changes):
+    """A random transformers model. Weights are spread widely, so that logits are not all alike."""
+    model_type, differences = ARCHITECTURES[name]
+    fields = _COMMON | differences | changes
+    if model_type == "qwen2":
+        del fields["head_dim"]
+        fields["hidden_size"] = 16 * fields["num_attention_heads"]
+    torch.manual_seed(seed)
+    if model_type == "mistral3":
+        from transformers import Mistral3ForConditionalGeneration
+
+        model = Mistral3ForConditionalGeneration(_mistral3_config(fields))
+    else:
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.ndim == 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "Pack my box with five dozen liquor jugs, please!",
+    "naïve café — déjà vu; 日本語 🙂 äöü",
+    '{"name": "value", "number": 12345}',
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on CORPUS: every text has tokens, characters may split."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", pad_token="<pad>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast

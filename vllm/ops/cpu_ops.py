@@ -1,0 +1,235 @@
+"""Model operations on the native CPU kernels (contract: `vllm.ops`).
+
+Importing this module loads the library and raises `NativeLibraryError` if it cannot.
+Wrong arguments raise ValueError naming the argument, what was given and what is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm import _native
+
+_library = _native.load()
+_linear_pack = _library.linear_pack
+_linear = _library.linear
+_rms_norm = _library.rms_norm
+_fused_add_rms_norm = _library.fused_add_rms_norm
+_rotary_embedding = _library.rotary_embedding
+_silu_and_mul = _library.silu_and_mul
+_reshape_and_cache = _library.reshape_and_cache
+_paged_attention = _library.paged_attention
+_sample_tokens = _library.sample_tokens
+
+USES_TORCH_THREADS = False
+PANEL_WIDTH = 32
+# E4M3 codes are widened as fp16 bit patterns, whose exponent is biased by eight more.
+_E4M3_FACTOR = 256.0
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A linear layer in the layout of the kernels; made by `pack_linear`."""
+
+    panels: Tensor  # [ceil(n / 32), k, 32] in the weight's type (uint8 for E4M3)
+    scales: Tensor  # [ceil(n / 32), num_k_blocks, 32] float32
+    bias: Tensor  # [ceil(n / 32) * 32] float32
+    block_k: int
+    num_outputs: int
+    num_inputs: int
+
+
+def pack_linear(
+    weight: Tensor,
+    row_scales: Tensor | None = None,
+    block_k: int | None = None,
+    bias: Tensor | None = None,
+) -> LinearWeight:
+    """Packs `weight` [n, k] (float32, bfloat16, float16 or float8_e4m3fn) once, at load.
+
+    The layer's weight is `weight[i, j] * row_scales[i, j // block_k]`; `row_scales` is float32
+    [n, ceil(k / block_k)], None for 1, and `block_k` defaults to k (one scale per row). `bias` is
+    float32 [n]. Needs memory for one copy of the weight.
+
+    Raises ValueError for other shapes or types, and for an E4M3 weight with NaN codes.
+    """
+    if weight.dim() != 2 or weight.dtype not in _WEIGHT_DTYPES:
+        raise ValueError(
+            f"weight: given {weight.dtype} of shape {list(weight.shape)}; accepted: [n, k] in "
+            f"{', '.join(str(dtype) for dtype in _WEIGHT_DTYPES)}"
+        )
+    n, k = weight.shape
+    block_k = max(k, 1) if block_k is None else block_k
+    if block_k < 1:
+        raise ValueError(f"block_k: given {block_k}; accepted: 1 or more")
+    num_panels = -(-n // PANEL_WIDTH)
+    num_k_blocks = -(-k // block_k)
+    is_e4m3 = weight.dtype == torch.float8_e4m3fn
+    if is_e4m3:
+        weight = weight.view(torch.uint8)
+    panels = torch.empty((num_panels, k, PANEL_WIDTH), dtype=weight.dtype)
+    num_nans = _linear_pack(weight, panels)
+    if num_nans:
+        raise ValueError(
+            f"weight: given {num_nans} E4M3 NaN codes (0x7F or 0xFF); accepted: finite values "
+            "(the checkpoint is damaged, or its type is not float8_e4m3fn)"
+        )
+    scales = torch.zeros(num_panels * PANEL_WIDTH, num_k_blocks)
+    if row_scales is None:
+        scales[:n] = 1.0
+    else:
+        _check_float32("row_scales", row_scales, (n, num_k_blocks))
+        scales[:n] = row_scales
+    if is_e4m3:
+        scales *= _E4M3_FACTOR
+    packed_bias = torch.zeros(num_panels * PANEL_WIDTH)
+    if bias is not None:
+        _check_float32("bias", bias, (n,))
+        packed_bias[:n] = bias
+    scales = scales.view(num_panels, PANEL_WIDTH, num_k_blocks).transpose(1, 2).contiguous()
+    return LinearWeight(panels, scales, packed_bias, block_k, n, k)
+
+
+def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor:
+    """x [m, k] -> [m, n] = x @ weight.T + bias, accumulated in float32.
+
+    Rows of `x` and `out` may be apart; their last dimension is contiguous.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], packed.num_outputs))
+    _linear(x, packed.panels, packed.scales, packed.bias, out, packed.block_k)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    `x` is [tokens, dim] or [tokens, heads, dim], possibly strided; `weight` float32 [dim]; `out`
+    may be `x`.
+    """
+    if out is None:
+        out = x.new_empty(x.shape)
+    _rms_norm(x, weight, out, eps)
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """In place: residual += x (rounded to its type), then x = rms_norm(residual, weight, eps)."""
+    _fused_add_rms_norm(x, residual, weight, eps)
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotates the first `rotary_dim` columns of every head of query and key, in place.
+
+    `positions` int64 [tokens]; `query` [tokens, num_heads, head_dim] and `key` [tokens,
+    num_kv_heads, head_dim], possibly strided; `cos_sin_cache` float32 [max_position, rotary_dim],
+    cosines in the first half of a row. Pairs are (i, i + rotary_dim / 2) where `is_neox`, else
+    (2 i, 2 i + 1).
+    """
+    _rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n] = silu(x[:, :n]) * x[:, n:]."""
+    if out is None:
+        out = x.new_empty((x.shape[0], x.shape[1] // 2))
+    _silu_and_mul(x, out)
+    return out
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Writes key and value [tokens, num_kv_heads, head_dim] into the paged cache.
+
+    `slot_mapping` int64 [tokens] is block * block_size + offset, negative to skip the token; slots
+    must differ. E4M3 caches store value / scale, saturated at 448.
+    """
+    if k_cache.dtype is torch.float8_e4m3fn:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache.
+
+    Request r owns query rows query_start_loc[r] to query_start_loc[r + 1] (int32 [requests + 1]),
+    the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
+    block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
+    (p - sliding_window, p], or [0, p] where the window is 0.
+    """
+    if out is None:
+        out = query.new_empty(query.shape)
+    if k_cache.dtype is torch.float8_e4m3fn:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    _paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        out,
+        scale,
+        sliding_window,
+        k_scale,
+        v_scale,
+    )
+    return out
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """One token for each row of logits float32 [rows, vocab]: int64 [rows].
+
+    The largest logit where `temperature` (float32 [rows]) is 0. Else the token at `uniforms`
+    (float64 [rows], in [0, 1)) of the cumulated softmax(logits / temperature), of which only some
+    tokens are kept: the `top_k` likeliest (int64, 0 for all); of their mass, the fewest that hold
+    `top_p` of it (float32, 1 for all); and those at least `min_p` (float32) times as likely as the
+    likeliest. Equally likely tokens are kept or dropped together.
+    """
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    _sample_tokens(logits, temperature, top_k, top_p, min_p, uniforms, tokens)
+    return tokens
+
+
+def _check_float32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.float32 or tensor.shape != shape:
+        raise ValueError(
+            f"{name}: given {tensor.dtype} of shape {list(tensor.shape)}; "
+            f"accepted: torch.float32 of shape {list(shape)}"
+        )
