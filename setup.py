@@ -1,5 +1,6 @@
 """Builds the native library with CMake; everything else is in pyproject.toml."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,23 +21,25 @@ class NativeLibrary(Extension):
 
 class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        package = ROOT / "vllm" if self.inplace else Path(self.build_lib, "vllm").resolve()
         build_dir = Path(self.build_temp).resolve()
         version = self.distribution.get_version()
         configure = [
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DVLLM_OUTPUT_DIR={package / 'lib'}",
+            f"-DVLLM_OUTPUT_DIR={self._built()}",
             f"-DVLLM_VERSION={version}",
         ]
         subprocess.check_call(["cmake", "-S", ROOT, "-B", build_dir, "-G", "Ninja", *configure])
         subprocess.check_call(["cmake", "--build", build_dir])
 
+    def _built(self) -> Path:
+        return Path(self.build_lib, "vllm", "lib").resolve()
+
     def get_outputs(self) -> list[str]:
-        lib = Path(self.build_lib, "vllm", "lib")
-        return [str(lib / "libvllm_kernels.so"), str(lib / "arch_manifest.json")]
+        return [str(self._built() / name) for name in ("libvllm_kernels.so", "arch_manifest.json")]
 
     def copy_extensions_to_source(self) -> None:
-        """An in-place build writes to the source tree by itself."""
+        """An editable install runs from the source tree, so the library belongs there."""
+        shutil.copytree(self._built(), ROOT / "vllm" / "lib", dirs_exist_ok=True)
 
 
 class PlatformWheel(bdist_wheel):

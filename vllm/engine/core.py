@@ -5,14 +5,18 @@ import time
 
 from torch import Tensor
 
+from vllm import _native
 from vllm.config import VllmConfig
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.engine.scheduler import Scheduler, Step
 from vllm.engine.structured_output import GrammarError, StructuredOutputs
 from vllm.kernels.selection import Selection
+from vllm.logger import get_logger
 from vllm.platforms.probe import probe_device, probe_libs
 from vllm.worker.model_runner import ModelRunner, StepResult
+
+logger = get_logger(__name__)
 
 
 class EngineCore:
@@ -22,6 +26,9 @@ class EngineCore:
     """
 
     def __init__(self, config: VllmConfig):
+        if (native := _native.status()).state != "present":
+            logger.warning("The native kernels are %s, and torch is far slower: %s",
+                           native.state, native.text)  # fmt: skip
         self.selection = Selection(probe_device(), probe_libs(), config.kernel_config.policy())
         self.runner = ModelRunner(config, self.selection)
         self.config = config = self.runner.config
