@@ -40,7 +40,7 @@ def main() -> None:
         "engine": __import__("vllm").__version__,
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": vars(args),
+        "arguments": vars(args) | {"model": Path(args.model).name, "json": None},
         "ready_s": round(ready, 2),
         "import_and_load_s": round(time.perf_counter() - start, 2),
         "resident_mib_at_ready": resident_mib(),
