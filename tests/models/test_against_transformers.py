@@ -139,3 +139,19 @@ def test_half_precision_follows_the_reference_closely(checkpoint, dtype):
     ours = torch.tensor([[e[i].logprob for i in range(VOCAB)] for e in entries[1:]])
     tolerance = {"bfloat16": 0.15, "float16": 0.02}[dtype]
     assert (ours - wanted[:-1]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.015), ("fp8", 1.2)]
+)
+def test_a_narrower_kv_cache_stays_close(checkpoint, kv_cache_dtype, tolerance):
+    tokens = prompts(3, lengths=(90,))[0]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=VOCAB)
+
+    def logprobs(**options):
+        llm = load(checkpoint("llama"), **options)
+        entries = llm.generate(as_inputs([tokens]), params, use_tqdm=False)[0].prompt_logprobs
+        return torch.tensor([[e[i].logprob for i in range(VOCAB)] for e in entries[1:]])
+
+    error = (logprobs(kv_cache_dtype=kv_cache_dtype) - logprobs()).abs().max()
+    assert 0 < error < tolerance
