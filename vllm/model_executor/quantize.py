@@ -131,7 +131,7 @@ def _write_weights(
     last = {file: name for name, file in files.items()}
     for name, tensor in tqdm(checkpoint.tensors(), "Quantising", len(files), unit="tensor"):
         try:
-            pieces = quantise(name, tensor) if name in wanted else {name: tensor}
+            pieces = quantise(name, tensor) if name in wanted else {name: tensor.clone()}
         except ValueError as error:
             raise CheckpointError(f"{files[name]}: {name}: {error}") from error
         pending.update(pieces)

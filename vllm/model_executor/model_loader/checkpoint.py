@@ -1,6 +1,9 @@
 """A folder of safetensors files: its tensors by name, checked before anything is read."""
 
+import ctypes
 import json
+import mmap
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm.errors import CheckpointError
+from vllm.utils.math_utils import round_up
+
+_LIBC = ctypes.CDLL(None)
 
 _DTYPES = {
     "F64": torch.float64,
@@ -53,7 +59,10 @@ class Checkpoint:
         return sum(file.stat().st_size for file in {info.file for info in self.infos.values()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, file by file, mapped and read when it is used."""
+        """Every tensor, file by file, mapped and read when it is used.
+
+        Its pages are given back when the next one is asked for: keep no reference to it.
+        """
         by_file: dict[Path, list[str]] = {}
         for name, info in self.infos.items():
             by_file.setdefault(info.file, []).append(name)
@@ -61,7 +70,9 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in names:
-                        yield name, opened.get_tensor(name)
+                        tensor = opened.get_tensor(name)
+                        yield name, tensor
+                        _give_back(tensor)
             except (SafetensorError, OSError) as error:
                 raise _unreadable(file, error) from error
 
@@ -76,6 +87,15 @@ class Checkpoint:
 
 
 _FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def _give_back(tensor: Tensor) -> None:
+    """Drops the file's pages under `tensor` from this process; a second read maps them again."""
+    if sys.platform == "linux":
+        start = round_up(tensor.data_ptr(), mmap.PAGESIZE)
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _weight_files(path: Path) -> list[Path]:
