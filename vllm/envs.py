@@ -68,6 +68,7 @@ def _text(text: str) -> str:
 
 _LEVELS = ("debug", "info", "warning", "error")
 _ISAS = ("portable", "avx2", "avx512")
+_NVFP4_BACKENDS = ("marlin", "cutlass", "flashinfer-cutlass", "flashinfer-trtllm")
 
 VARIABLES: dict[str, Variable] = {
     "VLLM_CACHE_ROOT": Variable(
@@ -97,6 +98,38 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_LINEAR_BACKEND": Variable(
         _text, lambda: None, "a backend name", "Same as --linear-backend, which wins over it."
+    ),
+    "VLLM_USE_DEEP_GEMM": Variable(
+        _tri_state,
+        lambda: None,
+        "0 or 1",
+        "DeepGEMM for FP8 block layers: 0 never, 1 even against the model rule (and refuse to "
+        "start where it cannot run); unset: automatic.",
+    ),
+    "VLLM_MOE_USE_DEEP_GEMM": Variable(
+        _tri_state,
+        lambda: None,
+        "0 or 1",
+        "The same for mixture-of-experts layers; unset: what VLLM_USE_DEEP_GEMM says.",
+    ),
+    "VLLM_USE_DEEP_GEMM_E8M0": Variable(
+        _tri_state,
+        lambda: None,
+        "0 or 1",
+        "Scales for DeepGEMM: 1 powers of two everywhere, 0 never (which rules it out on "
+        "capability families 100 and 120); unset: what the chip needs.",
+    ),
+    "VLLM_NVFP4_GEMM_BACKEND": Variable(
+        _choice(*_NVFP4_BACKENDS),
+        lambda: None,
+        "one of " + ", ".join(_NVFP4_BACKENDS),
+        "The backend of NVFP4 linear layers; unset: the selector's choice.",
+    ),
+    "VLLM_TEST_FORCE_FP8_MARLIN": Variable(
+        _tri_state,
+        lambda: None,
+        "0 or 1",
+        "1: weight-only Marlin for every FP8 layer.",
     ),
 }
 

@@ -1,221 +1,324 @@
-"""Selection is a pure function whose every rejection has a typed reason."""
+"""Who wins: each rank over the next, contradictions, yields, and the facts about DeepGEMM."""
 
-import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, whys
 
 from vllm.errors import ConfigError
-from vllm.kernels import explain, registry
-from vllm.kernels.select import select, unmet, version_key
-from vllm.kernels.selection import Selection
-from vllm.kernels.spec import (
-    ActScheme,
-    AttentionProblem,
-    Device,
-    KernelSpec,
-    Lib,
-    Libs,
-    LinearProblem,
-    NoKernelError,
-    Origin,
-    Override,
-    Policy,
-    Reason,
-    WeightFormat,
-    Why,
-)
+from vllm.kernels.spec import Lib, Libs, Measured
 
-CPU = Device.parse("cpu:avx2")
-NATIVE = Libs.of([Lib("torch", "2.13.0"), Lib("native", "0.1.0")])
-BLOCK_FP8 = WeightFormat.parse("fp8-block[128x128]")
-PROBLEM = LinearProblem(
-    960, 576, BLOCK_FP8, (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE), dtype="fp32"
-)
-FORCE_TORCH = Policy((Override("linear", "torch", Origin(2, "--linear-backend torch")),))
-
-# A spec with one requirement of each kind, for a problem that breaks them all.
-STRICT = KernelSpec(
-    backend="strict",
-    family="linear",
-    devices=frozenset({"sm_90"}),
-    formats=frozenset({"fp8-block"}),
-    dtypes=frozenset({"bf16"}),
-    act=frozenset({ActScheme.DYNAMIC_GROUP128}),
-    libs=(("deep_gemm", "2.1"),),
-    n_align=64,
-    k_align=128,
-    check=lambda problem, device, libs: [Reason(Why.POLICY, "never")],
-)
-ALL_WRONG = LinearProblem(100, 200, WeightFormat("bf16"), (ActScheme.NONE,), dtype="fp32")
+QWEN3_5 = "qwen3_5_moe_text"
+# What each expert-free layer of Qwen3.5-35B-A3B-FP8 asks for, and its experts.
+DENSE = linear(n=9216, k=2048, parts=(8192, 512, 512))
+EXPERTS = moe()
+WITHOUT_TRTLLM = Libs(LIBS["all"].libs - {Lib("flashinfer", "0.6.13")})
 
 
-def whys(spec, problem, device, libs):
-    return [reason.why for reason in unmet(spec, problem, device, libs)]
+def outcome(decision) -> tuple[str | None, int]:
+    return decision.chosen, decision.origin.rank
 
 
-def test_the_native_kernels_come_first_on_the_cpu():
-    decision = select(PROBLEM, CPU, NATIVE, Policy(), registry.specs())
-    assert decision.chosen == "cpu"
-    assert decision.act == ActScheme.NONE
-    assert decision.origin.rank == 7
-    assert [c.backend for c in decision.candidates] == ["cpu", "torch"]
+# ---------------------------------------------------------------- DeepGEMM: what must be so
 
 
-def test_without_the_native_library_the_reference_serves_and_the_reason_is_kept():
-    for libs, text in (
-        (Libs.of([Lib("torch")]), "not installed"),
-        (Libs.of([Lib("native", broken="no such symbol")]), "no such symbol"),
-    ):
-        decision = select(PROBLEM, CPU, libs, Policy(), registry.specs())
-        assert decision.chosen == "torch"
-        reason = decision.candidates[0].reasons[0]
-        assert reason.why == Why.LIBRARY and text in reason.text
+@pytest.mark.parametrize("model", ["qwen3_5_moe_text", "qwen3_5_text"])
+@pytest.mark.parametrize("device", ["100", "103"])
+def test_on_sm_10x_the_model_rule_keeps_deep_gemm_from_qwen3_5(model, device):
+    decision = ask(DENSE, device, "all", model=model)
+    assert outcome(decision) == ("cutlass", 5)
+    assert whys(decision, "deep_gemm") == ["policy"]
+    assert model in decision.origin.text
 
 
-def test_a_forced_backend_is_chosen_and_the_others_say_why_not():
-    decision = select(PROBLEM, CPU, NATIVE, FORCE_TORCH, registry.specs())
-    assert decision.chosen == "torch" and decision.origin.text == "--linear-backend torch"
-    assert [r.why for r in decision.candidates[0].reasons] == [Why.POLICY]
+def test_its_experts_obey_the_rule_where_deep_gemm_would_have_been_next():
+    decision = ask(EXPERTS, "100", WITHOUT_TRTLLM, model=QWEN3_5)
+    assert outcome(decision) == ("cutlass", 5)
+    assert whys(decision, "deep_gemm") == ["policy"]
+    assert outcome(ask(EXPERTS, "100", WITHOUT_TRTLLM, model="qwen3_moe")) == ("deep_gemm", 7)
 
 
-def test_a_forced_backend_that_cannot_run_is_refused_with_every_reason():
-    policy = Policy((Override("linear", "cpu", Origin(2, "--linear-backend cpu")),))
-    selection = Selection(Device.parse("sm_90"), NATIVE, policy)
-    with pytest.raises(NoKernelError) as caught:
-        selection.choose("model.layers.0.mlp.down_proj", PROBLEM)
-    text = str(caught.value)
-    assert "model.layers.0.mlp.down_proj" in text and "runs on cpu, not on cuda:sm_90" in text
-    assert caught.value.decision.chosen is None
+def test_where_experts_have_a_better_kernel_the_rule_decides_nothing():
+    assert outcome(ask(EXPERTS, "100", "all", model=QWEN3_5)) == ("flashinfer-trtllm", 7)
 
 
-def test_the_strongest_override_of_a_layer_wins():
-    strong = Override("linear", "torch", Origin(1, "--kernel"), "*.down_proj")
-    weak = Override("linear", "cpu", Origin(3, "variable"))
-    policy = Policy((weak, strong))
-    for layer, backend in (("a.down_proj", "torch"), ("a.up_proj", "cpu")):
-        decision = select(PROBLEM, CPU, NATIVE, policy, registry.specs(), layer)
-        assert decision.chosen == backend
+@pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_variable_set_to_1_overrides_the_rule(problem):
+    decision = ask(problem, "100", WITHOUT_TRTLLM, "VLLM_USE_DEEP_GEMM=1", QWEN3_5)
+    assert outcome(decision) == ("deep_gemm", 3)
+    assert decision.origin.text == "VLLM_USE_DEEP_GEMM=1"
+    assert decision.winner.scales == "ue8m0" and decision.winner.is_lossy
 
 
-def test_an_override_of_one_family_leaves_the_others():
-    problem = AttentionProblem(9, 3, 64, "fp32", "fp32")
-    assert select(problem, CPU, NATIVE, FORCE_TORCH, registry.specs()).chosen == "cpu"
+@pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_variable_set_to_0_means_never_and_decides(problem, model):
+    decision = ask(problem, "100", WITHOUT_TRTLLM, "VLLM_USE_DEEP_GEMM=0", model)
+    assert outcome(decision) == ("cutlass", 3)
+    assert decision.origin.text == "VLLM_USE_DEEP_GEMM=0"
 
 
-def test_every_unmet_requirement_is_listed_with_its_kind():
-    found = whys(STRICT, ALL_WRONG, CPU, NATIVE)
-    assert found == [
-        Why.DEVICE,
-        Why.LIBRARY,
-        Why.FORMAT,
-        Why.DTYPE,
-        Why.NUMERICS,
-        Why.SHAPE,
-        Why.SHAPE,
-        Why.POLICY,
-    ]
+def test_without_deep_gemm_nobody_but_the_default_order_decides():
+    for libs in ("none", "flashinfer"):
+        decision = ask(DENSE, "100", libs, model=QWEN3_5)
+        assert outcome(decision) == ("cutlass", 7)
+        assert "library" in whys(decision, "deep_gemm")
 
 
-def test_a_library_that_is_too_old_or_broken_is_a_library_reason():
-    spec = dataclasses.replace(STRICT, check=None)
-    good = LinearProblem(128, 128, BLOCK_FP8, (ActScheme.DYNAMIC_GROUP128,))
-    h100 = Device.parse("sm_90")
-    for text, expected in (
-        ("deep_gemm=2.1", []),
-        ("deep_gemm=2.10", []),
-        ("deep_gemm=2.0.9", [Why.LIBRARY]),
-        ("deep_gemm=broken: AssertionError", [Why.LIBRARY]),
-    ):
-        assert whys(spec, good, h100, Libs.of([Lib.parse(text)])) == expected
+def test_a_broken_deep_gemm_is_a_missing_one():
+    broken = Libs(LIBS["none"].libs | {Lib("deep_gemm", broken="AssertionError")})
+    decision = ask(DENSE, "90", broken)
+    assert outcome(decision) == ("cutlass", 7)
+    assert whys(decision, "deep_gemm") == ["library"]
 
 
-def test_a_family_is_not_an_order():
-    spec = dataclasses.replace(STRICT, devices=frozenset({"sm_100"}), check=None, libs=())
-    good = LinearProblem(128, 128, BLOCK_FP8, (ActScheme.DYNAMIC_GROUP128,))
-    for name, accepted in (
-        ("sm_100", 1),
-        ("sm_103", 1),
-        ("sm_90", 0),
-        ("sm_120", 0),
-        ("sm_121", 0),
-    ):
-        assert (whys(spec, good, Device.parse(name), NATIVE) == []) == bool(accepted), name
+def test_hopper_keeps_deep_gemm_with_float32_scales():
+    decision = ask(DENSE, "90", "all", model=QWEN3_5)
+    assert outcome(decision) == ("deep_gemm", 7)
+    assert decision.winner.scales == "float32" and not decision.winner.is_lossy
 
 
-def test_an_attention_head_size_the_kernel_lacks_is_a_shape_reason():
-    decision = select(AttentionProblem(4, 2, 20, "fp32", "fp32"), CPU, NATIVE, Policy(),
-                      registry.specs())  # fmt: skip
-    assert decision.chosen == "torch"
-    assert [r.why for r in decision.candidates[0].reasons] == [Why.SHAPE]
+@pytest.mark.parametrize("device", ["120", "121"])
+def test_sm_12x_gets_deep_gemm_only_from_a_package_with_its_kernels(device):
+    original = ask(DENSE, device, "deep_gemm", model=QWEN3_5)
+    assert outcome(original) == ("cutlass", 7)
+    assert whys(original, "deep_gemm") == ["device"]
+    # The rule speaks of capability family 100 alone.
+    assert outcome(ask(DENSE, device, "deep_gemm+sm120", model=QWEN3_5)) == ("deep_gemm", 7)
+
+
+def test_other_models_keep_deep_gemm_on_sm_100():
+    assert outcome(ask(DENSE, "100", "all", model="qwen3_moe")) == ("deep_gemm", 7)
+    assert outcome(ask(DENSE, "100", "all", model="llama")) == ("deep_gemm", 7)
+
+
+@pytest.mark.parametrize("problem", [linear("nvfp4"), moe("nvfp4")], ids=["dense", "experts"])
+@pytest.mark.parametrize("device", ["90", "100", "120"])
+def test_nvfp4_is_untouched_by_rule_and_variables(problem, device):
+    usual = ask(problem, device, "all", model="llama")
+    for wish in ("-", "VLLM_USE_DEEP_GEMM=0", "VLLM_USE_DEEP_GEMM=1", "use_deep_gemm=False"):
+        assert outcome(ask(problem, device, "all", wish, QWEN3_5)) == outcome(usual)
+
+
+def test_e8m0_set_to_0_rules_deep_gemm_out_where_the_chip_takes_nothing_else():
+    for device in ("100", "120"):
+        decision = ask(DENSE, device, "all", "VLLM_USE_DEEP_GEMM_E8M0=0")
+        assert decision.chosen == "cutlass" and whys(decision, "deep_gemm") == ["numerics"]
+    assert ask(DENSE, "90", "all", "VLLM_USE_DEEP_GEMM_E8M0=0").winner.scales == "float32"
+
+
+def test_e8m0_set_to_1_reproduces_blackwells_scales_on_hopper():
+    decision = ask(DENSE, "90", "all", "VLLM_USE_DEEP_GEMM_E8M0=1")
+    assert decision.winner.scales == "float32-ceil-ue8m0" and decision.winner.is_lossy
+
+
+def test_a_weight_over_the_error_budget_goes_to_the_next_kernel():
+    lossy = linear(requant_error=0.0266)
+    for budget, chosen in (("0.01", "cutlass"), ("0.03", "deep_gemm")):
+        decision = ask(lossy, "100", "all", f"--max-requant-error {budget}")
+        assert decision.chosen == chosen
+    exact = linear(requant_error=0.0)
+    assert ask(exact, "100", "all", "--max-requant-error 0").chosen == "deep_gemm"
+    assert ask(lossy, "90", "all", "--max-requant-error 0").chosen == "deep_gemm"  # float32
+
+
+# ---------------------------------------------------------------- each rank over the next
+
+LAYER = "model.layers.0.mlp.down_proj"
+MEASURED = Measured(((None, "deep_gemm"),), "benchmarks/results/example.json")
 
 
 @pytest.mark.parametrize(
-    "text", ["cpu", "cpu:avx512", "cuda:sm_90", "cuda:sm_121a", "cuda:sm_100f"]
+    ("wishes", "stronger", "without", "weaker"),
+    [
+        (
+            "--kernel *.down_proj=triton --linear-backend marlin",
+            ("triton", 1),
+            "--linear-backend marlin",
+            ("marlin", 2),
+        ),
+        (
+            "--linear-backend marlin VLLM_USE_DEEP_GEMM=1",
+            ("marlin", 2),
+            "VLLM_USE_DEEP_GEMM=1",
+            ("deep_gemm", 3),
+        ),
+        (
+            "--linear-backend deep_gemm VLLM_USE_DEEP_GEMM=0",
+            ("deep_gemm", 2),
+            "VLLM_USE_DEEP_GEMM=0",
+            ("cutlass", 3),
+        ),
+        (
+            "VLLM_USE_DEEP_GEMM=1 use_deep_gemm=False",
+            ("deep_gemm", 3),
+            "use_deep_gemm=False",
+            ("cutlass", 4),
+        ),
+        (
+            "VLLM_USE_DEEP_GEMM=0 use_deep_gemm=True",
+            ("cutlass", 3),
+            "use_deep_gemm=True",
+            ("deep_gemm", 4),
+        ),
+        ("use_deep_gemm=True", ("deep_gemm", 4), "-", ("cutlass", 5)),
+        ("use_deep_gemm=False", ("cutlass", 4), "use_deep_gemm=rule", ("cutlass", 5)),
+    ],
+    ids=["1>2", "2>3 force", "2>3 exclude", "3>4 force", "3>4 exclude", "4>5 force", "4>5 exclude"],
 )
-def test_devices_round_trip_through_their_text(text):
-    assert str(Device.parse(text)) == text
+def test_each_rank_wins_over_the_next(wishes, stronger, without, weaker):
+    for wish, expected in ((wishes, stronger), (without, weaker)):
+        assert outcome(ask(DENSE, "100", "all", wish, QWEN3_5, LAYER)) == expected
 
 
-@pytest.mark.parametrize("text", ["gpu", "sm_", "sm_9", "cuda:sm_90x", "cpu:sse"])
-def test_an_unknown_device_is_refused(text):
-    with pytest.raises(ConfigError, match="unknown device"):
-        Device.parse(text)
+def test_the_model_rule_wins_over_what_was_measured_and_that_over_the_default_order():
+    fastest = Measured(((None, "triton"),), "benchmarks/results/example.json")
+    assert outcome(ask(DENSE, "100", model=QWEN3_5, measured=MEASURED)) == ("cutlass", 5)
+    assert outcome(ask(DENSE, "100", measured=fastest)) == ("triton", 6)
+    assert outcome(ask(DENSE, "100")) == ("deep_gemm", 7)
 
 
-NAMES = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
-LIBS = st.one_of(
-    st.builds(Lib, NAMES),
-    st.builds(
-        Lib,
-        NAMES,
-        st.from_regex(r"[0-9]{1,2}(\.[0-9]{1,2}){0,3}", fullmatch=True),
-        st.lists(st.from_regex(r"sm[0-9]{2,3}[af]?", fullmatch=True), max_size=2).map(tuple),
-    ),
-    st.builds(
-        Lib, NAMES, broken=st.from_regex(r"[A-Za-z: ]{1,20}[a-z]", fullmatch=True).map(str.strip)
-    ),
-)
+def test_a_layer_that_no_pattern_names_follows_the_next_rank():
+    wishes = "--kernel *.down_proj=triton --linear-backend marlin"
+    assert outcome(ask(DENSE, "100", wishes=wishes, layer="model.layers.0.q_proj")) == ("marlin", 2)
 
 
-@given(LIBS)
-def test_libraries_round_trip_through_their_text(lib):
-    assert Lib.parse(str(lib)) == lib
+def test_a_variable_about_experts_leaves_dense_layers_to_the_other():
+    wishes = "VLLM_USE_DEEP_GEMM=1 VLLM_MOE_USE_DEEP_GEMM=0"
+    assert outcome(ask(DENSE, "100", wishes=wishes)) == ("deep_gemm", 3)
+    assert outcome(ask(EXPERTS, "100", WITHOUT_TRTLLM, wishes)) == ("cutlass", 3)
+    assert outcome(ask(DENSE, "100", wishes="VLLM_MOE_USE_DEEP_GEMM=0")) == ("deep_gemm", 7)
+    alone = "VLLM_MOE_USE_DEEP_GEMM=1"
+    assert outcome(ask(DENSE, "100", wishes=alone, model=QWEN3_5)) == ("cutlass", 5)
+    assert outcome(ask(EXPERTS, "100", wishes=alone, model=QWEN3_5)) == ("deep_gemm", 3)
 
 
-@given(st.permutations([Lib("a", "1"), Lib("b"), Lib("c", broken="x")]))
-def test_the_order_of_libraries_does_not_matter(libs):
-    assert Libs.of(libs) == Libs.of(reversed(libs))
-    assert str(Libs.of(libs)) == "a=1,b,c=broken: x"
-
-
-@pytest.mark.parametrize("text", ["bf16", "fp8-tensor", "fp8-channel", "fp8-block[128x128]"])
-def test_weight_formats_round_trip_through_their_text(text):
-    assert str(WeightFormat.parse(text)) == text
-
-
-def test_versions_compare_by_number():
-    assert version_key("0.6.13") > version_key("0.6.9")
-    assert version_key("0.1.15.post2") > version_key("0.1.15")
-
-
-def test_json_groups_layers_of_equal_decisions():
-    selection = Selection(CPU, NATIVE, Policy())
-    for layer in ("a", "b"):
-        selection.choose(layer, PROBLEM)
-    selection.choose("c", dataclasses.replace(PROBLEM, n=64))
-    decisions = explain.to_json(selection.records)
-    assert [d["layers"] for d in decisions] == [["a", "b"], ["c"]]
-    assert decisions[0]["chosen"] == "cpu"
-    assert [c["backend"] for c in decisions[0]["candidates"]] == ["cpu", "torch"]
-
-
-def test_selection_needs_no_torch():
-    code = (
-        "import sys; from vllm.kernels import registry, select, explain, selection;"
-        "registry.specs(); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+def test_a_wish_about_one_family_leaves_the_others():
+    assert outcome(ask(EXPERTS, "100", wishes="--linear-backend triton")) == outcome(
+        ask(EXPERTS, "100")
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_forcing_marlin_for_fp8_leaves_nvfp4_alone():
+    wish = "VLLM_TEST_FORCE_FP8_MARLIN=1"
+    assert outcome(ask(linear("fp8-channel"), "90", wishes=wish)) == ("marlin", 3)
+    assert outcome(ask(linear("nvfp4"), "100", wishes=wish)) == ("cutlass", 7)
+
+
+# ---------------------------------------------------------------- contradictions of one rank
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("--linear-backend triton", "--linear-backend marlin"),
+        ("--kernel *.down_proj=triton", "--kernel *.down_proj=marlin"),
+        ("VLLM_USE_DEEP_GEMM=1", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
+        ("VLLM_LINEAR_BACKEND=triton", "VLLM_USE_DEEP_GEMM=1"),
+        ("VLLM_LINEAR_BACKEND=deep_gemm", "VLLM_USE_DEEP_GEMM=0"),
+        ("VLLM_LINEAR_BACKEND=marlin", "VLLM_NVFP4_GEMM_BACKEND=cutlass"),
+        ("VLLM_MOE_USE_DEEP_GEMM=1", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
+    ],
+)
+def test_two_wishes_of_one_rank_for_one_layer_are_an_error_that_names_both(one, other):
+    for wishes in (f"{one} {other}", f"{other} {one}"):
+        with pytest.raises(ConfigError, match="contradict") as caught:
+            policy_of(wishes)
+        assert one in str(caught.value) and other in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        "--linear-backend triton --moe-backend marlin",
+        "--linear-backend triton --linear-backend triton",
+        "VLLM_USE_DEEP_GEMM=0 VLLM_TEST_FORCE_FP8_MARLIN=1",
+        "VLLM_USE_DEEP_GEMM=1 VLLM_NVFP4_GEMM_BACKEND=cutlass",
+        "VLLM_LINEAR_BACKEND=deep_gemm VLLM_NVFP4_GEMM_BACKEND=cutlass",
+        "--linear-backend marlin VLLM_LINEAR_BACKEND=triton",
+    ],
+)
+def test_wishes_that_can_all_be_followed_are_no_contradiction(wishes):
+    policy_of(wishes)
+
+
+# ---------------------------------------------------------------- refusals, yields, fallbacks
+
+
+def test_a_forced_backend_that_cannot_run_is_refused_and_the_others_say_who_asked():
+    decision = ask(DENSE, "80", "all", "--linear-backend cutlass")
+    assert outcome(decision) == (None, 2)
+    assert whys(decision, "cutlass") == ["device"]
+    assert whys(decision, "marlin") == ["policy"]
+
+
+def test_the_variable_refuses_where_deep_gemm_cannot_run_at_all():
+    for device, libs in (("80", "all"), ("100", "none"), ("120", "deep_gemm"), ("90", "broken")):
+        assert outcome(ask(DENSE, device, libs, "VLLM_USE_DEEP_GEMM=1")) == (None, 3)
+
+
+def test_the_variable_yields_for_a_layer_whose_shape_deep_gemm_lacks_and_records_it():
+    decision = ask(linear(n=4080), "90", "all", "VLLM_USE_DEEP_GEMM=1")
+    assert outcome(decision) == ("cutlass", 3)
+    assert decision.origin.text != "VLLM_USE_DEEP_GEMM=1"
+    assert whys(decision, "deep_gemm") == ["shape"]
+
+
+def test_the_config_yields_wherever_deep_gemm_cannot_run_and_records_it():
+    for device, libs in (("80", "all"), ("100", "none")):
+        decision = ask(DENSE, device, libs, "use_deep_gemm=True")
+        assert decision.chosen == ask(DENSE, device, libs).chosen
+        assert decision.origin.rank == 4 and whys(decision, "deep_gemm")
+
+
+def test_on_unmet_fallback_takes_the_next_kernel_and_records_it():
+    wish = "--linear-backend cutlass --on-unmet fallback"
+    decision = ask(DENSE, "80", "all", wish)
+    assert outcome(decision) == ("marlin", 2)
+    assert decision.origin.text != "--linear-backend cutlass"
+    assert whys(decision, "cutlass") == ["device"]
+    assert outcome(ask(DENSE, "90", "all", wish)) == ("cutlass", 2)
+
+
+def test_a_fallback_never_goes_to_what_is_excluded():
+    wish = "--linear-backend marlin --on-unmet fallback"
+    assert ask(DENSE, "100", "no native", wish, QWEN3_5).chosen == "flashinfer-cutlass"
+    decided = f"{wish} use_deep_gemm=True"
+    assert ask(DENSE, "100", "no native", decided, QWEN3_5).chosen == "deep_gemm"
+
+
+def test_require_native_refuses_what_only_widens_weights():
+    assert outcome(ask(DENSE, "80", "all", "--require-native")) == (None, 7)
+    assert ask(linear("int4-group[128]"), "80", "all", "--require-native").chosen == "marlin"
+    decision = ask(DENSE, "89", "all", "--require-native")
+    assert decision.chosen == "triton" and whys(decision, "marlin") == ["policy"]
+
+
+# ---------------------------------------------------------------- purity
+
+ASK = """
+import sys
+sys.path.insert(0, "tests/select")
+from selection_cases import ask, linear, moe
+for device in ("90", "100", "120", "cpu"):
+    for problem in (linear(), linear("nvfp4"), moe()):
+        print(ask(problem, device, model="qwen3_5_moe_text"))
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+
+
+def test_selection_needs_no_torch_and_reads_no_environment():
+    root = Path(__file__).parents[2]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", ASK], cwd=root, env=env, check=True, capture_output=True
+        ).stdout
+        for env in (
+            {"PYTHONPATH": str(root)},
+            {"PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "VLLM_USE_DEEP_GEMM": "1"},
+            {"PYTHONPATH": str(root), "PYTHONHASHSEED": "8", "VLLM_LINEAR_BACKEND": "triton"},
+        )
+    ]
+    assert said[0] and said[0] == said[1] == said[2]

@@ -1,30 +1,67 @@
 """Which kernels the user asks for."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vllm import envs
-from vllm.kernels.registry import check_backend_name
-from vllm.kernels.spec import Origin, Override, Policy
+from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels import registry
+from vllm.kernels.policy import FLAGS, Wishes
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+
+ON_UNMET = ("error", "fallback")
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """linear_backend: the backend of every linear layer; None lets the selector choose."""
+    """kernel: `PATTERN=BACKEND` for layers whose name matches. linear_backend, moe_backend,
+    attention_backend: for every layer of the kind; None lets the selector choose. on_unmet: what
+    happens where a backend that was asked for cannot run. require_native: refuse weight-only and
+    emulated kernels for weights with a native one. max_requant_error: most relative Frobenius
+    error that re-quantising a weight at load may cause. dump_decisions: a file for the decisions.
+    """
 
+    kernel: tuple[str, ...] = ()
     linear_backend: str | None = None
+    moe_backend: str | None = None
+    attention_backend: str | None = None
+    on_unmet: str = "error"
+    require_native: bool = False
+    max_requant_error: float | None = None
+    dump_decisions: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.linear_backend is not None:
-            check_backend_name("linear", self.linear_backend, "--linear-backend")
+        for family, name in self._backends():
+            registry.check_backend_name(family, name, FLAGS[family])
+        if self.on_unmet not in ON_UNMET:
+            raise ConfigError(
+                f"--on-unmet {self.on_unmet!r}: it takes {', '.join(ON_UNMET)}"
+                f"{did_you_mean(self.on_unmet, ON_UNMET)}"
+            )
+        error = self.max_requant_error
+        if error is not None and not 0 <= error < float("inf"):
+            raise ConfigError(
+                f"--max-requant-error {error}: it takes a relative error from 0 up, such as 0.01"
+            )
 
-    def policy(self) -> Policy:
-        """What was asked for, as the selector takes it; the flag ranks above the variable."""
-        overrides = []
-        if self.linear_backend is not None:
-            flag = Origin(2, f"--linear-backend {self.linear_backend}")
-            overrides.append(Override("linear", self.linear_backend, flag))
-        if (name := envs.VLLM_LINEAR_BACKEND) is not None:
-            check_backend_name("linear", name, "VLLM_LINEAR_BACKEND")
-            variable = Origin(3, f"VLLM_LINEAR_BACKEND={name}")
-            overrides.append(Override("linear", name, variable))
-        return Policy(tuple(overrides))
+    def _backends(self) -> tuple[tuple[str, str], ...]:
+        given = {
+            "linear": self.linear_backend,
+            "moe": self.moe_backend,
+            "attention": self.attention_backend,
+        }
+        return tuple((family, name) for family, name in given.items() if name is not None)
+
+    def wishes(self, quant_config: "QuantizationConfig | None") -> Wishes:
+        """What was asked for, as `make_policy` takes it."""
+        return Wishes(
+            kernels=self.kernel,
+            backends=self._backends(),
+            on_unmet=self.on_unmet,
+            require_native=self.require_native,
+            max_requant_error=self.max_requant_error,
+            use_deep_gemm=quant_config.use_deep_gemm if quant_config is not None else None,
+            deep_gemm_by_rule=quant_config is not None and quant_config.deep_gemm_by_rule,
+        )

@@ -154,6 +154,8 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
         current = getattr(config, key, None)
         if isinstance(value, dict) and hasattr(current, "to_dict"):
             _apply_overrides(current, value)
+        elif isinstance(value, dict) and isinstance(current, dict):
+            setattr(config, key, current | value)
         else:
             setattr(config, key, value)
 

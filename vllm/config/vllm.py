@@ -1,19 +1,25 @@
 """The whole configuration: resolved once, frozen, handed to everything."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.logger import get_logger
+from vllm.utils.deep_gemm import is_deep_gemm_supported, should_auto_disable_deep_gemm
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,29 @@ class VllmConfig:
             from vllm.model_executor.layers.quantization import quantization_config_of
 
             object.__setattr__(self, "quant_config", quantization_config_of(self.model_config))
+        object.__setattr__(self, "quant_config", self._with_model_rule())
+
+    def _with_model_rule(self) -> "QuantizationConfig | None":
+        """An undecided `use_deep_gemm` becomes False for a model that loses accuracy by it.
+
+        A variable that is set explicitly outranks the rule. The message is for those who would
+        have run DeepGEMM; elsewhere nothing changes for anyone.
+        """
+        quant, model_type = self.quant_config, self.model_config.model_type
+        if quant is None or not quant.can_use_deep_gemm or quant.use_deep_gemm is not None:
+            return quant
+        if envs.is_set("VLLM_USE_DEEP_GEMM") or not should_auto_disable_deep_gemm(model_type):
+            return quant
+        if is_deep_gemm_supported():
+            logger.info(
+                "Auto-disabled DeepGemm for model_type=%s on Blackwell. DeepGemm E8M0 scale format "
+                "causes accuracy degradation for this architecture. Falling back to CUTLASS. "
+                "To disable DeepGemm globally, set VLLM_USE_DEEP_GEMM=0.",
+                model_type,
+            )
+        decided = copy.copy(quant)
+        decided.use_deep_gemm, decided.deep_gemm_by_rule = False, True
+        return decided
 
 
 _current: ContextVar[VllmConfig] = ContextVar("vllm_config")

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.config import (
@@ -15,6 +17,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.cache import KV_CACHE_DTYPES
+from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.errors import ConfigError, did_you_mean
 
@@ -76,8 +79,27 @@ class EngineArgs:
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
     tensor_parallel_size: int = _arg(1, "Devices that share each layer.", type=int)
+    kernel: Sequence[str] | None = _arg(
+        None, "PATTERN=BACKEND: the kernel backend of layers whose name matches; repeatable.",
+        action="append", metavar="PATTERN=BACKEND",
+    )  # fmt: skip
     linear_backend: str | None = _arg(
         None, "Kernel backend of every linear layer; default: the selector's choice."
+    )
+    moe_backend: str | None = _arg(None, "The same for mixture-of-experts layers.")
+    attention_backend: str | None = _arg(None, "The same for attention.")
+    on_unmet: str = _arg(
+        "error", "Where a backend that was asked for cannot run: stop, or take the next one.",
+        choices=ON_UNMET,
+    )  # fmt: skip
+    require_native: bool = _arg(
+        False, "Refuse weight-only and emulated kernels for quantised weights."
+    )
+    max_requant_error: float | None = _arg(
+        None, "Most relative error that re-quantising a weight at load may cause.", type=float
+    )
+    dump_decisions: Path | None = _arg(
+        None, "File to write every kernel decision to, as JSON.", type=Path, metavar="FILE"
     )
 
     @classmethod
@@ -145,5 +167,14 @@ class EngineArgs:
                 ),
             ),
             parallel_config=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
-            kernel_config=KernelConfig(linear_backend=self.linear_backend),
+            kernel_config=KernelConfig(
+                kernel=(self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ()),
+                linear_backend=self.linear_backend,
+                moe_backend=self.moe_backend,
+                attention_backend=self.attention_backend,
+                on_unmet=self.on_unmet,
+                require_native=self.require_native,
+                max_requant_error=self.max_requant_error,
+                dump_decisions=self.dump_decisions and Path(self.dump_decisions),
+            ),
         )

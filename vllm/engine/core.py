@@ -11,6 +11,7 @@ from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.engine.scheduler import Scheduler, Step
 from vllm.engine.structured_output import GrammarError, StructuredOutputs
+from vllm.kernels.policy import make_policy, set_variables
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms.probe import probe_device, probe_libs
@@ -29,7 +30,7 @@ class EngineCore:
         if (native := _native.status()).state != "present":
             logger.warning("The native kernels are %s, and torch is far slower: %s",
                            native.state, native.text)  # fmt: skip
-        self.selection = Selection(probe_device(), probe_libs(), config.kernel_config.policy())
+        self.selection = _selection(config)
         self.runner = ModelRunner(config, self.selection)
         self.config = config = self.runner.config
         self.scheduler = Scheduler(
@@ -160,3 +161,10 @@ class EngineCore:
         self.grammars.forget(request_id)
         self._arrivals.pop(request_id, None)
         self._waits.pop(request_id, None)
+
+
+def _selection(config: VllmConfig) -> Selection:
+    device = probe_device()
+    wishes = config.kernel_config.wishes(config.quant_config)
+    policy = make_policy(wishes, set_variables(), config.model_config.model_type, device)
+    return Selection(device, probe_libs(), policy)

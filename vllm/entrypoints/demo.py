@@ -29,13 +29,13 @@ def demo_model_path() -> Path:
 def _make(target: Path) -> None:
     from vllm.model_executor.quantize import quantize_checkpoint
 
-    gguf = _find_gguf()
+    gguf = find_gguf()
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as folder:
-        _dequantise(gguf, Path(folder))
+        dequantise(gguf, Path(folder))
         quantize_checkpoint(Path(folder), target, "fp8-block")
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -47,7 +47,7 @@ def _find_gguf() -> Path:
     return files[0]
 
 
-def _dequantise(gguf: Path, folder: Path) -> None:
+def dequantise(gguf: Path, folder: Path) -> None:
     """The GGUF file as a bf16 checkpoint with tokenizer and configs."""
     import torch
     from safetensors.torch import save_file

@@ -1,7 +1,8 @@
-"""The backends, in order of preference. A new one is a file in `backends/` and a line here.
+"""The backends of each problem family, in default order of preference.
 
-Importing a backend's module needs the standard library only; what it is built on is imported
-when its kernels are made.
+A new backend is a file in `backends/` and a line here. Importing a backend's module needs the
+standard library only; what it is built on is imported when its kernels are made. A backend is
+named `provider` or `provider-path` (flashinfer-cutlass); its module is named after the provider.
 """
 
 from functools import cache
@@ -9,36 +10,88 @@ from importlib import import_module
 from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.spec import KernelSpec
+from vllm.kernels.spec import BUILD, KernelSpec, Lib
 
-BACKENDS = (
-    "cpu",
-    "torch",
-)
+ORDER: dict[str, tuple[str, ...]] = {
+    "linear": (
+        "deep_gemm",
+        "cutlass",
+        "flashinfer-deepgemm",
+        "flashinfer-cutlass",
+        "flashinfer-trtllm",
+        "triton",
+        "marlin",
+        "cpu",
+        "torch",
+        "emulation",
+        "emulation-ue8m0",
+    ),
+    "moe": (
+        "flashinfer-trtllm",
+        "deep_gemm",
+        "flashinfer-cutlass",
+        "cutlass",
+        "triton",
+        "marlin",
+        "cpu",
+    ),
+    "attention": ("flashinfer", "triton", "cpu", "torch"),
+    "kv_quant": ("triton", "cpu", "torch"),
+}
+FAMILIES = tuple(ORDER)
 
 
 def backend(name: str) -> ModuleType:
-    """The module of backend `name`: its SPECS and a maker per problem family."""
-    return import_module(f"vllm.kernels.backends.{name}")
+    """The module of backend `name`: its SPECS and a maker per family it has code for."""
+    return import_module(f"vllm.kernels.backends.{name.partition('-')[0]}")
 
 
 @cache
-def specs() -> tuple[KernelSpec, ...]:
-    """Every kernel of every backend, in order of preference."""
-    return tuple(spec for name in BACKENDS for spec in backend(name).SPECS)
+def specs(family: str) -> tuple[KernelSpec, ...]:
+    """Every kernel of the family, in order of preference."""
+    return tuple(
+        spec
+        for name in ORDER[family]
+        for spec in backend(name).SPECS
+        if spec.backend == name and spec.family == family
+    )
 
 
 def backend_names(family: str) -> list[str]:
-    """The backends that have a kernel for `family`: the values its flag takes."""
-    return list(dict.fromkeys(spec.backend for spec in specs() if spec.family == family))
+    """The values that the family's flag takes."""
+    return list(ORDER[family])
+
+
+def built() -> Lib:
+    """The backends whose code is in this build, as the library `build`."""
+    names = (
+        f"{family}/{name}"
+        for family in FAMILIES
+        for name in ORDER[family]
+        if hasattr(backend(name), family)
+    )
+    return Lib(BUILD, archs=tuple(names))
+
+
+def find_backend(family: str, name: str) -> str | None:
+    """The backend meant by `name`; case and separators do not matter (DEEPGEMM, deep-gemm)."""
+    wanted = _bare(name)
+    return next((known for known in ORDER[family] if _bare(known) == wanted), None)
 
 
 def check_backend_name(family: str, name: str, source: str) -> str:
-    """Returns `name`, or raises ConfigError naming `source` and what it accepts."""
-    names = backend_names(family)
-    if name not in names:
-        raise ConfigError(
-            f"{source}: unknown {family} backend {name!r}: it takes {', '.join(names)}"
-            f"{did_you_mean(name, names)}"
-        )
-    return name
+    """The backend meant by `name`, or ConfigError naming `source` and what it accepts."""
+    found = find_backend(family, name)
+    if found is None:
+        raise unknown_backend(f"{source} {name!r}", name, ORDER[family])
+    return found
+
+
+def unknown_backend(what: str, name: str, known: "tuple[str, ...] | list[str]") -> ConfigError:
+    return ConfigError(
+        f"{what}: unknown backend {name!r}: it takes {', '.join(known)}{did_you_mean(name, known)}"
+    )
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

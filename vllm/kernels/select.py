@@ -1,18 +1,30 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
+from vllm.errors import ConfigError
+from vllm.kernels.fit import Fit, linear_fit, moe_fit
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
+    BUILD,
     DEFAULT_ORDER,
+    NATIVE,
+    RANK_MEASURED,
     Candidate,
     Decision,
     Device,
+    Exclusion,
     KernelSpec,
     Libs,
-    LinearProblem,
+    Measured,
+    Origin,
+    Override,
     Policy,
-    Problem,
     Reason,
+    Scales,
     Why,
 )
 
@@ -22,53 +34,130 @@ def select(
     device: Device,
     libs: Libs,
     policy: Policy,
-    specs: Iterable[KernelSpec],
+    specs: Sequence[KernelSpec],
     layer: str = "",
+    measured: Measured | None = None,
 ) -> Decision:
-    """Chooses the first of `specs` that nothing speaks against; keeps all reasons.
+    """Chooses the first candidate that nothing speaks against; keeps all with all reasons.
 
-    A forced backend is either chosen or the decision has `chosen=None`: it never falls back.
+    Order: what was measured fastest, then the order of `specs`. A forced backend is chosen, or
+    the decision has `chosen=None`, unless the policy lets it fall back: to the next strongest
+    wish, if there is one. ConfigError where two wishes of one rank disagree about `layer`.
     """
-    forced = policy.forced(problem.family, layer)
-    candidates = []
+    by_backend: dict[str, list[KernelSpec]] = {}
     for spec in specs:
-        if spec.family != problem.family:
-            continue
-        reasons = unmet(spec, problem, device, libs)
-        if forced and spec.backend != forced.backend:
-            reasons.append(Reason(Why.POLICY, f"{forced.origin.text} asks for {forced.backend}"))
-        act = next((scheme for scheme in problem.act if scheme in spec.act), None)
-        candidates.append(Candidate(spec.backend, act, tuple(reasons)))
-    chosen = next((c.backend for c in candidates if not c.reasons), None)
-    origin = forced.origin if forced else DEFAULT_ORDER
-    return Decision(problem, device, libs, chosen, origin, tuple(candidates))
+        if spec.family == problem.family:
+            by_backend.setdefault(spec.backend, []).append(spec)
+    forced = _forced(problem, policy, layer, specs) if policy.overrides else None
+    fits = (_fit_of(problem, False), _fit_of(problem, True))
+    case = _Case(problem, problem.format, fits, device, libs, policy, forced)
+    candidates = [_candidate(own, case) for own in by_backend.values()]
+    if measured is not None and not all(name in by_backend for _, name in measured.parts):
+        measured = None  # measured with a backend that is not among the specs any more
+    if measured is not None:
+        candidates = _put_measured_first(measured, candidates)
+    if forced is None:
+        chosen = _first_free(candidates)
+        origin = _origin_of(chosen, candidates, policy, problem, measured)
+        return Decision(problem, device, chosen, origin, tuple(candidates))
+    if _must_obey(forced, policy, candidates):
+        return _obeyed(problem, device, forced, candidates)
+    weaker = replace(policy, overrides=tuple(o for o in policy.overrides if o is not forced))
+    decision = select(problem, device, libs, weaker, specs, layer, measured)
+    if any(override.origin == decision.origin for override in weaker.overrides):
+        return decision
+    origin = Origin(forced.origin.rank, f"{forced.origin.text} cannot run here, fell back")
+    return replace(decision, origin=origin)
 
 
-def unmet(spec: KernelSpec, problem: Problem, device: Device, libs: Libs) -> list[Reason]:
-    """Every requirement of `spec` that the problem, the device or the libraries do not meet."""
+# ---------------------------------------------------------------- candidates
+
+
+class _Case(NamedTuple):
+    """What every candidate is judged by; what is the same for all is worked out once.
+
+    fits: how cut scale blocks are taken by a kernel of fixed blocks, and by one of any blocks.
+    """
+
+    problem: Problem
+    format: str
+    fits: tuple[Fit | None, Fit | None]
+    device: Device
+    libs: Libs
+    policy: Policy
+    forced: Override | None
+
+
+def _candidate(specs: Sequence[KernelSpec], case: _Case) -> Candidate:
+    """Judges the kernel of a backend that takes the format; its first where none does."""
+    problem, policy, forced = case.problem, case.policy, case.forced
+    spec = specs[0]
+    for other in specs:
+        if case.format in other.formats:
+            spec = other
+            break
+    fit = case.fits[not spec.blocks]
+    act = next((scheme for scheme in problem.act if scheme in spec.act), None)
+    scales = _scale_form(spec, case) if spec.scales else ""
+    reasons = [
+        *_machine_reasons(spec, case.device, case.libs),
+        *_problem_reasons(spec, case, fit, act),
+    ]
+    if case.format not in spec.formats:
+        taken = frozenset().union(*(other.formats for other in specs))
+        reasons.append(Reason(Why.FORMAT, f"takes {_names(taken)}, not {case.format}"))
+    if scales not in ("", Scales.FLOAT32):
+        reasons += _requant_reasons(spec, problem, case.device, policy, scales)
+    if policy.requires_native and _is_not_native(spec, problem, act):
+        how = "an emulation" if spec.is_emulation else "weight-only"
+        reasons.append(Reason(Why.POLICY, f"--require-native, and this is {how}"))
+    if forced is None or forced.backend != spec.backend:  # what is forced outranks exclusions
+        exclusion = _exclusion(spec, problem, policy) if policy.exclusions else None
+        if exclusion is not None:
+            reasons.append(Reason(Why.POLICY, exclusion.origin.text))
+    return Candidate(spec.backend, act, tuple(reasons), scales, fit)
+
+
+def _problem_reasons(
+    spec: KernelSpec, case: _Case, fit: Fit | None, act: ActScheme | None
+) -> list[Reason]:
+    """Every requirement of `spec` on types and sizes that the problem does not meet."""
     reasons = []
-    if device.family not in spec.devices:
+    problem = case.problem
+    if problem.dtype not in spec.dtypes:
+        text = f"computes in {_names(spec.dtypes)}, not {problem.dtype}"
+        reasons.append(Reason(Why.DTYPE, text))
+    if act is None:
+        text = f"quantises activations as {_names(spec.act)}; allowed: {_names(problem.act)}"
+        reasons.append(Reason(Why.NUMERICS, text))
+    if isinstance(problem, LinearProblem):
+        reasons += _linear_reasons(spec, problem, fit)
+    elif isinstance(problem, MoEProblem):
+        reasons += _moe_reasons(spec, problem, fit)
+    if spec.check is not None:
+        reasons += spec.check(problem)
+    return reasons
+
+
+@lru_cache(maxsize=1024)
+def _machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> tuple[Reason, ...]:
+    """What the chip and the libraries say against `spec`, whatever the problem."""
+    reasons = []
+    if device.family not in spec.devices and device.arch not in spec.devices:
         reasons.append(Reason(Why.DEVICE, f"runs on {_names(spec.devices)}, not on {device}"))
+    build = libs.get(BUILD)
+    if build is not None and f"{spec.family}/{spec.backend}" not in build.archs:
+        reasons.append(Reason(Why.LIBRARY, "backend not in this build"))
     for name, minimum in spec.libs:
         reasons += _lib_reasons(name, minimum, libs)
-    if problem.format not in spec.formats:
-        reasons.append(Reason(Why.FORMAT, f"takes {_names(spec.formats)}, not {problem.format}"))
-    if problem.dtype not in spec.dtypes:
-        reasons.append(Reason(Why.DTYPE, f"computes in {_names(spec.dtypes)}, not {problem.dtype}"))
-    if not any(scheme in spec.act for scheme in problem.act):
-        reasons.append(
-            Reason(
-                Why.NUMERICS,
-                f"quantises activations as {_names(spec.act)}; allowed: {_names(problem.act)}",
-            )
-        )
-    if isinstance(problem, LinearProblem):
-        for axis, size, align in (("N", problem.n, spec.n_align), ("K", problem.k, spec.k_align)):
-            if size % align:
-                reasons.append(Reason(Why.SHAPE, f"{axis} = {size} is not a multiple of {align}"))
-    if spec.check:
-        reasons += spec.check(problem, device, libs)
-    return reasons
+    for family, name, arch in spec.carries:
+        lib = libs.get(name)
+        if family == device.family and lib is not None and not lib.broken and arch not in lib.archs:
+            text = f"{name} {lib.version or '(any version)'} carries no {arch} kernels"
+            reasons.append(Reason(Why.DEVICE, text))
+    if spec.native_archs and not reasons:
+        reasons += _native_reasons(spec, device, libs)
+    return tuple(reasons)
 
 
 def _lib_reasons(name: str, minimum: str, libs: Libs) -> list[Reason]:
@@ -77,9 +166,245 @@ def _lib_reasons(name: str, minimum: str, libs: Libs) -> list[Reason]:
         return [Reason(Why.LIBRARY, f"{name} is not installed")]
     if lib.broken:
         return [Reason(Why.LIBRARY, f"{name} is broken: {lib.broken}")]
-    if minimum and version_key(lib.version) < version_key(minimum):
+    if minimum and lib.version and version_key(lib.version) < version_key(minimum):
         return [Reason(Why.LIBRARY, f"{name} {lib.version} is older than {minimum}")]
     return []
+
+
+def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason]:
+    """Our own CUDA kernel must have been compiled for an architecture that runs on the chip."""
+    native = libs.get(NATIVE)
+    if native is None or native.broken:
+        return _lib_reasons(NATIVE, "", libs)
+    wanted = [arch for arch in sorted(spec.native_archs) if serves(arch, device)]
+    if any(arch in native.archs or f"{spec.native}/{arch}" in native.archs for arch in wanted):
+        return []
+    text = f"this build has no {' or '.join(wanted)} code of {spec.native}"
+    return [Reason(Why.LIBRARY, text if wanted else f"has no code for {device}")]
+
+
+def serves(arch: str, device: Device) -> bool:
+    """Whether code compiled for `arch` runs on the chip: `121a` on 12.1 alone, `120f` on 12.0 and
+    12.1, a plain `80` on 8.0 and later of the same major version."""
+    if device.capability is None:
+        return False
+    number, chip = int(arch.rstrip("af")), device.capability.to_int()
+    if arch.endswith("a"):
+        return chip == number
+    return chip // 10 == number // 10 and chip >= number
+
+
+def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> list[Reason]:
+    reasons = []
+    if problem.bias and not spec.takes_bias:
+        reasons.append(Reason(Why.SHAPE, "takes no bias"))
+    takes_groups = problem.weight.scale == "group" and problem.format in spec.formats
+    if takes_groups and problem.k % problem.weight.block[1]:
+        text = f"K = {problem.k} is not whole groups of {problem.weight.block[1]}"
+        reasons.append(Reason(Why.SHAPE, text))
+    if spec.blocks:
+        reasons += _block_reasons(spec, problem.weight)
+    n, k = fit.sizes if fit is not None else (problem.n, problem.k)
+    for axis, size, align in (("N", n, spec.n_align), ("K", k, spec.k_align)):
+        if size % align:
+            reasons.append(Reason(Why.SHAPE, f"{axis} = {size} is not a multiple of {align}"))
+    return reasons
+
+
+def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list[Reason]:
+    reasons = []
+    if problem.layout not in spec.layouts:
+        text = f"takes {_names(spec.layouts)} activations, not {problem.layout}"
+        reasons.append(Reason(Why.SHAPE, text))
+    if spec.blocks:
+        reasons += _block_reasons(spec, problem.weight)
+    inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
+    for name, size in (("hidden", hidden), ("intermediate", inner)):
+        if size % spec.k_align:
+            text = f"{name} = {size} is not a multiple of {spec.k_align}"
+            reasons.append(Reason(Why.SHAPE, text))
+    return reasons
+
+
+def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> list[Reason]:
+    if weight.scale != "block" or weight.block in spec.blocks:
+        return []
+    accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
+    text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
+    return [Reason(Why.FORMAT, text)]
+
+
+def _fit_of(problem: Problem, takes_any_block: bool) -> Fit | None:
+    if isinstance(problem, LinearProblem) and problem.weight.scale == "block":
+        return linear_fit(problem, takes_any_block)
+    if isinstance(problem, MoEProblem) and problem.weight.scale == "block":
+        return moe_fit(problem, takes_any_block)
+    return None
+
+
+def _is_not_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:
+    wants_quantised = problem.act[0] is not ActScheme.NONE
+    return spec.is_emulation or (wants_quantised and act is ActScheme.NONE)
+
+
+# ---------------------------------------------------------------- numerics
+
+
+def _scale_form(spec: KernelSpec, case: _Case) -> str:
+    """The form of block scales this kernel would take on this chip under this policy."""
+    if case.format != "fp8-block":
+        return ""
+    forms = dict(spec.scales)
+    form = forms.get(case.device.family) or forms.get("*") or ""
+    if form == Scales.FLOAT32 and case.policy.e8m0 and _depends_on_chip(spec):
+        return Scales.FLOAT32_CEIL_UE8M0
+    return form
+
+
+def _depends_on_chip(spec: KernelSpec) -> bool:
+    """Whether VLLM_USE_DEEP_GEMM_E8M0 speaks to this kernel: its scale form depends on the chip."""
+    return "*" not in dict(spec.scales)
+
+
+def _requant_reasons(
+    spec: KernelSpec, problem: Problem, device: Device, policy: Policy, scales: str
+) -> list[Reason]:
+    """What speaks against re-quantising the weight to UE8M0 scales."""
+    if scales == Scales.UE8M0 and policy.e8m0 is False and _depends_on_chip(spec):
+        text = f"takes UE8M0 scales only on {device.family}, and VLLM_USE_DEEP_GEMM_E8M0=0"
+        return [Reason(Why.NUMERICS, text)]
+    assert isinstance(problem, LinearProblem | MoEProblem)
+    limit, error = policy.max_requant_error, problem.requant_error
+    if limit is None or error is None or error <= limit:
+        return []
+    text = f"re-quantising to UE8M0 costs {error:.2%}, more than --max-requant-error {limit:.2%}"
+    return [Reason(Why.NUMERICS, text)]
+
+
+# ---------------------------------------------------------------- what was asked for
+
+
+def is_meant(override: Override, layer: str, problem: Problem, specs: Iterable[KernelSpec]) -> bool:
+    """Whether `override` speaks of this layer; `specs` are those of the problem's family.
+
+    One that names a whole family means the formats its backend has a kernel for: forcing an FP8
+    backend says nothing about an output projection in bf16.
+    """
+    if override.family != problem.family or not override.matches(layer):
+        return False
+    if override.pattern != "*":
+        return True
+    if override.formats:
+        return problem.format in override.formats
+    return any(problem.format in spec.formats for spec in specs if spec.backend == override.backend)
+
+
+def _forced(
+    problem: Problem, policy: Policy, layer: str, specs: Iterable[KernelSpec]
+) -> Override | None:
+    """The strongest override that means this layer."""
+    matching = [o for o in policy.overrides if is_meant(o, layer, problem, specs)]
+    strongest = min(matching, key=lambda override: override.origin.rank, default=None)
+    for other in matching:
+        assert strongest is not None
+        if other.origin.rank == strongest.origin.rank and other.backend != strongest.backend:
+            raise ConfigError(
+                f"{strongest.origin.text} and {other.origin.text} both mean {layer}: narrow one"
+            )
+    return strongest
+
+
+def _exclusion(spec: KernelSpec, problem: Problem, policy: Policy) -> Exclusion | None:
+    """The strongest exclusion of this backend from this family."""
+    matching = [
+        exclusion
+        for exclusion in policy.exclusions
+        if exclusion.backend == spec.backend and exclusion.family == problem.family
+    ]
+    return min(matching, key=lambda exclusion: exclusion.origin.rank, default=None)
+
+
+def _must_obey(forced: Override, policy: Policy, candidates: Sequence[Candidate]) -> bool:
+    """False where the backend that is asked for cannot run, and the next may be taken for it."""
+    wanted = next((c for c in candidates if c.backend == forced.backend), None)
+    if wanted is None:
+        return not policy.falls_back
+    may_yield = policy.falls_back or all(r.why in forced.yields_to for r in wanted.reasons)
+    return not (wanted.reasons and may_yield)
+
+
+def _obeyed(
+    problem: Problem, device: Device, forced: Override, candidates: Sequence[Candidate]
+) -> Decision:
+    """The forced backend, or nothing where it cannot run; all others are out."""
+    reason = Reason(Why.POLICY, f"{forced.origin.text} asks for {forced.backend}")
+    judged = tuple(
+        c
+        if c.backend == forced.backend
+        else Candidate(c.backend, c.act, (*c.reasons, reason), c.scales, c.fit, c.parts)
+        for c in candidates
+    )
+    can_run = any(c.backend == forced.backend and not c.reasons for c in candidates)
+    chosen = forced.backend if can_run else None
+    return Decision(problem, device, chosen, forced.origin, judged)
+
+
+# ---------------------------------------------------------------- the decision
+
+
+def _put_measured_first(measured: Measured, candidates: list[Candidate]) -> list[Candidate]:
+    """The measured winner, or the split of several, ahead of the default order."""
+    by_name = {candidate.backend: candidate for candidate in candidates}
+    known = [by_name[backend] for _, backend in measured.parts]
+    if len(known) == 1:
+        rest = [candidate for candidate in candidates if candidate is not known[0]]
+        return [known[0], *rest]
+    name = "|".join(
+        f"{backend}<={limit}" if limit is not None else backend for limit, backend in measured.parts
+    )
+    reasons = tuple(
+        Reason(reason.why, f"{part.backend}: {reason.text}")
+        for part in dict.fromkeys(known)
+        for reason in part.reasons
+    )
+    scales = next((part.scales for part in known if part.is_lossy), known[-1].scales)
+    split = Candidate(name, known[-1].act, reasons, scales, known[-1].fit, measured.parts)
+    return [split, *candidates]
+
+
+def _first_free(candidates: Sequence[Candidate]) -> str | None:
+    return next((c.backend for c in candidates if not c.reasons), None)
+
+
+def _origin_of(
+    chosen: str | None,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    problem: Problem,
+    measured: Measured | None,
+) -> Origin:
+    """Who made the choice what it is.
+
+    An exclusion did where it alone kept a better liked kernel from running; a kernel that could
+    not have run anyway was kept away by nobody.
+    """
+    deciders = []
+    for candidate in candidates:
+        if candidate.backend == chosen:
+            break
+        if candidate.reasons and all(r.why is Why.POLICY for r in candidate.reasons):
+            names = {candidate.backend, *(backend for _, backend in candidate.parts)}
+            deciders += [
+                exclusion.origin
+                for exclusion in policy.exclusions
+                if exclusion.family == problem.family and exclusion.backend in names
+            ]
+    if deciders:
+        return min(deciders, key=lambda origin: origin.rank)
+    first = candidates[0] if candidates else None
+    if measured is not None and first is not None and first.backend == chosen:
+        return Origin(RANK_MEASURED, f"measured: {measured.evidence}")
+    return DEFAULT_ORDER
 
 
 def version_key(version: str) -> tuple[int, ...]:

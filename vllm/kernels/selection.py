@@ -1,46 +1,120 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
-from vllm.kernels import explain, registry
-from vllm.kernels.select import select
-from vllm.kernels.spec import Decision, Device, Libs, NoKernelError, Override, Policy, Problem
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.kernels import explain, registry, rules
+from vllm.kernels.ledger import Ledger
+from vllm.kernels.policy import set_variables
+from vllm.kernels.problem import Problem
+from vllm.kernels.select import is_meant, select
+from vllm.kernels.spec import (
+    RANK_FLAG,
+    RANK_VARIABLE,
+    Decision,
+    Device,
+    Libs,
+    NoKernelError,
+    Origin,
+    Policy,
+)
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
 
 
 class Selection:
-    """Asks `select` once per distinct problem and remembers which layers each answer covers."""
+    """Asks `select` once per distinct problem and remembers which layers each answer covers.
+
+    records: (layer, decision) in the order of asking. ledger: what was re-quantised at load.
+    """
 
     def __init__(self, device: Device, libs: Libs, policy: Policy):
         self.device = device
         self.libs = libs
         self.policy = policy
         self.records: list[tuple[str, Decision]] = []
-        self._decided: dict[tuple[Problem, Override | None], Decision] = {}
+        self.ledger = Ledger()
+        self._by_layer = [override for override in policy.overrides if override.pattern != "*"]
+        self._decided: dict[tuple[Problem, tuple[bool, ...]], Decision] = {}
 
     def choose(self, layer: str, problem: Problem) -> Decision:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
-        key = (problem, self.policy.forced(problem.family, layer))
-        decision = self._decided.get(key)
-        if decision is None:
-            decision = select(problem, self.device, self.libs, self.policy, registry.specs(), layer)
-            self._decided[key] = decision
-        self.records.append((layer, decision))
+        decision = self.decide(layer, problem)
         if decision.chosen is None:
             raise NoKernelError(f"no kernel for {layer}\n{explain.table(decision)}", decision)
         return decision
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            "device": str(self.device),
-            "libs": str(self.libs),
-            "decisions": explain.to_json(self.records),
-        }
+    def decide(self, layer: str, problem: Problem) -> Decision:
+        """The same, with `chosen=None` instead of an error."""
+        key = (problem, tuple(override.matches(layer) for override in self._by_layer))
+        decision = self._decided.get(key)
+        if decision is None:
+            specs = registry.specs(problem.family)
+            measured = rules.measured(self.device, problem)
+            decision = select(problem, self.device, self.libs, self.policy, specs, layer, measured)
+            self._decided[key] = decision
+        self.records.append((layer, decision))
+        return decision
+
+    def exceeds_budget(self, requant_error: float) -> bool:
+        limit = self.policy.max_requant_error
+        return limit is not None and requant_error > limit
+
+    def replace(self, layer: str, earlier: Decision, problem: Problem) -> Decision:
+        """Decides anew for `layer`, of whose weight more is known now than at first."""
+        position = self.records.index((layer, earlier))
+        decision = self.choose(layer, problem)
+        self.records[position] = self.records.pop()
+        return decision
+
+    def check_overrides(self) -> None:
+        """Now that all layers have asked: ConfigError for a flag that means no layer, and
+        NoKernelError for a wish that none of the layers it means could follow.
+
+        A variable that means no layer is worth a warning only: variables are set for a machine,
+        flags for a model.
+        """
+        for origin, asked in self._asked().items():
+            if not asked and origin.rank <= RANK_FLAG:
+                raise ConfigError(f"{origin.text} means no layer of this model; leave it out")
+            if not asked and origin.rank == RANK_VARIABLE:
+                logger.warning("%s means no layer of this model", origin.text)
+            must_obey = origin.rank <= RANK_VARIABLE and not self.policy.falls_back
+            own = [(backend, d) for backend, d in asked if d.origin.rank >= origin.rank]
+            if own and must_obey and all(d.chosen != backend for backend, d in own):
+                raise NoKernelError(
+                    f"{origin.text}, but no layer of this model can follow it\n"
+                    f"{explain.table(own[0][1])}",
+                    own[0][1],
+                )
+
+    def _asked(self) -> dict[Origin, list[tuple[str, Decision]]]:
+        """By origin of the overrides: the backend each asks for, and the layers it means."""
+        asked: dict[Origin, list[tuple[str, Decision]]] = {}
+        for override in self.policy.overrides:
+            specs = registry.specs(override.family)
+            asked.setdefault(override.origin, []).extend(
+                (override.backend, decision)
+                for layer, decision in self.records
+                if is_meant(override, layer, decision.problem, specs)
+            )
+        return asked
+
+    def to_json(self) -> dict[str, Any]:
+        """What GET /kernels and --dump-decisions show."""
+        return explain.report(self.device, self.libs, set_variables(), self.records, self.ledger)
+
+    def dump(self, file: Path) -> None:
+        try:
+            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--dump-decisions {file}: cannot be written: {error}") from error
 
     def log(self) -> None:
-        """One line per distinct decision, with the number of layers it covers."""
-        counts: dict[Decision, int] = {}
-        for _, decision in self.records:
-            counts[decision] = counts.get(decision, 0) + 1
-        for decision, count in counts.items():
-            logger.info("%s, %d layer%s", explain.outcome(decision), count, "s" * (count > 1))
+        """One line per distinct decision with the layers it covers, and what was re-quantised."""
+        for line in explain.log_lines(self.records):
+            logger.info("%s", line)
+        logger.info("%s", self.ledger.summary())

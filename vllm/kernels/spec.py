@@ -1,4 +1,4 @@
-"""The vocabulary of kernel selection: problems, devices, libraries, kernels, decisions.
+"""The vocabulary of kernel selection: problems, devices, libraries, kernels, policy, decisions.
 
 Frozen values only, standard library only: a choice for any chip can be computed and explained
 on a machine that has neither torch nor a GPU.
@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 from vllm.errors import ConfigError, VllmError
+from vllm.kernels.problem import ActScheme, Problem
 from vllm.platforms.interface import DeviceCapability
+
+if TYPE_CHECKING:
+    from vllm.kernels.fit import Fit
 
 
 class Why(StrEnum):
@@ -41,7 +45,10 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A chip: `cpu:avx2` (kind and instruction set) or `cuda:sm_121a` (kind and architecture)."""
+    """A chip: `cpu:avx2` (kind and instruction set) or `cuda:sm_121` (kind and architecture).
+
+    An architecture suffix (`sm_121a`) is accepted and kept; it says nothing about the chip.
+    """
 
     kind: str
     capability: DeviceCapability | None = None
@@ -49,9 +56,14 @@ class Device:
     isa: str = ""
 
     @property
+    def arch(self) -> str:
+        """`cpu` or `sm_121`."""
+        return f"sm_{self.capability.to_int()}" if self.capability else self.kind
+
+    @property
     def family(self) -> str:
-        """`cpu` or `sm_<family>`: sm_121 is of family `sm_120`."""
-        return f"sm_{self.capability.family}" if self.capability else self.kind
+        """`cpu` or the capability family: 12.1 is of `sm_12x`, and never of `sm_10x`."""
+        return f"sm_{self.capability.major}x" if self.capability else self.kind
 
     @classmethod
     def parse(cls, text: str) -> "Device":
@@ -61,12 +73,12 @@ class Device:
         if match := re.fullmatch(r"(?:cuda:)?sm_?(\d{2,3})([af]?)", text):
             return cls("cuda", DeviceCapability.parse(int(match[1])), match[2])
         raise ConfigError(
-            f"unknown device {text!r}: it takes cpu, cpu:avx2, sm_90, cuda:sm_121a and the like."
+            f"unknown device {text!r}: it takes cpu, cpu:avx2, sm_90, cuda:sm_121a and the like"
         )
 
     def __str__(self) -> str:
         if self.capability:
-            return f"{self.kind}:sm_{self.capability.to_int()}{self.suffix}"
+            return f"{self.kind}:{self.arch}{self.suffix}"
         return f"{self.kind}:{self.isa}" if self.isa else self.kind
 
 
@@ -81,8 +93,13 @@ class Lib:
 
     @classmethod
     def parse(cls, text: str) -> "Lib":
-        """From `deep_gemm=2.6+sm120`, `flashinfer`, `deep_gemm=broken: its error`."""
+        """From `deep_gemm=2.6+sm120`, `flashinfer==0.6.13`, `deep_gemm=broken: its error`."""
         name, _, rest = text.partition("=")
+        if not re.fullmatch(r"\w[\w-]*", name):
+            raise ConfigError(
+                f"{text!r} is no library: it takes a name with an optional version and what it "
+                f"carries, as deep_gemm==2.6+sm120"
+            )
         if rest.startswith("broken:"):
             return cls(name, broken=rest.removeprefix("broken:").strip())
         version, *archs = rest.lstrip("=").split("+")
@@ -95,15 +112,35 @@ class Lib:
         return f"{self.name}={version}" if version else self.name
 
 
+# What this build itself holds, as libraries: the native library with what it was compiled for
+# (`kernel/90a`, or `90a` for every kernel), and the backends whose code is here (`family/backend`).
+NATIVE = "native"
+BUILD = "build"
+
+
 @dataclass(frozen=True, slots=True)
 class Libs:
-    """The libraries of a machine; one that is not listed is absent. Order does not matter."""
+    """The libraries of a machine; one that is not listed is absent. Order does not matter.
+
+    Where `build` is not listed, every declared backend counts as built.
+    """
 
     libs: frozenset[Lib] = frozenset()
 
     @classmethod
     def of(cls, libs: Iterable[Lib]) -> "Libs":
-        return cls(frozenset(libs))
+        """ConfigError where one name comes with two states."""
+        states = frozenset(libs)
+        names = [lib.name for lib in states]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"library {twice[0]!r} is given twice: leave one out")
+        return cls(states)
+
+    @classmethod
+    def parse(cls, text: str) -> "Libs":
+        """From what `str` gives: `deep_gemm=2.6+sm120,triton`, `none`."""
+        parts = re.split(r",(?=\w[\w-]*(?:=|,|$))", text)
+        return cls.of([] if text == "none" else [Lib.parse(part) for part in parts])
 
     def get(self, name: str) -> Lib | None:
         return next((lib for lib in self.libs if lib.name == name), None)
@@ -112,117 +149,28 @@ class Libs:
         return ",".join(sorted(map(str, self.libs))) or "none"
 
 
-# ---------------------------------------------------------------- what is to be computed
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How a weight is stored: element type, and the granularity of its scales.
-
-    `str()` is the short name used everywhere: `bf16`, `fp8-tensor`, `fp8-channel`,
-    `fp8-block[128x128]` (rows x columns of a [N, K] weight that share one scale).
-    """
-
-    element: str
-    scale: str = "none"
-    block: tuple[int, int] = (0, 0)
-
-    @property
-    def kind(self) -> str:
-        """The name without block sizes: what a kernel declares to support."""
-        return self.element if self.scale == "none" else f"{self.element}-{self.scale}"
-
-    @classmethod
-    def parse(cls, text: str) -> "WeightFormat":
-        if match := re.fullmatch(r"(\w+)-block\[(\d+)x(\d+)\]", text):
-            return cls(match[1], "block", (int(match[2]), int(match[3])))
-        if match := re.fullmatch(r"(\w+)-(tensor|channel)", text):
-            return cls(match[1], match[2])
-        if re.fullmatch(r"\w+", text):
-            return cls(text)
-        raise ConfigError(
-            f"unknown weight format {text!r}: it takes bf16, fp8-tensor, fp8-channel, "
-            f"fp8-block[128x128] and the like."
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind}[{self.block[0]}x{self.block[1]}]" if self.scale == "block" else self.kind
-        )
-
-
-class ActScheme(StrEnum):
-    """How a kernel quantises its activations; NONE multiplies them as they are (weight-only)."""
-
-    NONE = "none"
-    STATIC_TENSOR = "static-tensor"
-    DYNAMIC_TENSOR = "dynamic-tensor"
-    DYNAMIC_TOKEN = "dynamic-token"
-    DYNAMIC_GROUP128 = "dynamic-group128"
-
-
-@dataclass(frozen=True, slots=True)
-class LinearProblem:
-    """y[M, n] = x[M, k] @ W[n, k].T (+ bias), per rank.
-
-    `act` lists the activation schemes the checkpoint allows, best liked first; `dtype` is that
-    of x and y; `m_range` the token counts to expect.
-    """
-
-    family: ClassVar[str] = "linear"
-
-    n: int
-    k: int
-    weight: WeightFormat
-    act: tuple[ActScheme, ...] = (ActScheme.NONE,)
-    dtype: str = "bf16"
-    bias: bool = False
-    m_range: tuple[int, int] = (1, 8192)
-
-    @property
-    def format(self) -> str:
-        return self.weight.kind
-
-    def __str__(self) -> str:
-        return f"linear {self.weight}:{self.n}x{self.k} {self.dtype}" + (" bias" * self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionProblem:
-    """Causal attention over a paged KV cache; `format` is the element type of the cache."""
-
-    family: ClassVar[str] = "attention"
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    format: str
-    dtype: str = "bf16"
-    sliding_window: int = 0
-
-    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
-
-    def __str__(self) -> str:
-        window = f" window={self.sliding_window}" if self.sliding_window else ""
-        return (
-            f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim} "
-            f"{self.dtype}, {self.format} cache{window}"
-        )
-
-
-Problem = LinearProblem | AttentionProblem
-
-
 # ---------------------------------------------------------------- what can compute it
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """What one backend supports of one problem family, as data.
+class Scales(StrEnum):
+    """In which form a kernel takes FP8 block scales (see NUMERICS in docs/kernels.md)."""
 
-    `devices` are device families (`cpu`, `sm_90`, `sm_120`); `libs` the libraries it needs with
-    the lowest version that works ("" for any). `check` is for what data cannot say and returns
-    every reason against a problem.
+    FLOAT32 = "float32"
+    FLOAT32_CEIL_UE8M0 = "float32-ceil-ue8m0"
+    UE8M0 = "ue8m0"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelSpec:
+    """What one kernel of a backend supports of one problem family, as data; compared by identity.
+
+    A backend may have several per family, for different formats. devices: families (`sm_9x`) or
+    single chips (`sm_89`). libs: names and lowest versions ("" for any). native_archs: what our
+    own CUDA kernel `native` (its name in arch_manifest.json) is compiled for; the native library
+    must carry one that serves the chip. carries:
+    (device family, library, architecture): on that family the library must list that architecture.
+    blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of block scales
+    by device family. layouts: activation layouts of a MoE kernel. check: for what data cannot say.
     """
 
     backend: str
@@ -232,10 +180,18 @@ class KernelSpec:
     dtypes: frozenset[str]
     act: frozenset[ActScheme] = frozenset({ActScheme.NONE})
     libs: tuple[tuple[str, str], ...] = ()
+    native: str = ""
+    native_archs: frozenset[str] = frozenset()
+    carries: tuple[tuple[str, str, str], ...] = ()
+    blocks: frozenset[tuple[int, int]] = frozenset()
+    scales: tuple[tuple[str, Scales], ...] = ()
     n_align: int = 1
     k_align: int = 1
+    layouts: frozenset[str] = frozenset({"standard"})
+    takes_bias: bool = True
+    is_emulation: bool = False
     guarantees: frozenset[str] = frozenset()
-    check: Callable[[Problem, Device, Libs], list[Reason]] | None = None
+    check: Callable[[Problem], list[Reason]] | None = None
 
 
 # ---------------------------------------------------------------- what was asked for
@@ -243,35 +199,74 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who decided. Rank 1 is the strongest (see docs/kernels.md)."""
+    """Who decided. Rank 1 is the strongest (docs/kernels.md lists the ranks)."""
 
     rank: int
     text: str
 
 
+RANK_LAYER, RANK_FLAG, RANK_VARIABLE, RANK_CONFIG, RANK_MODEL_RULE, RANK_MEASURED = range(1, 7)
 DEFAULT_ORDER = Origin(7, "default order")
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`backend` is to serve the layers of `family` whose name matches the glob `pattern`."""
+    """`backend` is to serve the layers of `family` whose name matches the glob `pattern`.
+
+    formats: only problems in these weight formats are meant; empty for all that the backend has a
+    kernel for. yields_to: a layer that the backend cannot take for these kinds of reasons alone
+    goes to the next kernel, with the reasons recorded.
+    """
 
     family: str
     backend: str
     origin: Origin
     pattern: str = "*"
+    formats: frozenset[str] = frozenset()
+    yields_to: frozenset[Why] = frozenset()
+
+    def matches(self, layer: str) -> bool:
+        return self.pattern == "*" or fnmatchcase(layer, self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """`backend` is not to serve `family`."""
+
+    family: str
+    backend: str
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    overrides: tuple[Override, ...] = ()
+    """Everything that was asked for. e8m0: VLLM_USE_DEEP_GEMM_E8M0, None for automatic.
 
-    def forced(self, family: str, layer: str) -> Override | None:
-        """The strongest override for this layer."""
-        matching = [
-            o for o in self.overrides if o.family == family and fnmatchcase(layer, o.pattern)
-        ]
-        return min(matching, key=lambda o: o.origin.rank, default=None)
+    max_requant_error: most relative Frobenius error that re-quantising a weight may cause.
+    """
+
+    overrides: tuple[Override, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+    falls_back: bool = False
+    requires_native: bool = False
+    e8m0: bool | None = None
+    max_requant_error: float | None = None
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The backends that measured fastest for one problem, split by the number of tokens.
+
+    parts: (largest M, backend), ascending; the last has None for no limit. evidence: the committed
+    result that says so. microseconds: by backend and M, for display.
+    """
+
+    parts: tuple[tuple[int | None, str], ...]
+    evidence: str
+    microseconds: tuple[tuple[str, int, float], ...] = ()
 
 
 # ---------------------------------------------------------------- what was decided
@@ -279,11 +274,23 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A kernel that was considered; no reasons against it means it could run."""
+    """A kernel that was considered; no reasons against it means it could run.
+
+    scales: the form of block scales it would take, "" where that does not matter. fit: how it
+    takes scale blocks that a shard cuts. parts: of a split, (largest M, backend).
+    """
 
     backend: str
     act: ActScheme | None
     reasons: tuple[Reason, ...] = ()
+    scales: str = ""
+    fit: "Fit | None" = None
+    parts: tuple[tuple[int | None, str], ...] = ()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its scale form re-rounds weights that are quantised already."""
+        return self.scales in (Scales.UE8M0, Scales.FLOAT32_CEIL_UE8M0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,17 +299,14 @@ class Decision:
 
     problem: Problem
     device: Device
-    libs: Libs
     chosen: str | None
     origin: Origin
     candidates: tuple[Candidate, ...] = field(default=())
 
     @property
-    def act(self) -> ActScheme:
-        """The activation scheme of the chosen kernel."""
-        chosen = next(c for c in self.candidates if c.backend == self.chosen)
-        assert chosen.act is not None
-        return chosen.act
+    def winner(self) -> Candidate:
+        """The chosen candidate; only where there is one."""
+        return next(c for c in self.candidates if c.backend == self.chosen)
 
 
 class NoKernelError(VllmError):

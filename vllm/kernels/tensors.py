@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from vllm.kernels.spec import WeightFormat
+from vllm.kernels.problem import WeightFormat
 from vllm.utils.math_utils import cdiv
 
 LinearKernel: TypeAlias = Callable[[Tensor], Tensor]

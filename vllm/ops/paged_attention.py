@@ -1,14 +1,15 @@
-"""Attention over a paged KV cache, built from the ops module that a backend names."""
+"""Attention over a paged KV cache, built from the operations that backends name."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.kernels.spec import AttentionProblem
+from vllm.kernels.problem import AttentionProblem
 
 _CACHE_DTYPES = {
     "fp32": torch.float32,
@@ -16,6 +17,12 @@ _CACHE_DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
+
+
+Attend: TypeAlias = Callable[..., Tensor]
+"""`paged_attention` of an ops module (see vllm.ops)."""
+CacheWriter: TypeAlias = Callable[..., None]
+"""`reshape_and_cache` of an ops module."""
 
 
 @dataclass(slots=True)
@@ -40,8 +47,9 @@ class PagedAttention:
     V [blocks, kv heads, block_size, head_dim].
     """
 
-    def __init__(self, ops: ModuleType, problem: AttentionProblem):
-        self.ops = ops
+    def __init__(self, attend: Attend, write: CacheWriter, problem: AttentionProblem):
+        self._attend = attend
+        self._write = write
         self.problem = problem
         self.dtype = _CACHE_DTYPES[problem.format]
         self.scale = problem.head_dim**-0.5
@@ -62,8 +70,8 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
-        self.ops.reshape_and_cache(k, v, self.k_cache, self.v_cache, batch.slot_mapping)
-        return self.ops.paged_attention(
+        self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping)
+        return self._attend(
             q,
             self.k_cache,
             self.v_cache,

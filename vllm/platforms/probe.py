@@ -5,11 +5,11 @@ Everything after it sees only the frozen `Device` and `Libs` returned here.
 
 from functools import cache
 
-import torch
-
 from vllm import _native, envs
 from vllm.errors import ConfigError
-from vllm.kernels.spec import Device, Lib, Libs
+from vllm.kernels import registry
+from vllm.kernels.spec import NATIVE, Device, Lib, Libs
+from vllm.platforms.libraries import installed_libs, native_lib, working_libs
 
 
 @cache
@@ -25,12 +25,12 @@ def probe_device() -> Device:
 
 @cache
 def probe_libs() -> Libs:
-    """torch and our own native library; a library that is installed but fails is `broken`."""
-    return Libs.of([Lib("torch", torch.__version__.partition("+")[0]), *_native_lib()])
+    """What kernels may be built on. Libraries for GPUs are imported and tried on a GPU alone."""
+    found = installed_libs() if probe_device().kind == "cpu" else working_libs()
+    native = _native_lib()
+    return Libs.of([*found.libs, registry.built(), *([native] if native else [])])
 
 
-def _native_lib() -> list[Lib]:
+def _native_lib() -> Lib | None:
     status = _native.status()
-    if status.state == "present":
-        return [Lib("native", _native.manifest()["version"])]
-    return [Lib("native", broken=status.text)] if status.state == "broken" else []
+    return Lib(NATIVE, broken=status.text) if status.state == "broken" else native_lib()

@@ -3,6 +3,17 @@
 import sys
 
 from vllm import envs
+from vllm.platforms.libraries import is_usable
+
+
+def has_deep_gemm() -> bool:
+    """Whether DeepGEMM is usable here: a version that imports and then fails is not."""
+    return is_usable("deep_gemm")
+
+
+def has_flashinfer() -> bool:
+    """Whether FlashInfer is usable here, not merely installed."""
+    return is_usable("flashinfer")
 
 
 def hide_torch() -> None:

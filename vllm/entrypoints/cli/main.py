@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "chat": ("vllm.entrypoints.cli.client", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
+    "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
     "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
 }

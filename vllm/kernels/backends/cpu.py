@@ -1,29 +1,30 @@
 """Our native CPU kernels: weights stay in their stored format and are widened in registers."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.spec import (
-    AttentionProblem,
-    Device,
-    KernelSpec,
-    Libs,
-    LinearProblem,
-    Problem,
-    Reason,
-    Why,
-)
+from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem, Problem
+from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.tensors import LinearKernel, LinearTensors
-    from vllm.ops.paged_attention import PagedAttention
+    from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
-_DTYPES = frozenset({"fp32", "bf16", "fp16"})
+_FLOATS = frozenset({"fp32", "bf16", "fp16"})
+_Spec = partial(
+    KernelSpec,
+    backend="cpu",
+    devices=frozenset({"cpu"}),
+    dtypes=_FLOATS,
+    libs=((NATIVE, ""),),
+    guarantees=frozenset({"batch-invariant"}),
+)
 
 
-def _attention_limits(problem: Problem, device: Device, libs: Libs) -> list[Reason]:
-    assert isinstance(problem, AttentionProblem)
+def _head_size(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, AttentionProblem | KVQuantProblem)
     if problem.head_dim % 8 or problem.head_dim > 256:
         text = f"head_dim = {problem.head_dim} is not a multiple of 8 up to 256"
         return [Reason(Why.SHAPE, text)]
@@ -31,29 +32,17 @@ def _attention_limits(problem: Problem, device: Device, libs: Libs) -> list[Reas
 
 
 SPECS = (
-    KernelSpec(
-        backend="cpu",
+    _Spec(
         family="linear",
-        devices=frozenset({"cpu"}),
-        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _DTYPES,
-        dtypes=_DTYPES,
-        libs=(("native", ""),),
-        guarantees=frozenset({"batch-invariant"}),
+        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS,
     ),
-    KernelSpec(
-        backend="cpu",
-        family="attention",
-        devices=frozenset({"cpu"}),
-        formats=_DTYPES | {"fp8"},
-        dtypes=_DTYPES,
-        libs=(("native", ""),),
-        guarantees=frozenset({"batch-invariant"}),
-        check=_attention_limits,
-    ),
+    _Spec(family="moe", formats=frozenset({"fp8-block"}) | _FLOATS),
+    _Spec(family="attention", formats=_FLOATS | {"fp8"}, check=_head_size),
+    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, check=_head_size),
 )
 
 
-def linear(problem: LinearProblem, tensors: "LinearTensors") -> "LinearKernel":
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Packs the weight into panels; the result computes x [M, K] -> [M, N]."""
     from vllm.ops import cpu_ops
 
@@ -67,8 +56,14 @@ def linear(problem: LinearProblem, tensors: "LinearTensors") -> "LinearKernel":
     return apply
 
 
-def attention(problem: AttentionProblem) -> "PagedAttention":
+def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
     from vllm.ops import cpu_ops
     from vllm.ops.paged_attention import PagedAttention
 
-    return PagedAttention(cpu_ops, problem)
+    return PagedAttention(cpu_ops.paged_attention, write, problem)
+
+
+def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
+    from vllm.ops import cpu_ops
+
+    return cpu_ops.reshape_and_cache

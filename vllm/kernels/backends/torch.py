@@ -1,37 +1,36 @@
 """The reference: plain torch on any device, correct before fast, always there."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.spec import AttentionProblem, KernelSpec, LinearProblem
+from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem
+from vllm.kernels.spec import Candidate, KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.tensors import LinearKernel, LinearTensors
-    from vllm.ops.paged_attention import PagedAttention
+    from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
-_ANYWHERE = frozenset({"cpu", *(f"sm_{family}" for family in (70, 80, 90, 100, 110, 120))})
-_DTYPES = frozenset({"fp32", "bf16", "fp16"})
+_FLOATS = frozenset({"fp32", "bf16", "fp16"})
+_Spec = partial(
+    KernelSpec,
+    backend="torch",
+    devices=frozenset({"cpu", "sm_7x", "sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
+    dtypes=_FLOATS,
+)
 
 SPECS = (
-    KernelSpec(
-        backend="torch",
+    _Spec(
         family="linear",
-        devices=_ANYWHERE,
-        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _DTYPES,
-        dtypes=_DTYPES,
+        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS,
     ),
-    KernelSpec(
-        backend="torch",
-        family="attention",
-        devices=_ANYWHERE,
-        formats=_DTYPES | {"fp8"},
-        dtypes=_DTYPES,
-    ),
+    _Spec(family="attention", formats=_FLOATS | {"fp8"}),
+    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}),
 )
 
 
-def linear(problem: LinearProblem, tensors: "LinearTensors") -> "LinearKernel":
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Keeps the weight as stored and widens it to float32 at every call."""
     from vllm.ops import torch_ops
 
@@ -45,8 +44,14 @@ def linear(problem: LinearProblem, tensors: "LinearTensors") -> "LinearKernel":
     return apply
 
 
-def attention(problem: AttentionProblem) -> "PagedAttention":
+def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
     from vllm.ops import torch_ops
     from vllm.ops.paged_attention import PagedAttention
 
-    return PagedAttention(torch_ops, problem)
+    return PagedAttention(torch_ops.paged_attention, write, problem)
+
+
+def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
+    from vllm.ops import torch_ops
+
+    return torch_ops.reshape_and_cache

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from vllm.kernels import registry
-from vllm.kernels.spec import AttentionProblem
+from vllm.kernels.problem import AttentionProblem, KVQuantProblem
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.utils.torch_utils import SHORT_NAMES
 
@@ -29,9 +29,12 @@ class Attention(nn.Module):
             dtype=SHORT_NAMES[ctx.dtype],
             sliding_window=sliding_window,
         )
-        decision = ctx.selection.choose(prefix, problem)
-        assert decision.chosen is not None
-        self.kernel = registry.backend(decision.chosen).attention(problem)
+        writing = KVQuantProblem(num_kv_heads, head_dim, ctx.kv_cache_format, problem.dtype)
+        attend = ctx.selection.choose(prefix, problem)
+        write = ctx.selection.choose(prefix, writing)
+        assert attend.chosen is not None and write.chosen is not None
+        writer = registry.backend(write.chosen).kv_quant(writing)
+        self.kernel = registry.backend(attend.chosen).attention(problem, writer)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)

@@ -1,13 +1,15 @@
 """Linear layers own parameters; the kernel the selector chose owns their layout and compute."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels import registry
-from vllm.kernels.spec import ActScheme, LinearProblem, WeightFormat
+from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
+from vllm.kernels.spec import Decision
+from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
@@ -15,14 +17,16 @@ from vllm.utils.torch_utils import SHORT_NAMES
 
 
 class LinearMethod(ABC):
-    """How the weight of a linear layer is stored; one instance serves one layer."""
+    """How the weight of a linear layer is stored; one instance serves one layer.
 
-    @abstractmethod
-    def format(self, layer: "Linear") -> WeightFormat: ...
+    act_schemes: the activation schemes the checkpoint allows, best liked first.
+    """
 
-    def act_schemes(self) -> tuple[ActScheme, ...]:
-        """Activation schemes the checkpoint allows, best liked first."""
-        return (ActScheme.NONE,)
+    def __init__(
+        self, weight: WeightFormat, act_schemes: tuple[ActScheme, ...] = (ActScheme.NONE,)
+    ):
+        self.format = weight
+        self.act_schemes = act_schemes
 
     @abstractmethod
     def create_weights(self, layer: "Linear") -> None:
@@ -41,10 +45,8 @@ class UnquantizedLinearMethod(LinearMethod):
     """A weight in a floating point type, kept as the checkpoint stores it."""
 
     def __init__(self, dtype: torch.dtype):
+        super().__init__(WeightFormat(SHORT_NAMES[dtype]))
         self.dtype = dtype
-
-    def format(self, layer: "Linear") -> WeightFormat:
-        return WeightFormat(SHORT_NAMES[self.dtype])
 
     def create_weights(self, layer: "Linear") -> None:
         layer.weight = empty_parameter(sum(layer.shard_rows), layer.input_size, dtype=self.dtype)
@@ -54,7 +56,7 @@ class UnquantizedLinearMethod(LinearMethod):
         return {"weight": Slot(shape, FLOATS, copy_into(layer.weight.data[rows]))}
 
     def tensors(self, layer: "Linear") -> LinearTensors:
-        return LinearTensors(self.format(layer), layer.weight.data, layer.shard_rows)
+        return LinearTensors(self.format, layer.weight.data, layer.shard_rows)
 
 
 class Linear(nn.Module):
@@ -89,11 +91,13 @@ class Linear(nn.Module):
         self.problem = LinearProblem(
             n=output_size,
             k=input_size,
-            weight=self.method.format(self),
-            act=self.method.act_schemes(),
+            weight=self.method.format,
+            act=self.method.act_schemes,
             dtype=SHORT_NAMES[ctx.dtype],
             bias=bias,
+            parts=self.shard_rows if len(self.shard_rows) > 1 else (),
         )
+        self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
         self.kernel: LinearKernel | None = None
 
@@ -113,10 +117,28 @@ class Linear(nn.Module):
         """Hands the weight to the chosen backend, which lays it out; the parameters go."""
         tensors = self.method.tensors(self)
         tensors.bias = None if self.bias is None else self.bias.data
-        assert self.decision.chosen is not None
+        decision = self._final_decision(tensors)
         for name in list(self._parameters):
             delattr(self, name)
-        self.kernel = registry.backend(self.decision.chosen).linear(self.problem, tensors)
+        self.kernel = make_linear(decision, tensors)
+
+    def _final_decision(self, tensors: LinearTensors) -> Decision:
+        """Before a weight is re-quantised, what that costs is measured and judged."""
+        if not self.decision.winner.is_lossy:
+            return self.decision
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_error
+
+        error = requant_error(tensors)
+        decision = self.decision
+        if self.selection.exceeds_budget(error.relative):
+            problem = dataclasses.replace(self.problem, requant_error=error.relative)
+            decision = self.selection.replace(self.prefix, decision, problem)
+        if decision.winner.is_lossy:
+            transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
+            self.selection.ledger.record(
+                self.prefix, transform, error.relative, error.max_abs, error.is_exact
+            )
+        return decision
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.kernel is not None

@@ -35,12 +35,12 @@ def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     model = _construct(cls, config, selection, checkpoint)
+    selection.check_overrides()
     slots = model_slots(model)
     if checkpoint is None:
         _fill_randomly(slots, model_config.seed)
     else:
         _fill(cls, config, slots, checkpoint)
-    selection.log()
     layers = list(kernel_layers(model))
     del slots
     for layer in _progress(layers, "Preparing kernels", "layer"):
@@ -48,6 +48,9 @@ def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
             layer.make_kernel()
         except ValueError as error:  # a weight whose values no kernel takes
             raise CheckpointError(f"{layer.prefix}: {error}") from error
+    selection.log()
+    if config.kernel_config.dump_decisions is not None:
+        selection.dump(config.kernel_config.dump_decisions)
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
 

@@ -1,20 +1,36 @@
-"""Quantisation methods of checkpoints, by the `quant_method` of their config.json."""
+"""Quantisation methods of checkpoints, by the `quant_method` of their config.json.
+
+No torch here: which format a layer has, and with it every kernel choice, resolves without it.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.kernels.problem import ActScheme, WeightFormat
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.model_executor.layers.linear import Linear, LinearMethod
 
+LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
+"""How a layer's weight is stored, and the activation schemes allowed with it, best liked first."""
+
 
 class QuantizationConfig(ABC):
-    """How a checkpoint's weights are quantised, and which layers are not."""
+    """How a checkpoint's weights are quantised, and which layers are not.
+
+    use_deep_gemm: None is automatic, True and False are decided; deep_gemm_by_rule: it was the
+    model rule that decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
+    """
 
     name: str
     is_checkpoint_quantized: bool
+    can_use_deep_gemm: bool = False
+    use_deep_gemm: bool | None = None
+    deep_gemm_by_rule: bool = False
 
     @classmethod
     @abstractmethod
@@ -22,9 +38,16 @@ class QuantizationConfig(ABC):
         """From `quantization_config` of config.json; CheckpointError for what is not supported."""
 
     @classmethod
-    @abstractmethod
     def at_load(cls) -> "QuantizationConfig":
         """For a checkpoint that is not quantised: quantise while loading."""
+        raise ConfigError(f"--quantization {cls.name} needs a checkpoint that is quantised so")
+
+    @abstractmethod
+    def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
+        """Of one layer made of the checkpoint weights `names`; None for one not quantised.
+
+        CheckpointError where only a part of a merged layer is quantised.
+        """
 
     @abstractmethod
     def linear_method(self, layer: "Linear") -> "LinearMethod | None":
@@ -35,29 +58,81 @@ class QuantizationConfig(ABC):
         return name
 
 
-def _methods() -> dict[str, type[QuantizationConfig]]:
-    from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
+class LayerNames:
+    """Names of layers, or of parents or last parts of them, as configs list them; or globs, which
+    match whole names.
 
-    return {"fp8": Fp8Config}
+    Multimodal checkpoints list `model.language_model.layers.0.mlp` (or `language_model.model...`)
+    for what the text model calls `model.layers.0.mlp`.
+    """
+
+    def __init__(self, entries: Sequence[str]):
+        if not all(isinstance(entry, str) for entry in entries):
+            raise CheckpointError(
+                f"layers that are not quantised are listed by name, not as {list(entries)!r}"
+            )
+        names = [_text_model_name(entry) for entry in entries]
+        self._parts = {tuple(name.split(".")) for name in names if "*" not in name}
+        self._globs = [name for name in names if "*" in name]
+
+    def __contains__(self, layer: str) -> bool:
+        parts = tuple(layer.split("."))
+        spans = range(len(parts))
+        if any(parts[i : j + 1] in self._parts for i in spans for j in spans[i:]):
+            return True
+        return any(fnmatchcase(layer, glob) for glob in self._globs)
+
+    def covers(self, layers: Sequence[str]) -> bool:
+        """Whether all of `layers` are named; CheckpointError where some are and some are not."""
+        named = {layer for layer in layers if layer in self}
+        if named and len(named) < len(set(layers)):
+            raise CheckpointError(
+                f"{', '.join(sorted(set(layers)))} are computed as one layer, but only "
+                f"{', '.join(sorted(named))} is listed as not quantised"
+            )
+        return bool(named)
+
+
+def _text_model_name(entry: str) -> str:
+    return ".".join(part for part in entry.split(".") if part != "language_model") or "model"
+
+
+def quantization_methods() -> dict[str, type[QuantizationConfig]]:
+    """By `quant_method`."""
+    from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    return {"fp8": Fp8Config, "modelopt": ModelOptNvFp4Config}
 
 
 def quantization_config_of(model_config: "ModelConfig") -> QuantizationConfig | None:
     """What the checkpoint says, or what `--quantization` asks for; None for neither."""
-    methods = _methods()
-    asked = model_config.quantization
+    stored = None
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        found = getattr(config, "quantization_config", None)
+        if found is not None:
+            stored = dict(found if isinstance(found, dict) else found.to_dict())
+            break
+    return resolve_quantization(stored, model_config.quantization, model_config.model)
+
+
+def resolve_quantization(
+    stored: dict[str, Any] | None, asked: str | None, model: str
+) -> QuantizationConfig | None:
+    """`stored`: quantization_config of config.json. ConfigError, CheckpointError."""
+    methods = quantization_methods()
     if asked is not None and asked not in methods:
         raise ConfigError(
             f"--quantization {asked!r} is unknown: it takes {', '.join(methods)}"
             f"{did_you_mean(asked, methods)}"
         )
-    stored = _stored_config(model_config)
     if stored is None:
         return methods[asked].at_load() if asked else None
     name = stored.get("quant_method")
     if name not in methods:
         raise CheckpointError(
-            f"{model_config.model}: quant_method {name!r} is not supported; it takes "
-            f"{', '.join(methods)}, or a checkpoint that is not quantised"
+            f"{model}: quant_method {name!r} is not supported; it takes {', '.join(methods)}, or a "
+            f"checkpoint that is not quantised"
         )
     if asked not in (None, name):
         raise ConfigError(
@@ -65,11 +140,3 @@ def quantization_config_of(model_config: "ModelConfig") -> QuantizationConfig | 
             f"leave the flag out"
         )
     return methods[name].from_checkpoint(stored)
-
-
-def _stored_config(model_config: "ModelConfig") -> dict[str, Any] | None:
-    for config in (model_config.hf_config, model_config.hf_text_config):
-        stored = getattr(config, "quantization_config", None)
-        if stored is not None:
-            return dict(stored if isinstance(stored, dict) else stored.to_dict())
-    return None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels.spec import ActScheme, WeightFormat
+from vllm.kernels.problem import ActScheme, WeightFormat
 from vllm.kernels.tensors import LinearTensors, scale_shape
 from vllm.model_executor.layers.linear import Linear, LinearMethod
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
@@ -19,26 +19,14 @@ FP8 = torch.float8_e4m3fn
 class Fp8LinearMethod(LinearMethod):
     """An FP8 weight with `weight_scale_inv` (blocks) or `weight_scale` (tensor): w = q * scale."""
 
-    def __init__(self, config: Fp8Config):
+    def __init__(self, config: Fp8Config, weight: WeightFormat, act_schemes: tuple[ActScheme, ...]):
+        super().__init__(weight, act_schemes)
         self.config = config
-
-    def format(self, layer: Linear) -> WeightFormat:
-        if self.config.weight_block_size:
-            return WeightFormat("fp8", "block", self.config.weight_block_size)
-        # Shards keep their own scales when merged: re-scaling to a common one would lose bits.
-        return WeightFormat("fp8", "tensor" if len(layer.shard_rows) == 1 else "channel")
-
-    def act_schemes(self) -> tuple[ActScheme, ...]:
-        if self.config.weight_block_size:
-            return (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
-        if self.config.activation_scheme == "static":
-            return (ActScheme.STATIC_TENSOR, ActScheme.NONE)
-        return (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE)
 
     def create_weights(self, layer: Linear) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
         layer.weight = empty_parameter(rows, columns, dtype=FP8)
-        shape = scale_shape(self.format(layer), layer.shard_rows, columns)
+        shape = scale_shape(self.format, layer.shard_rows, columns)
         layer.weight_scale = empty_parameter(*shape, dtype=torch.float32)
         if self.config.activation_scheme == "static":
             layer.input_scale = empty_parameter(len(layer.shard_rows), dtype=torch.float32)
@@ -67,9 +55,7 @@ class Fp8LinearMethod(LinearMethod):
         return slots
 
     def _scale_rows(self, layer: Linear, index: int) -> slice:
-        counts = [
-            scale_shape(self.format(layer), (n,), layer.input_size)[0] for n in layer.shard_rows
-        ]
+        counts = [scale_shape(self.format, (n,), layer.input_size)[0] for n in layer.shard_rows]
         start = sum(counts[:index])
         return slice(start, start + counts[index])
 
@@ -81,7 +67,7 @@ class Fp8LinearMethod(LinearMethod):
             _check_scales(f"{layer.prefix}: input scales", layer.input_scale.data)
             input_scale = layer.input_scale.data.max()
         return LinearTensors(
-            self.format(layer), layer.weight.data, layer.shard_rows, scales, input_scale=input_scale
+            self.format, layer.weight.data, layer.shard_rows, scales, input_scale=input_scale
         )
 
 

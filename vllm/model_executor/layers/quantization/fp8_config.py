@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError
-from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.kernels.problem import ActScheme, WeightFormat
+from vllm.model_executor.layers.quantization import LayerFormat, LayerNames, QuantizationConfig
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.linear import Linear
@@ -22,7 +23,8 @@ class Fp8Config(QuantizationConfig):
 
     activation_scheme: "dynamic", or "static" (a scale per layer in the checkpoint, per-tensor
     weights only). weight_block_size: (rows, columns) that share a scale; None: one per tensor.
-    ignored_layers: names or parts of names of layers that are not quantised.
+    ignored_layers: names of layers that are not quantised, or of their parents, or last parts.
+    use_deep_gemm: whether DeepGEMM may serve block-quantised layers; None is automatic.
     """
 
     name = "fp8"
@@ -33,6 +35,7 @@ class Fp8Config(QuantizationConfig):
         activation_scheme: str = "dynamic",
         ignored_layers: Sequence[str] | None = None,
         weight_block_size: Sequence[int] | None = None,
+        use_deep_gemm: bool | None = None,
     ):
         if activation_scheme not in _ACT_SCHEMES:
             raise CheckpointError(
@@ -42,8 +45,13 @@ class Fp8Config(QuantizationConfig):
         self.is_checkpoint_fp8_serialized = is_checkpoint_fp8_serialized
         self.is_checkpoint_quantized = is_checkpoint_fp8_serialized
         self.activation_scheme = activation_scheme
+        self.use_deep_gemm = use_deep_gemm
         self.ignored_layers = tuple(ignored_layers or ())
+        self._ignored = LayerNames(self.ignored_layers)
         self.weight_block_size = _check_block(weight_block_size)
+        self.can_use_deep_gemm = self.weight_block_size is not None
+        if use_deep_gemm not in (None, True, False):
+            raise CheckpointError(f"use_deep_gemm {use_deep_gemm!r}: it takes true, false or null")
         if self.weight_block_size and activation_scheme == "static":
             raise CheckpointError(
                 "FP8 with weight_block_size takes activation_scheme dynamic, not static"
@@ -60,22 +68,31 @@ class Fp8Config(QuantizationConfig):
             activation_scheme=config.get("activation_scheme", "dynamic"),
             ignored_layers=ignored,
             weight_block_size=config.get("weight_block_size"),
+            use_deep_gemm=config.get("use_deep_gemm"),
         )
 
     @classmethod
     def at_load(cls) -> "Fp8Config":
         return cls(weight_block_size=DEFAULT_BLOCK)
 
+    def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
+        # The output projection never counts as a layer to quantise, as in transformers.
+        if any(name.endswith("lm_head") for name in names) or self._ignored.covers(names):
+            return None
+        if self.weight_block_size:
+            weight = WeightFormat("fp8", "block", self.weight_block_size)
+            return weight, (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
+        # Shards keep their own scales when merged: re-scaling to a common one would lose bits.
+        weight = WeightFormat("fp8", "tensor" if len(names) == 1 else "channel")
+        if self.activation_scheme == "static":
+            return weight, (ActScheme.STATIC_TENSOR, ActScheme.NONE)
+        return weight, (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE)
+
     def linear_method(self, layer: "Linear") -> "Fp8LinearMethod | None":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-        ignored = {name: self.is_ignored(name) for name in layer.shard_names}
-        if len(set(ignored.values())) > 1:
-            raise CheckpointError(
-                f"{layer.prefix} is one layer, but modules_to_not_convert names only a part of "
-                f"it: {', '.join(name for name, yes in ignored.items() if yes)}"
-            )
-        return None if any(ignored.values()) else Fp8LinearMethod(self)
+        layer_format = self.layer_format(layer.shard_names)
+        return layer_format and Fp8LinearMethod(self, *layer_format)
 
     def slot_name(self, name: str) -> str:
         """transformers' names for the scales of per-tensor checkpoints become ours."""
@@ -83,21 +100,6 @@ class Fp8Config(QuantizationConfig):
             name = name.replace(".weight_scale_inv", ".weight_scale")
             name = name.replace(".activation_scale", ".input_scale")
         return name
-
-    def is_ignored(self, layer: str) -> bool:
-        """Whether `layer` is listed itself, under a listed parent, or by its last name.
-
-        The output projection never counts as a layer to quantise, as in transformers.
-        """
-        parts = layer.split(".")
-        if parts[-1] == "lm_head":
-            return True
-        for entry in self.ignored_layers:
-            wanted = entry.split(".")
-            spans = range(len(parts) - len(wanted) + 1)
-            if any(parts[i : i + len(wanted)] == wanted for i in spans):
-                return True
-        return False
 
 
 def _check_block(block: Sequence[int] | None) -> tuple[int, int] | None:

@@ -1,0 +1,373 @@
+"""`vllm kernels`: what is listed, explained, compared and refused."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm import envs
+from vllm.entrypoints.cli.main import main
+from vllm.kernels import policy, registry
+from vllm.kernels.builtin_models import BUILTIN_NAMES
+from vllm.kernels.docs import requant_error
+from vllm.kernels.explain import parse_report, report
+
+from .serving import REPOSITORY, environment
+
+LISTED = "qwen3.5-35b-a3b-fp8"
+BLOCK = ["--layer", "fp8-block:4096x7168"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Variables that --env sets end with the test."""
+    for name in envs.VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*words) -> (exit code, stdout, stderr) of `vllm kernels`."""
+
+    def run_command(*words: str) -> tuple[int, str, str]:
+        code = main(["kernels", *words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run_command
+
+
+@pytest.fixture
+def explain(run):
+    """explain(*words) -> the JSON, where it succeeds."""
+
+    def explained(*words: str) -> dict:
+        code, out, err = run("explain", *words, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return explained
+
+
+def chosen(content: dict, layer: str) -> str | None:
+    return next(d["chosen"] for d in content["decisions"] if layer in d["layers"])
+
+
+def reasons(content: dict, backend: str) -> list[tuple[str, str]]:
+    found = next(c for c in content["decisions"][0]["candidates"] if c["backend"] == backend)
+    return [(reason["why"], reason["text"]) for reason in found["reasons"]]
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ---------------------------------------------------------------- list
+
+
+def test_list_shows_every_backend_and_whether_its_code_is_here(run):
+    _, out, _ = run("list", "--json")
+    entries = json.loads(out)
+    assert {(e["family"], e["backend"]) for e in entries} == {
+        (family, name) for family in registry.FAMILIES for name in registry.ORDER[family]
+    }
+    built = {f"{e['family']}/{e['backend']}" for e in entries if e["is_built"]}
+    assert built == set(registry.built().archs)
+    _, text, _ = run("list")
+    assert all(name in text for family in registry.FAMILIES for name in registry.ORDER[family])
+
+
+def test_list_can_be_narrowed_to_a_family_and_a_chip(run):
+    _, out, _ = run("list", "--family", "linear", "--device", "sm_90", "--json")
+    names = {e["backend"] for e in json.loads(out)}
+    assert "flashinfer-deepgemm" in names and not names & {"flashinfer-trtllm", "cpu"}
+
+
+def test_list_says_what_a_kernel_needs(run):
+    _, out, _ = run("list", "--family", "linear", "--json")
+    (entry,) = [e for e in json.loads(out) if e["backend"] == "deep_gemm"]
+    assert entry["needs"] == ["deep_gemm (with sm120 code on sm_12x)"]
+    assert "ue8m0 on sm_10x" in entry["scales"]
+
+
+# ---------------------------------------------------------------- explain
+
+
+@pytest.mark.parametrize("model", BUILTIN_NAMES)
+@pytest.mark.parametrize("device", ["sm_90", "sm_100", "sm_121", "cpu:avx512"])
+def test_every_built_in_model_is_explained_on_every_kind_of_chip(run, model, device):
+    code, out, _ = run("explain", model.upper(), "--device", device, "--libs", "all", "--json")
+    content = json.loads(out)
+    assert report(*parse_report(content)) == content
+    has_every_kernel = all(d["chosen"] for d in content["decisions"])
+    assert code == (0 if has_every_kernel else 1)
+    code_of_text, text, _ = run("explain", model, "--device", device, "--libs", "all")
+    assert code_of_text == code and ("NO KERNEL" in text) is not has_every_kernel
+
+
+def test_the_model_rule_decides_on_blackwell_and_nowhere_else(run, explain):
+    where = ["--libs", "all"]
+    layer = "model.layers.0.linear_attn.in_proj_qkvz"
+    assert chosen(explain(LISTED, "--device", "sm_100", *where), layer) == "cutlass"
+    assert chosen(explain(LISTED, "--device", "sm_90", *where), layer) == "deep_gemm"
+    assert chosen(explain(LISTED, "--device", "sm_121", *where), layer) == "deep_gemm"
+    _, text, _ = run("explain", LISTED, "--device", "sm_100", *where)
+    assert "VLLM_USE_DEEP_GEMM=1 overrides the rule" in unwrapped(text)
+    _, text, _ = run("explain", LISTED, "--device", "sm_90", *where)
+    assert "overrides the rule" not in unwrapped(text)
+
+
+def test_a_variable_outranks_the_model_rule(explain):
+    content = explain(
+        LISTED, "--device", "sm_100", "--libs", "all", "--env", "VLLM_USE_DEEP_GEMM=1"
+    )
+    assert content["env"] == {"VLLM_USE_DEEP_GEMM": "1"}
+    assert chosen(content, "model.layers.0.linear_attn.in_proj_qkvz") == "deep_gemm"
+
+
+def test_the_rule_of_another_model_type_can_be_asked_for(explain):
+    where = ["--device", "sm_100", "--libs", "deep_gemm"]
+    assert explain(*BLOCK, *where)["decisions"][0]["chosen"] == "deep_gemm"
+    ruled = explain(*BLOCK, *where, "--model-type", "qwen3_5_text")["decisions"][0]
+    assert ruled["chosen"] == "cutlass" and ruled["origin"]["rank"] == 5
+
+
+def test_a_model_is_a_folder_or_a_config_file_too(tmp_path, explain, checkpoint):
+    folder = checkpoint("llama")
+    by_folder = explain(str(folder), "--device", "cpu")
+    assert by_folder == explain(str(folder / "config.json"), "--device", "cpu")
+    problems = [d["problem"] for d in by_folder["decisions"]]
+    assert {p["dtype"] for p in problems} == {"fp32"}  # on the CPU
+    assert {p["family"] for p in problems} == {"linear", "attention", "kv_quant"}
+
+
+def test_ranks_cut_a_model_and_the_cache_has_its_own_type(explain):
+    words = ["qwen3-8b-fp8", "--device", "sm_90", "--libs", "all", "--kv-cache-dtype", "fp8"]
+    problems = [d["problem"] for d in explain(*words, "--tp", "8")["decisions"]]
+    assert any(p.get("cut_n") == 8 for p in problems)
+    assert {p["format"] for p in problems if p["family"] == "attention"} == {"fp8"}
+    assert {p["dtype"] for p in problems} == {"bf16"}  # the model's
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fp8-block:4096x7168", {"n": 4096, "k": 7168, "m_range": [1, 8192], "parts": []}),
+        ("fp8-block:576+192+192x576", {"n": 960, "parts": [576, 192, 192], "cut_n": 1}),
+        ("fp8-block:18432/32x7168", {"n": 576, "k": 7168, "cut_n": 32, "cut_k": 1}),
+        ("fp8-block:7168x18432/32", {"n": 7168, "k": 576, "cut_n": 1, "cut_k": 32}),
+        ("fp8-block[64x64]:64x64", {"weight": "fp8-block[64x64]"}),
+        ("nvfp4:4096x7168:64,1,8", {"weight": "nvfp4", "m_range": [1, 64]}),
+        ("bf16:64x64:16", {"act": ["none"], "m_range": [16, 16]}),
+    ],
+)
+def test_a_layer_is_written_in_one_word(explain, text, expected):
+    (decision,) = explain("--layer", text, "--device", "sm_100", "--libs", "all")["decisions"]
+    assert expected.items() <= decision["problem"].items()
+    assert decision["layers"] == [text]
+
+
+def test_libraries_are_those_listed_all_or_none(explain):
+    none = explain(*BLOCK, "--device", "sm_121", "--libs", "none")
+    assert ("library", "deep_gemm is not installed") in reasons(none, "deep_gemm")
+    assert reasons(none, "cutlass") == []  # our native kernels are assumed, for every chip
+    some = explain(*BLOCK, "--device", "sm_121", "--libs", "deep_gemm==2.6,flashinfer==0.5")
+    assert ("device", "deep_gemm 2.6 carries no sm120 kernels") in reasons(some, "deep_gemm")
+    assert any("older than" in text for _, text in reasons(some, "flashinfer-cutlass"))
+    every = explain(*BLOCK, "--device", "sm_121", "--libs", "all")
+    assert reasons(every, "deep_gemm") == []
+    broken = explain(*BLOCK, "--device", "sm_90", "--libs", "deep_gemm=broken: no nvcc")
+    assert ("library", "deep_gemm is broken: no nvcc") in reasons(broken, "deep_gemm")
+
+
+def test_without_a_list_libraries_are_what_is_installed_and_built_here(run, explain):
+    content = explain(*BLOCK, "--device", "sm_100")
+    assert str(registry.built()) in content["libs"]
+    assert ("library", "backend not in this build") in reasons(content, "marlin")
+    _, _, err = run("explain", *BLOCK, "--device", "sm_100")
+    assert "--libs all" in err
+
+
+def test_a_wish_that_cannot_be_followed_explains_itself_and_exits_with_1(run):
+    code, out, err = run(
+        "explain", "--layer", "nvfp4:4096x7168", "--device", "sm_90", "--libs", "none",
+        "--linear-backend", "cutlass",
+    )  # fmt: skip
+    assert code == 1
+    assert "NO KERNEL for 1 linear layer" in out
+    assert "--linear-backend cutlass" in out and "not on cuda:sm_90" in out
+    assert "without a kernel" in err
+
+
+def test_wishes_reach_the_policy(explain):
+    where = [*BLOCK, "--device", "sm_100", "--libs", "all"]
+    assert explain(*where, "--kernel", "fp8*=triton")["decisions"][0]["chosen"] == "triton"
+    assert explain(*where, "--linear-backend", "DEEPGEMM")["decisions"][0]["chosen"] == "deep_gemm"
+    native = explain(*where, "--require-native")
+    assert [why for why, _ in reasons(native, "marlin")] == ["policy"]
+    fallback = ["--linear-backend", "flashinfer-deepgemm", "--on-unmet", "fallback"]
+    assert explain(*where, *fallback)["decisions"][0]["chosen"] == "deep_gemm"
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_page_for_the_browser_is_written_beside_the_text(run, tmp_path):
+    page = tmp_path / "kernels.html"
+    code, out, err = run(
+        "explain", LISTED, "--device", "sm_100", "--libs", "all", "--html", str(page)
+    )
+    assert code == 0 and "cutlass for" in out and str(page) in err
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def write(path: Path, content: dict) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_two_reports_are_compared_as_diff_does(run, explain, tmp_path):
+    words = [LISTED, "--device", "sm_100", "--libs", "all"]
+    rule = write(tmp_path / "rule.json", explain(*words))
+    obeyed = write(tmp_path / "obeyed.json", explain(*words, "--env", "VLLM_USE_DEEP_GEMM=1"))
+    assert run("explain", "--diff", rule, rule) == (0, "", "")
+    code, out, _ = run("explain", "--diff", rule, obeyed)
+    assert code == 1
+    assert "cutlass -> deep_gemm" in out and "model.layers.{0-39}" in out
+    code, out, _ = run("explain", "--diff", rule, obeyed, "--json")
+    assert code == 1
+    assert "cutlass -> deep_gemm" in {change["title"] for change in json.loads(out)}
+
+
+def test_the_committed_documentation_is_what_the_kernels_declare(run, tmp_path):
+    written = tmp_path / "kernels.md"
+    assert run("docs", "--output", str(written))[0] == 0
+    assert written.read_text() == (REPOSITORY / "docs" / "kernels.md").read_text(), (
+        "docs/kernels.md is out of date: run `vllm kernels docs`"
+    )
+
+
+def test_the_documentation_names_every_variable_and_marks_chips_that_nothing_ran_on():
+    text = (REPOSITORY / "docs" / "kernels.md").read_text()
+    assert all(f"`{name}`" in text for name in policy.VARIABLES)
+    assert "| sm_100 † |" in text and "| sm_121 † |" in text and "| sm_90 |" in text
+    assert "not run on hardware" in text
+
+
+def test_requantising_costs_what_a_rounding_to_four_significant_bits_costs():
+    # Such a rounding is off by up to 2**-4 of a value just above a power of two and 2**-5 of one
+    # just below, evenly spread: its root mean square is that over the root of 3.
+    assert 2**-5 / 3**0.5 < requant_error() < 2**-4 / 3**0.5
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain"], "give one of MODEL, --layer and --diff"),
+        (["explain", LISTED, *BLOCK], "give one of MODEL, --layer and --diff"),
+        (["explain", "qwen3.5-35b-a3b-fp9"], "did you mean qwen3.5-35b-a3b-fp8?"),
+        (["explain", *BLOCK, "--device", "sm_1000"], "did you mean sm_100?"),
+        (["explain", *BLOCK, "--device", "sm_91"], "unknown chip"),
+        (["explain", *BLOCK, "--device", "cpu:avx3"], "did you mean cpu:avx2?"),
+        (["explain", *BLOCK, "--libs", "deepgemm"], "did you mean deep_gemm?"),
+        (["explain", *BLOCK, "--linear-backend", "cutlas"], "did you mean cutlass?"),
+        (["explain", *BLOCK, "--kernel", "cutlass"], "it takes PATTERN=BACKEND"),
+        (["explain", *BLOCK, "--kernel", "*=cutlas"], "did you mean cutlass?"),
+        (["explain", *BLOCK, "--moe-backend", "triton"], "means no layer of this model"),
+        (["explain", *BLOCK, "--env", "VLLM_USE_DEEPGEMM=1"], "did you mean VLLM_USE_DEEP_GEMM?"),
+        (["explain", *BLOCK, "--env", "VLLM_USE_DEEP_GEMM"], "it takes NAME=VALUE"),
+        (["explain", *BLOCK, "--env", "VLLM_USE_DEEP_GEMM=yes"], "it takes 0 or 1"),
+        (["explain", *BLOCK, "--dtype", "bf17"], "did you mean bf16?"),
+        (["explain", *BLOCK, "--max-requant-error", "-1"], "it takes a relative error"),
+        (["explain", *BLOCK, "--model-type", "qwen3_5_txt"], "did you mean qwen3_5_text?"),
+        (["explain", *BLOCK, "--tp", "2"], "write a cut layer as"),
+        (["explain", LISTED, "--tp", "7", "--device", "sm_90"], "is not a multiple of tp = 7"),
+        (["explain", LISTED, "--kv-cache-dtype", "fp9", "--device", "cpu"], "did you mean fp8?"),
+        (["explain", "--layer", "fp8-block:4096"], "it takes FORMAT:NxK"),
+        (["explain", "--layer", "fp9:64x64"], "unknown weight format 'fp9'"),
+        (["explain", "--layer", "fp8-block:100/3x64"], "100 cannot be cut into 3 equal shards"),
+        (["explain", "--layer", "fp8-block:64/0x64"], "64 cannot be cut into 0 equal shards"),
+        (["explain", "--layer", "bf16:0x64"], "sizes and token counts are 1 or more"),
+        (["explain", "--diff", "no.json", "no.json"], "no.json is not readable JSON"),
+        (["list", "--family", "liner"], "did you mean linear?"),
+        (["list", "--device", "sm_1"], "unknown chip"),
+        (["docs", "--output", "/no/such/folder/x.md"], "cannot be written"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_a_hint(run, words, message):
+    code, out, err = run(*words)
+    assert code == 2 and message in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not readable JSON"), ("[]", "holds list"), ('{"model_type": "lama"}', "mean llama")],
+)
+def test_a_config_that_is_none_is_refused(run, tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    code, _, err = run("explain", str(tmp_path), "--device", "cpu")
+    assert code == 2 and message in err
+
+
+def test_a_folder_without_a_config_is_refused(run, tmp_path):
+    code, _, err = run("explain", str(tmp_path))
+    assert code == 2 and "has no config.json" in err
+
+
+@pytest.mark.parametrize("words", [["--flag"], ["explain", "--libz", "all"], ["expain"]])
+def test_an_unknown_flag_or_kind_ends_with_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["kernels", *words])
+    assert ended.value.code == 2
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_explaining_a_large_model_takes_half_a_second_and_no_torch(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(_LARGE_MOE))
+    code = (
+        "import sys\nfrom vllm.entrypoints.cli.main import main\n"
+        f"code = main(['kernels', 'explain', {str(config)!r}, '--device', 'sm_100', '--libs',"
+        " 'all', '--tp', '8'])\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\nsys.exit(code)"
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+        )
+        seconds.append(time.monotonic() - start)
+        assert done.returncode == 0, done.stderr
+        assert "model.layers.{0-93}" in done.stdout
+    assert min(seconds) <= 0.5
+
+
+_LARGE_MOE = {
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 94,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}

@@ -1,0 +1,195 @@
+"""The table of decisions: prints it, or compares it with decisions.txt (--check).
+
+    python tests/select/decisions.py > tests/select/decisions.txt
+
+A change of kernel selection shows here as changed rows, to be read one by one before they are
+committed.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from decision_sections import SECTIONS, Section
+
+from vllm.errors import ConfigError
+from vllm.kernels import registry
+from vllm.kernels.spec import Candidate, Decision, Reason, Why
+
+FILE = Path(__file__).with_suffix(".txt")
+COMMAND = "python tests/select/decisions.py > tests/select/decisions.txt"
+_LETTERS = {
+    Why.DEVICE: "D",
+    Why.LIBRARY: "L",
+    Why.FORMAT: "F",
+    Why.SHAPE: "S",
+    Why.DTYPE: "T",
+    Why.POLICY: "P",
+    Why.NUMERICS: "N",
+}
+_HEADER = f"""\
+Decisions of kernel selection. Written by: {COMMAND}
+
+One row: what is asked, what is chosen, how, and one cell for every candidate in default order.
+chosen  none: nothing can serve it; REFUSED: the forced backend cannot; ERROR: a contradiction
+act     how the chosen kernel quantises activations; none is weight-only
+scales  form of FP8 block scales the chosen kernel takes
+fit     refined or padded scale blocks, where shards cut them
+by      1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
+        (y: the one who decided yielded to the next kernel)
+cells   # chosen  . could run  else every kind of reason against it:
+        {"  ".join(f"{letter} {why.value}" for why, letter in _LETTERS.items())}
+        (of a kernel for other formats, F alone)
+Rows that differ in one column alone are merged. All reasons and origins follow at the end.
+
+libs    none: torch, triton and our native library; deep_gemm: with the original DeepGEMM as well;
+        deep_gemm+sm120: with one that carries SM120 kernels; flashinfer: with FlashInfer;
+        all: with the last two; broken: all but torch are broken; no native: all but ours
+"""
+
+Row = tuple[tuple[str, ...], tuple[str, ...]]
+_MAX_CELL = 48
+_CHOICE = ("chosen", "act", "scales", "fit", "by")
+
+
+class Book:
+    """Collects what rows abbreviate: reasons, origins and errors, each text once."""
+
+    def __init__(self) -> None:
+        self.reasons: set[tuple[str, str, str, str]] = set()
+        self.origins: set[tuple[int, str]] = set()
+        self.fits: set[str] = set()
+        self.errors: set[str] = set()
+
+    def note(self, decision: Decision) -> None:
+        self.origins.add((decision.origin.rank, decision.origin.text))
+        for candidate in decision.candidates:
+            if candidate.fit is not None:
+                self.fits.add(candidate.fit.text)
+            for reason in candidate.reasons:
+                backend = "(others)" if " asks for " in reason.text else candidate.backend
+                family = decision.problem.family
+                self.reasons.add((family, backend, reason.why.value, reason.text))
+
+    def lines(self) -> Iterator[str]:
+        yield from _titled("Origins", (f"{rank}  {text}" for rank, text in sorted(self.origins)))
+        yield from _titled("Errors", sorted(self.errors))
+        yield from _titled("Fits", sorted(self.fits))
+        yield from _titled("Reasons", _aligned(sorted(self.reasons, key=_place)))
+
+
+def _place(reason: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
+    """Reasons stand in the order of families and of their backends."""
+    family, backend = reason[:2]
+    names = registry.ORDER[family]
+    at = names.index(backend) if backend in names else len(names)
+    return registry.FAMILIES.index(family), at, reason
+
+
+def table() -> str:
+    book = Book()
+    lines = [_HEADER]
+    for section in SECTIONS:
+        lines += _titled(section.title, _section_lines(section, book))
+    lines += book.lines()
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"## {title}"
+    yield from lines
+    yield ""
+
+
+def _section_lines(section: Section, book: Book) -> Iterator[str]:
+    names = registry.ORDER[section.family]
+    rows: list[Row] = []
+    for key in product(*section.columns.values()):
+        try:
+            decision = section.ask(*key)
+        except ConfigError as error:
+            book.errors.add(str(error))
+            rows.append((key, ("ERROR", *[""] * (len(_CHOICE) - 1 + len(names)))))
+            continue
+        if decision is not None:
+            book.note(decision)
+            rows.append((key, (*_choice(decision), *_cells(decision, names))))
+    for position in reversed(range(len(section.columns))):
+        rows = _merged(rows, position)
+    heads = [name.replace("_", "-").split("-") for name in names]
+    first = (*section.columns, *_CHOICE, *(head[0] for head in heads))
+    second = (*[""] * (len(section.columns) + len(_CHOICE)), *("-".join(h[1:]) for h in heads))
+    titles = [first, second] if any(second) else [first]
+    yield from _aligned([*titles, *((*key, *result) for key, result in rows)])
+
+
+def _choice(decision: Decision) -> tuple[str, ...]:
+    by = f"{decision.origin.rank}{'y' * decision.origin.text.endswith('fell back')}"
+    if decision.chosen is None:
+        return ("REFUSED" if decision.origin.rank <= 4 else "none", "", "", "", by)
+    winner: Candidate = decision.winner
+    fit = winner.fit.how if winner.fit is not None else ""
+    return decision.chosen, str(winner.act), winner.scales, fit, by
+
+
+def _cells(decision: Decision, names: Iterable[str]) -> Iterator[str]:
+    by_name = {candidate.backend: candidate for candidate in decision.candidates}
+    for name in names:
+        reasons = by_name[name].reasons
+        yield "#" if name == decision.chosen else _letters(reasons) or "."
+
+
+def _letters(reasons: Iterable[Reason]) -> str:
+    letters = dict.fromkeys(_LETTERS[reason.why] for reason in reasons)
+    return "F" if "F" in letters else "".join(letters)
+
+
+def _merged(rows: list[Row], position: int) -> list[Row]:
+    """Rows that differ in one column of the key alone, as one."""
+    groups: dict[object, list[Row]] = {}
+    for key, result in rows:
+        rest = (key[:position], key[position + 1 :], result)
+        groups.setdefault(rest, []).append((key, result))
+    return [
+        ((*key[:position], values, *key[position + 1 :]), result)
+        for (key, result), *others in groups.values()
+        for values in _joined([key[position], *(other[position] for other, _ in others)])
+    ]
+
+
+def _joined(values: list[str]) -> Iterator[str]:
+    """The values with commas, in lines of bearable length."""
+    line = values[0]
+    for value in values[1:]:
+        if len(line) + 1 + len(value) > _MAX_CELL:
+            yield line
+            line = value
+        else:
+            line += f",{value}"
+    yield line
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column), default=0) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def main(arguments: list[str], write: Callable[[str], object] = sys.stdout.write) -> int:
+    new = table()
+    if arguments != ["--check"]:
+        write(new)
+        return 0
+    is_same = FILE.read_text() == new
+    write(
+        "decisions: unchanged\n" if is_same else f"decisions changed; read them after: {COMMAND}\n"
+    )
+    return not is_same
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

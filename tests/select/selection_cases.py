@@ -1,0 +1,147 @@
+"""Problems, machines and wishes that the selection tests and the decision table share.
+
+Wishes are written as a user writes them: `VLLM_USE_DEEP_GEMM=1 --linear-backend cutlass`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from vllm import envs
+from vllm.kernels import registry
+from vllm.kernels.policy import Wishes, make_policy
+from vllm.kernels.problem import (
+    ActScheme,
+    AttentionProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+    Problem,
+    WeightFormat,
+)
+from vllm.kernels.select import select
+from vllm.kernels.spec import NATIVE, Decision, Device, Lib, Libs, Measured, Policy
+
+DEVICES = ("75", "80", "89", "90", "100", "103", "110", "120", "121", "cpu")
+MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "llama")
+
+# The activation schemes that checkpoints in each format allow, best liked first.
+SCHEMES: dict[str, tuple[ActScheme, ...]] = {
+    "bf16": (ActScheme.NONE,),
+    "fp8-tensor": (ActScheme.STATIC_TENSOR, ActScheme.NONE),
+    "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
+    "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
+    "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
+    "int4-group[128]": (ActScheme.NONE,),
+}
+FORMATS = tuple(SCHEMES)
+
+_ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+_NATIVE_ARCHS = sorted({arch for spec in _ALL_SPECS for arch in spec.native_archs})
+_BASE = (
+    Lib("torch", "2.13.0"),
+    Lib("triton", "3.5.0"),
+    Lib(NATIVE, "0.1.0", tuple(_NATIVE_ARCHS)),
+)
+_DEEP_GEMM = Lib("deep_gemm", "2.6")
+_DEEP_GEMM_SM120 = Lib("deep_gemm", "2.6", ("sm120",))
+_FLASHINFER = Lib("flashinfer", "0.6.13")
+LIBS: dict[str, Libs] = {
+    "none": Libs.of(_BASE),
+    "deep_gemm": Libs.of([*_BASE, _DEEP_GEMM]),
+    "deep_gemm+sm120": Libs.of([*_BASE, _DEEP_GEMM_SM120]),
+    "flashinfer": Libs.of([*_BASE, _FLASHINFER]),
+    "all": Libs.of([*_BASE, _DEEP_GEMM_SM120, _FLASHINFER]),
+    "broken": Libs.of(
+        [Lib("torch", "2.13.0")]
+        + [Lib(name, broken="fails") for name in ("triton", NATIVE, "deep_gemm", "flashinfer")]
+    ),
+    "no native": Libs.of([*_BASE[:2], _DEEP_GEMM_SM120, _FLASHINFER]),
+}
+
+
+def linear(weight: str = "fp8-block", **changes: Any) -> LinearProblem:
+    weight_format = WeightFormat.parse(weight)
+    act = SCHEMES.get(weight) or SCHEMES[weight_format.kind]
+    return replace(LinearProblem(4096, 4096, weight_format, act), **changes)
+
+
+def moe(weight: str = "fp8-block", **changes: Any) -> MoEProblem:
+    """The experts of Qwen3.5-35B-A3B."""
+    weight_format = WeightFormat.parse(weight)
+    return replace(MoEProblem(256, 8, 2048, 512, weight_format, SCHEMES[weight]), **changes)
+
+
+def attention(cache: str = "bf16", **changes: Any) -> AttentionProblem:
+    return replace(AttentionProblem(16, 2, 128, cache), **changes)
+
+
+def kv_quant(cache: str = "bf16", **changes: Any) -> KVQuantProblem:
+    return replace(KVQuantProblem(2, 128, cache), **changes)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Wishes of flags and configs, and values of the variables that are set."""
+
+    wishes: Wishes
+    env: dict[str, Any]
+
+
+@cache
+def parse_wishes(text: str) -> Asked:
+    """From `VLLM_X=1 --flag value --on-unmet fallback use_deep_gemm=True`; `-` for none."""
+    given: dict[str, Any] = {"kernels": (), "backends": ()}
+    env = {}
+    words = iter(() if text == "-" else text.split())
+    for word in words:
+        if word.startswith("VLLM_"):
+            name, _, value = word.partition("=")
+            env[name] = envs.VARIABLES[name].parse(value)
+        elif word.startswith("use_deep_gemm="):
+            value = word.partition("=")[2]
+            given["use_deep_gemm"] = value == "True"
+            given["deep_gemm_by_rule"] = value == "rule"
+        elif word == "--kernel":
+            given["kernels"] += (next(words),)
+        elif word.endswith("-backend"):
+            given["backends"] += ((word[2:].partition("-")[0], next(words)),)
+        elif word == "--on-unmet":
+            given["on_unmet"] = next(words)
+        elif word == "--max-requant-error":
+            given["max_requant_error"] = float(next(words))
+        else:
+            assert word == "--require-native", word
+            given["require_native"] = True
+    return Asked(Wishes(**given), env)
+
+
+def parse_device(name: str) -> Device:
+    return Device.parse(name if name.startswith("cpu") else f"sm_{name}")
+
+
+def policy_of(wishes: str = "-", model: str = "llama", device: str = "100") -> Policy:
+    asked = parse_wishes(wishes)
+    return make_policy(asked.wishes, asked.env, model, parse_device(device))
+
+
+def ask(
+    problem: Problem,
+    device: str = "100",
+    libs: str | Libs = "all",
+    wishes: str = "-",
+    model: str = "llama",
+    layer: str = "model.layers.0.mlp.down_proj",
+    measured: Measured | None = None,
+) -> Decision:
+    """What is chosen for one layer of a model on a machine, as the engine asks it."""
+    known = LIBS[libs] if isinstance(libs, str) else libs
+    policy = policy_of(wishes, model, device)
+    specs = registry.specs(problem.family)
+    return select(problem, parse_device(device), known, policy, specs, layer, measured)
+
+
+def whys(decision: Decision, backend: str) -> list[str]:
+    """The kinds of the reasons against one candidate."""
+    candidate = next(c for c in decision.candidates if c.backend == backend)
+    return [reason.why.value for reason in candidate.reasons]

@@ -1,0 +1,115 @@
+"""Every declared kernel is the choice for something: none is there for nothing."""
+
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+from selection_cases import (
+    DEVICES,
+    FORMATS,
+    LIBS,
+    ask,
+    attention,
+    kv_quant,
+    linear,
+    moe,
+    parse_device,
+)
+
+from vllm.kernels import registry
+from vllm.kernels.problem import FAMILIES
+from vllm.kernels.select import select
+from vllm.kernels.spec import KernelSpec, Libs, Origin, Override, Policy
+
+ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+
+# Kernels that something always stands before in the default order: they are for people who ask.
+ONLY_BY_WISH = {
+    ("linear", "flashinfer-trtllm", "fp8-block"),
+    ("linear", "flashinfer-trtllm", "nvfp4"),
+    ("linear", "emulation", "fp8-block"),
+    ("linear", "emulation-ue8m0", "fp8-block"),
+}
+
+
+def name(spec: KernelSpec) -> tuple[str, str, str]:
+    """Family, backend and the first of its formats, which tells a backend's kernels apart."""
+    return spec.family, spec.backend, min(spec.formats)
+
+
+def questions():
+    """(problem, device, libraries): enough for every kernel to come first somewhere."""
+    weights = [*FORMATS, "fp8-block[64x64]"]
+    layers = [linear(weight) for weight in weights]
+    layers += [linear(weight, n=4080) for weight in FORMATS]
+    layers += [
+        moe(weight, layout=layout) for weight in FORMATS for layout in ("standard", "batched")
+    ]
+    layers += [attention(cache) for cache in ("bf16", "fp8", "fp32")]
+    layers += [kv_quant(cache) for cache in ("bf16", "fp8", "fp32")]
+    libs = [
+        Libs.of(some)
+        for size in range(len(LIBS["all"].libs) + 1)
+        for some in combinations(sorted(LIBS["all"].libs, key=str), size)
+    ]
+    return product(layers, DEVICES, libs)
+
+
+@cache
+def chosen_by_themselves() -> frozenset[tuple[str, str, str]]:
+    """The kernels that come first for some question when nobody wishes for anything."""
+    found = set()
+    for problem, device, libs in questions():
+        decision = ask(problem, device, libs)
+        found |= {
+            name(spec)
+            for spec in registry.specs(problem.family)
+            if spec.backend == decision.chosen and problem.format in spec.formats
+        }
+    return frozenset(found)
+
+
+def serves_when_forced(spec: KernelSpec) -> bool:
+    policy = Policy((Override(spec.family, spec.backend, Origin(2, "--flag")),))
+    return any(
+        select(problem, parse_device(device), libs, policy, registry.specs(spec.family)).chosen
+        == spec.backend
+        for problem, device, libs in questions()
+        if problem.family == spec.family and problem.format in spec.formats
+    )
+
+
+def test_kernels_can_be_told_apart_by_name():
+    assert len({name(spec) for spec in ALL_SPECS}) == len(ALL_SPECS)
+    assert set(registry.FAMILIES) == set(FAMILIES)
+
+
+def test_all_but_a_known_few_come_first_somewhere():
+    assert {name(spec) for spec in ALL_SPECS} - chosen_by_themselves() == ONLY_BY_WISH
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: "/".join(name(spec)))
+def test_it_serves_when_asked_for(spec):
+    assert serves_when_forced(spec)
+
+
+def test_a_backend_has_one_kernel_for_a_format():
+    for family in registry.FAMILIES:
+        taken = [(spec.backend, f) for spec in registry.specs(family) for f in spec.formats]
+        assert len(taken) == len(set(taken))
+
+
+def test_every_kernel_of_a_backend_is_registered():
+    for family, names in registry.ORDER.items():
+        assert len(names) == len(set(names))
+        for backend in names:
+            assert any(spec.backend == backend for spec in registry.specs(family)), backend
+    modules = {registry.backend(backend) for names in registry.ORDER.values() for backend in names}
+    declared = [spec for module in modules for spec in module.SPECS]
+    assert len(declared) == len(ALL_SPECS)
+
+
+def test_minimum_versions_are_of_libraries_that_the_table_of_decisions_knows():
+    known = {lib.name for lib in LIBS["all"].libs}
+    assert {lib for spec in ALL_SPECS for lib, _ in spec.libs} <= known
+    assert {lib for spec in ALL_SPECS for _, lib, _ in spec.carries} <= known

@@ -1,0 +1,63 @@
+"""FlashInfer: its DeepGEMM, CUTLASS and TensorRT-LLM paths for GEMM and MoE; paged attention."""
+
+from functools import partial
+
+from vllm.kernels.problem import ActScheme, AttentionProblem, Problem
+from vllm.kernels.spec import KernelSpec, Reason, Scales, Why
+
+_SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
+_Spec = partial(KernelSpec, libs=(("flashinfer", "0.6"),), dtypes=frozenset({"bf16", "fp16"}))
+_Block = partial(
+    _Spec,
+    formats=frozenset({"fp8-block"}),
+    act=frozenset({ActScheme.DYNAMIC_GROUP128}),
+    blocks=frozenset({(128, 128)}),
+    scales=(("*", Scales.FLOAT32),),
+    dtypes=frozenset({"bf16"}),
+    k_align=128,
+)
+_Nvfp4 = partial(
+    _Spec, formats=frozenset({"nvfp4"}), act=frozenset({ActScheme.NVFP4_GROUP16}), k_align=32
+)
+_Tensor = partial(
+    _Spec,
+    formats=frozenset({"fp8-tensor"}),
+    act=frozenset({ActScheme.STATIC_TENSOR, ActScheme.DYNAMIC_TENSOR}),
+    k_align=16,
+)
+_DEEPGEMM, _CUTLASS, _TRTLLM = "flashinfer-deepgemm", "flashinfer-cutlass", "flashinfer-trtllm"
+
+
+def _head_size(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, AttentionProblem)
+    if problem.head_dim not in (64, 128, 256):
+        text = f"head_dim = {problem.head_dim} is none of 64, 128, 256"
+        return [Reason(Why.SHAPE, text)]
+    return []
+
+
+SPECS = (
+    # fp8_blockscale_gemm_sm90: quantises bf16 activations itself, swaps A and B for few tokens
+    _Block(backend=_DEEPGEMM, family="linear", devices=_SM90, n_align=64),
+    # gemm_fp8_nt_groupwise
+    _Block(backend=_CUTLASS, family="linear", devices=_SM100 | _SM12X, n_align=128),
+    _Block(backend=_TRTLLM, family="linear", devices=_SM100, n_align=128),
+    # mm_fp4
+    _Nvfp4(backend=_CUTLASS, family="linear", devices=_SM100 | _SM12X, n_align=32),
+    _Nvfp4(backend=_TRTLLM, family="linear", devices=_SM100, n_align=128),
+    # trtllm_fp8_block_scale_moe, trtllm_fp4_block_scale_moe, trtllm_fp8_per_tensor_scale_moe
+    _Block(backend=_TRTLLM, family="moe", devices=_SM100),
+    _Nvfp4(backend=_TRTLLM, family="moe", devices=_SM100),
+    _Tensor(backend=_TRTLLM, family="moe", devices=_SM100),
+    # cutlass_fused_moe: block scales on Hopper only
+    _Block(backend=_CUTLASS, family="moe", devices=_SM90),
+    _Nvfp4(backend=_CUTLASS, family="moe", devices=_SM100 | _SM12X),
+    _Tensor(backend=_CUTLASS, family="moe", devices=_SM90 | _SM100),
+    _Spec(
+        backend="flashinfer",
+        family="attention",
+        devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_12x"}),
+        formats=frozenset({"bf16", "fp16", "fp8"}),
+        check=_head_size,
+    ),
+)

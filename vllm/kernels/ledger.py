@@ -1,0 +1,51 @@
+"""The re-quantisation ledger: what loading did to weights or scales beyond what is stored."""
+
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One transform of one layer.
+
+    transform: such as `fp8-block float32 -> ue8m0`. relative_error: Frobenius norm of the change
+    over that of the stored weight; max_error: greatest change of an element. is_exact: no value
+    changed.
+    """
+
+    layer: str
+    transform: str
+    relative_error: float
+    max_error: float
+    is_exact: bool
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Every transform of a model, in the order of loading."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def record(
+        self, layer: str, transform: str, relative_error: float, max_error: float, is_exact: bool
+    ) -> None:
+        """Adds what `Entry` describes."""
+        self.entries.append(Entry(layer, transform, relative_error, max_error, is_exact))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"summary": self.summary(), "entries": [asdict(entry) for entry in self.entries]}
+
+    def summary(self) -> str:
+        """One line: how many layers lost what, and how many transforms were exact."""
+        lossy = [entry for entry in self.entries if not entry.is_exact]
+        num_exact = len(self.entries) - len(lossy)
+        exact = f"{num_exact} transform{'s' * (num_exact != 1)} exact"
+        if not lossy:
+            return f"no lossy transform, {exact}" if num_exact else "no lossy transform"
+        worst = max(lossy, key=lambda entry: entry.relative_error)
+        middle = median(entry.relative_error for entry in lossy)
+        return (
+            f"re-quantised {len(lossy)} layer{'s' * (len(lossy) != 1)} with loss: relative error "
+            f"median {middle:.2%}, worst {worst.relative_error:.2%} ({worst.layer}); {exact}"
+        )

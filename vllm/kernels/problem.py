@@ -1,0 +1,181 @@
+"""Problems: what a layer asks a kernel to compute, complete and printable."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a weight is stored: element type, and the granularity of its scales.
+
+    `str()` is the short name used everywhere: `bf16`, `fp8-tensor`, `fp8-channel`,
+    `fp8-block[128x128]` (rows x columns of a [N, K] weight that share one scale), `nvfp4` (E2M1
+    with an E4M3 scale per 16 and a global one), `int4-group[128]` (a scale per row and group).
+    """
+
+    element: str
+    scale: str = "none"
+    block: tuple[int, int] = (0, 0)
+
+    @property
+    def kind(self) -> str:
+        """The name without sizes: what a kernel declares to support."""
+        return self.element if self.scale == "none" else f"{self.element}-{self.scale}"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.element not in ("fp32", "bf16", "fp16")
+
+    @classmethod
+    def parse(cls, text: str) -> "WeightFormat":
+        if match := re.fullmatch(r"fp8-block\[([1-9]\d{0,5})x([1-9]\d{0,5})\]", text):
+            return cls("fp8", "block", (int(match[1]), int(match[2])))
+        if match := re.fullmatch(r"int4-group\[([1-9]\d{0,5})\]", text):
+            return cls("int4", "group", (1, int(match[1])))
+        if text in ("fp8-tensor", "fp8-channel"):
+            return cls("fp8", text.removeprefix("fp8-"))
+        if text in _PLAIN:
+            return cls(text)
+        if text == "fp8-block":
+            return cls("fp8", "block", (128, 128))
+        raise ConfigError(
+            f"unknown weight format {text!r}: it takes {', '.join(_PLAIN)}, fp8-tensor, "
+            f"fp8-channel, fp8-block[128x128] (fp8-block for short), int4-group[128]"
+        )
+
+    def __str__(self) -> str:
+        if self.scale == "block":
+            return f"{self.kind}[{self.block[0]}x{self.block[1]}]"
+        return f"{self.kind}[{self.block[1]}]" if self.scale == "group" else self.kind
+
+
+_PLAIN = ("fp32", "bf16", "fp16", "nvfp4")
+
+
+class ActScheme(StrEnum):
+    """How a kernel quantises its activations; NONE multiplies them as they are (weight-only)."""
+
+    NONE = "none"
+    STATIC_TENSOR = "static-tensor"
+    DYNAMIC_TENSOR = "dynamic-tensor"
+    DYNAMIC_TOKEN = "dynamic-token"
+    DYNAMIC_GROUP128 = "dynamic-group128"
+    NVFP4_GROUP16 = "nvfp4-group16"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
+
+    act: the activation schemes the checkpoint allows, best liked first. dtype: of x and y.
+    m_range: token counts to expect. parts: rows of the weights merged into this one (QKV,
+    gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
+    columns were cut. requant_error: relative Frobenius error that UE8M0 scales would cause to this
+    weight; None where it is not known, 0 where they are exact.
+    """
+
+    family: ClassVar[str] = "linear"
+
+    n: int
+    k: int
+    weight: WeightFormat
+    act: tuple[ActScheme, ...] = (ActScheme.NONE,)
+    dtype: str = "bf16"
+    bias: bool = False
+    m_range: tuple[int, int] = (1, 8192)
+    parts: tuple[int, ...] = ()
+    cut_n: int = 1
+    cut_k: int = 1
+    requant_error: float | None = None
+
+    @property
+    def format(self) -> str:
+        return self.weight.kind
+
+    def __str__(self) -> str:
+        merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
+        return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class MoEProblem:
+    """A fused mixture of experts, per rank: down(silu(gate x) * up x) for each token and each of
+    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate].
+
+    num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
+    expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
+    or `batched` (a padded block per expert, as low-latency all-to-all delivers them).
+    """
+
+    family: ClassVar[str] = "moe"
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weight: WeightFormat
+    act: tuple[ActScheme, ...] = (ActScheme.NONE,)
+    dtype: str = "bf16"
+    layout: str = "standard"
+    cut: int = 1
+    cut_experts: int = 1
+    requant_error: float | None = None
+
+    @property
+    def format(self) -> str:
+        return self.weight.kind
+
+    def __str__(self) -> str:
+        sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
+        batched = " batched" if self.layout == "batched" else ""
+        return f"moe {self.weight}:{sizes} {self.dtype}{batched}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """Causal attention over a paged KV cache; `format` is the element type of the cache."""
+
+    family: ClassVar[str] = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    format: str
+    dtype: str = "bf16"
+    sliding_window: int = 0
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    def __str__(self) -> str:
+        window = f" window={self.sliding_window}" if self.sliding_window else ""
+        return (
+            f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim} "
+            f"{self.dtype}, {self.format} cache{window}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuantProblem:
+    """Writing K and V of new tokens to a paged cache of element type `format`."""
+
+    family: ClassVar[str] = "kv_quant"
+
+    num_kv_heads: int
+    head_dim: int
+    format: str
+    dtype: str = "bf16"
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    def __str__(self) -> str:
+        return (
+            f"kv_quant {self.num_kv_heads} heads of {self.head_dim} {self.dtype} -> {self.format}"
+        )
+
+
+Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem
+FAMILIES = ("linear", "moe", "attention", "kv_quant")

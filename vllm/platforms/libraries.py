@@ -1,0 +1,169 @@
+"""The GPU libraries a machine may have: absent, broken (with its own error), or which version.
+
+Two levels. `installed_libs` reads package metadata and imports nothing: for explaining choices on
+any machine. `working_libs` imports each library and tries what is known to break, because a library
+can install, import, and fail at its first call.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from vllm import _native
+from vllm.kernels.spec import NATIVE, Lib, Libs
+
+# Module, which is also our name for the library -> distributions that install it.
+DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "deep_gemm": ("sgl-deep-gemm", "deep-gemm"),
+    "flashinfer": ("flashinfer-python",),
+    "fla": ("flash-linear-attention", "fla-core"),
+    "humming": ("humming-kernels",),
+}
+
+
+def installed_libs() -> Libs:
+    """What package metadata says is here. Imports nothing; a broken library looks installed."""
+    found = (_installed(module, names) for module, names in DISTRIBUTIONS.items())
+    return Libs.of([lib for lib in found if lib is not None])
+
+
+def working_libs() -> Libs:
+    """What works here, found by importing and trying it. Starts CUDA where there is a GPU."""
+    found = (library_state(module) for module in DISTRIBUTIONS)
+    return Libs.of([lib for lib in found if lib is not None])
+
+
+def native_lib() -> Lib | None:
+    """Our own native library as its manifest describes it, without loading it: loading takes torch.
+
+    It carries `kernel/architecture` for what was compiled for GPUs.
+    """
+    if not (_native.LIBRARY_DIR / _native.LIBRARY_NAME).exists():
+        return None
+    try:
+        manifest = _native.manifest()
+    except _native.NativeLibraryError as error:
+        return Lib(NATIVE, broken=str(error))
+    archs = (
+        f"{kernel}/{arch}"
+        for kernel, built in manifest["kernels"].items()
+        for arch in built
+        if arch[:1].isdecimal()  # the others are instruction sets of CPUs
+    )
+    return Lib(NATIVE, manifest["version"], tuple(archs))
+
+
+def is_usable(module: str) -> bool:
+    """Whether the library imports and passes its trial."""
+    lib = library_state(module)
+    return lib is not None and not lib.broken
+
+
+@cache
+def library_state(module: str, distributions: tuple[str, ...] | None = None) -> Lib | None:
+    """The library that imports as `module`: None where it is absent, else its version and the
+    architectures it carries, or the error that makes it unusable.
+
+    distributions: names it may be installed under; None for those in DISTRIBUTIONS. Asked once per
+    process: importing a broken library a second time can do worse than fail.
+    """
+    found = _installed(module, DISTRIBUTIONS[module] if distributions is None else distributions)
+    if found is None:
+        return None
+    try:
+        imported = import_module(module)
+        if module in _TRIALS:
+            _TRIALS[module](imported, found.archs)
+    except Exception as error:  # whatever a foreign library raises makes it unusable
+        version = f"version {found.version}, " if found.version else ""
+        return Lib(module, broken=f"{version}{_one_line(error)}")
+    version = found.version or _public_version(str(getattr(imported, "__version__", "")))
+    return Lib(module, version, found.archs)
+
+
+def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
+    folder = _package_folder(module)
+    version = next(filter(None, map(_distribution_version, distributions)), "")
+    if folder is None and not version:
+        return None
+    archs = _ARCHS[module](folder) if folder is not None and module in _ARCHS else ()
+    return Lib(module, version, archs)
+
+
+def _package_folder(module: str) -> Path | None:
+    """Where `import module` would find it. A bare folder of that name is no package."""
+    try:
+        spec = find_spec(module)
+    except ValueError:  # imported already, by something that left no spec
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return _public_version(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _public_version(version: str) -> str:
+    """`2.11.0+cu130` -> `2.11.0`: in a Lib's text, `+` begins an architecture."""
+    return version.partition("+")[0]
+
+
+def _one_line(error: BaseException) -> str:
+    """The error and what caused it: a library that does not load often says why only there."""
+    text = " ".join(str(error).split())[:300]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{line} <- {_one_line(error.__cause__)}" if error.__cause__ is not None else line
+
+
+# ---------------------------------------------------------------- DeepGEMM
+
+
+def _deep_gemm_archs(folder: Path) -> tuple[str, ...]:
+    """Architectures whose FP8 GEMM the package carries.
+
+    Its own kernels alone count: the CUTLASS headers beside them name sm120 in every version.
+    """
+    names = (path.name for path in folder.glob("include/deep_gemm/impls/*.cuh"))
+    matches = (re.match(r"sm(\d+)_fp8.*gemm", name) for name in names)
+    return tuple(f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
+
+
+def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
+    """Lays scales out on the GPU and compares with our own layout; raises what goes wrong.
+
+    Builds against another torch import and then fail right here ("dim == 2 or dim == 3"), and so
+    does a machine without nvcc, which the library compiles its kernels with.
+    """
+    import torch
+
+    from vllm.kernels.spec import Device
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.deep_gemm import transform_sf_into_required_layout
+
+    if not torch.cuda.is_available():
+        return
+    device = Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
+    has_kernels = device.arch == "sm_90" or device.family == "sm_10x"
+    if not has_kernels and not (device.family == "sm_12x" and "sm120" in archs):
+        return
+    num_rows, num_groups = 6, 8
+    exponents = 100 + torch.arange(num_rows * num_groups, dtype=torch.int32, device="cuda")
+    scales = (exponents << 23).view(torch.float32).view(num_rows, num_groups)  # powers of two
+    sizes = (num_rows, num_groups * 128, (1, 128, 128))
+    theirs = deep_gemm.transform_sf_into_required_layout(scales, *sizes, None, True)
+    ours = transform_sf_into_required_layout(scales, *sizes, None, True, arch=device)
+    if theirs.stride() != ours.stride() or not torch.equal(theirs, ours):
+        raise RuntimeError(f"its layout of scales on {device} is not the documented one")
+
+
+_ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {"deep_gemm": _deep_gemm_archs}
+_TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {"deep_gemm": _try_deep_gemm}
