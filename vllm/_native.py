@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,7 +66,8 @@ def manifest() -> dict[str, Any]:
     """What the library was built with.
 
     `kernels` maps each kernel to the instruction sets or GPU architectures it was compiled for;
-    `version`, `compiler`, `cuda` (None without nvcc) and `processor` are strings.
+    `version`, `compiler`, `cuda` (None without nvcc) and `processor` are strings; `skipped` lists
+    what was asked for and not built, as {kernel, arch, reason} with kernel `*` for every one.
 
     Raises NativeLibraryError if the file is missing or not what the build writes.
     """
@@ -77,6 +79,19 @@ def manifest() -> dict[str, Any]:
     if not isinstance(content, dict) or not {"version", "compiler", "kernels"} <= content.keys():
         raise NativeLibraryError(f"{path} lacks version, compiler or kernels: {_BUILD_HINT}")
     return content
+
+
+def gpu_archs() -> dict[str, tuple[str, ...]]:
+    """What each GPU kernel was built for: `90a` is machine code, `compute_90` is PTX.
+
+    Empty for a library without GPU kernels. Raises NativeLibraryError as `manifest` does.
+    """
+    is_arch = re.compile(r"(compute_)?\d+[af]?").fullmatch
+    return {
+        kernel: tuple(built_for)
+        for kernel, built_for in manifest()["kernels"].items()
+        if all(map(is_arch, built_for))
+    }
 
 
 @functools.cache

@@ -96,6 +96,12 @@ VARIABLES: dict[str, Variable] = {
         "one of " + ", ".join(_ISAS),
         "Instruction set of the native CPU kernels; unset: the best the chip has.",
     ),
+    "VLLM_TARGET_DEVICE": Variable(
+        _choice("auto", "cpu", "cuda"),
+        lambda: None,
+        "auto, cpu or cuda",
+        "What `pip install` builds native kernels for; read by the build alone.",
+    ),
     "VLLM_LINEAR_BACKEND": Variable(
         _text, lambda: None, "a backend name", "Same as --linear-backend, which wins over it."
     ),

@@ -31,8 +31,17 @@ def test_a_built_library_is_present_and_names_its_instruction_set():
 def test_the_manifest_lists_what_every_kernel_was_built_for():
     kernels = _native.manifest()["kernels"]
     assert {"cpu_linear", "cpu_attention", "cpu_layers", "cpu_cache_write"} <= kernels.keys()
-    for built_for in kernels.values():
-        assert built_for and set(built_for) <= set(ISAS)
+    gpu_archs = _native.gpu_archs()
+    for name, built_for in kernels.items():
+        assert built_for
+        assert name in gpu_archs or set(built_for) <= set(ISAS)
+
+
+def test_gpu_kernels_are_listed_with_the_suffix_they_were_built_with(empty_dir):
+    kernels = {"cpu_linear": ["avx2", "portable"], "fp8_quant": ["90a", "121a", "compute_120"]}
+    content = {"version": "1", "compiler": "c", "cuda": "13.0", "kernels": kernels}
+    (empty_dir / _native.MANIFEST_NAME).write_text(json.dumps(content))
+    assert _native.gpu_archs() == {"fp8_quant": ("90a", "121a", "compute_120")}
 
 
 def test_the_library_is_loaded_once():

@@ -22,7 +22,7 @@ STDLIB_ONLY = (
     "vllm/platforms/libraries.py",
     "vllm/utils/deep_gemm.py",
 )
-TAKES_TORCH = ("vllm/kernels/tensors.py",)
+TAKES_TORCH = ("vllm/kernels/tensors.py", "vllm/kernels/triton/")
 TORCH_FREE = (
     *STDLIB_ONLY,
     "vllm/engine/block_pool.py",
@@ -69,8 +69,11 @@ def check(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_listed(name: str, entries: tuple[str, ...]) -> bool:
-    folders = tuple(entry for entry in entries if entry.endswith("/"))
-    return name not in TAKES_TORCH and (name in entries or name.startswith(folders))
+    return _is_in(name, entries) and not _is_in(name, TAKES_TORCH)
+
+
+def _is_in(name: str, entries: tuple[str, ...]) -> bool:
+    return name.startswith(tuple(e for e in entries if e.endswith("/"))) or name in entries
 
 
 def check_sizes(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -138,7 +138,8 @@ def ask(
     known = LIBS[libs] if isinstance(libs, str) else libs
     policy = policy_of(wishes, model, device)
     specs = registry.specs(problem.family)
-    return select(problem, parse_device(device), known, policy, specs, layer, measured)
+    measurements = () if measured is None else (measured,)
+    return select(problem, parse_device(device), known, policy, specs, layer, measurements)
 
 
 def whys(decision: Decision, backend: str) -> list[str]:

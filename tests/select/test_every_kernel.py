@@ -23,8 +23,10 @@ from vllm.kernels.spec import KernelSpec, Libs, Origin, Override, Policy
 
 ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 
-# Kernels that something always stands before in the default order: they are for people who ask.
+# Kernels that something always stands before in the default order: they are for people who ask,
+# and for splits that were measured.
 ONLY_BY_WISH = {
+    ("linear", "skinny", "fp8-block"),
     ("linear", "flashinfer-trtllm", "fp8-block"),
     ("linear", "flashinfer-trtllm", "nvfp4"),
     ("linear", "emulation", "fp8-block"),
@@ -42,6 +44,7 @@ def questions():
     weights = [*FORMATS, "fp8-block[64x64]"]
     layers = [linear(weight) for weight in weights]
     layers += [linear(weight, n=4080) for weight in FORMATS]
+    layers += [linear("fp8-block", m_range=(1, 16))]
     layers += [
         moe(weight, layout=layout) for weight in FORMATS for layout in ("standard", "batched")
     ]

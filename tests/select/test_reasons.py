@@ -113,9 +113,11 @@ def test_our_own_kernel_needs_code_for_the_chip_in_this_build():
 
 
 def test_a_backend_whose_code_is_not_in_this_build_has_a_library_reason():
-    libs = Libs(LIBS["all"].libs | {Lib(BUILD, archs=("linear/cutlass", "linear/triton"))})
+    code = Lib(BUILD, archs=("linear/cutlass/fp8-block", "linear/triton/fp8-block"))
+    libs = Libs(LIBS["all"].libs | {code})
     decision = ask(linear(), "90", libs)
     assert decision.chosen == "cutlass" and whys(decision, "deep_gemm") == ["library"]
+    assert "library" in whys(ask(linear("fp8-tensor"), "90", libs), "cutlass")
 
 
 def test_shapes_deep_gemm_lacks_are_shape_reasons_and_other_types_dtype_reasons():

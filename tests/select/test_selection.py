@@ -22,9 +22,9 @@ def test_equal_questions_share_one_decision():
 
 def test_layers_that_a_pattern_tells_apart_do_not():
     some = selection("--kernel *.down_proj=triton")
-    assert some.choose(UP, linear()).chosen == "deep_gemm"
-    assert some.choose(DOWN, linear()).chosen == "triton"
-    assert some.choose(UP, linear()).chosen == "deep_gemm"
+    assert some.choose(UP, linear(k=2048)).chosen == "deep_gemm"
+    assert some.choose(DOWN, linear(k=2048)).chosen == "triton"
+    assert some.choose(UP, linear(k=2048)).chosen == "deep_gemm"
 
 
 def test_a_layer_that_nothing_serves_is_an_error_with_its_name_and_every_candidate():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.platforms.installed import installed_device
 from vllm.utils.hub import resolve_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,6 +51,7 @@ class ModelConfig:
     load_format: str = "auto"
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
     seed: int = 0
     generation: dict[str, Any] = field(default_factory=dict)
 
@@ -98,6 +100,7 @@ class ModelConfig:
         load_format: str = "auto",
         trust_remote_code: bool = False,
         skip_tokenizer_init: bool = False,
+        enforce_eager: bool = False,
         hf_overrides: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> "ModelConfig":
@@ -114,13 +117,14 @@ class ModelConfig:
             served_model_name=tuple(names or [model]),
             hf_config=hf_config,
             hf_text_config=text_config,
-            dtype=_resolve_dtype(dtype),
+            dtype=_resolve_dtype(dtype, text_config),
             max_model_len=_resolve_max_model_len(max_model_len, text_config),
             is_max_model_len_given=max_model_len is not None,
             quantization=quantization,
             load_format=load_format,
             trust_remote_code=trust_remote_code,
             skip_tokenizer_init=skip_tokenizer_init,
+            enforce_eager=enforce_eager,
             seed=seed,
             generation=_read_json(path / "generation_config.json", required=False),
         )
@@ -194,15 +198,20 @@ def _check_sizes(path: Path, config: Any) -> None:
         )
 
 
-def _resolve_dtype(dtype: str) -> str:
+def _resolve_dtype(dtype: str, config: Any) -> str:
     name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
     if name not in DTYPES:
         raise ConfigError(
             f"--dtype {dtype!r} is unknown: it takes {', '.join(DTYPES)}"
             f"{did_you_mean(name, DTYPES)}"
         )
+    if name != "auto":
+        return name
     # float32 arithmetic is what CPUs are fast at; stored weights stay as small as they are.
-    return "float32" if name == "auto" else name
+    if installed_device().kind == "cpu":
+        return "float32"
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "float16" if stored == "float16" else "bfloat16"
 
 
 def _resolve_max_model_len(asked: int | None, config: Any) -> int:

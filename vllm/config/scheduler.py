@@ -4,13 +4,17 @@ from dataclasses import dataclass
 
 from vllm.errors import ConfigError
 
+# Tokens of one step where nobody asks for another number: enough to fill the device.
+CPU_BATCHED_TOKENS = 2048
+GPU_BATCHED_TOKENS = 8192
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks."""
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = CPU_BATCHED_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

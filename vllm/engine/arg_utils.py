@@ -19,7 +19,9 @@ from vllm.config import (
 from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
+from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS
 from vllm.errors import ConfigError, did_you_mean
+from vllm.platforms.installed import installed_device
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -51,7 +53,10 @@ class EngineArgs:
     )
     skip_tokenizer_init: bool = _arg(False, "Do without a tokenizer: token ids in, token ids out.")
     trust_remote_code: bool = _arg(False, "Run Python code that comes with the model's config.")
-    dtype: str = _arg("auto", "Type of activations; auto: float32 on the CPU.", choices=DTYPES)
+    dtype: str = _arg(
+        "auto", "Type of activations; auto: float32 on the CPU, bfloat16 or float16 on a GPU.",
+        choices=DTYPES,
+    )  # fmt: skip
     quantization: str | None = _arg(
         None, "Quantise a bf16 checkpoint at load (fp8); default: as the checkpoint says."
     )
@@ -145,10 +150,14 @@ class EngineArgs:
             load_format=self.load_format,
             trust_remote_code=self.trust_remote_code,
             skip_tokenizer_init=self.skip_tokenizer_init,
+            enforce_eager=self.enforce_eager,
             hf_overrides=self.hf_overrides,
             seed=self.seed,
         )
-        default_tokens = max(SchedulerConfig.max_num_batched_tokens, self.max_num_seqs)
+        is_cpu = installed_device().kind == "cpu"
+        default_tokens = max(
+            CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS, self.max_num_seqs
+        )
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(

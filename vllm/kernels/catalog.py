@@ -7,7 +7,7 @@ from typing import Any
 from vllm.kernels import registry
 from vllm.kernels.question import arch_key, runs_on
 from vllm.kernels.render import columns
-from vllm.kernels.spec import NATIVE, Device, KernelSpec
+from vllm.kernels.spec import NATIVE, Device, KernelSpec, Lib
 
 DECLARED_ONLY = "declared only"
 
@@ -35,9 +35,8 @@ class Entry:
 
 def entries(family: str, device: Device | None = None) -> list[Entry]:
     """The kernels of a family in order of preference; only those that run on `device` if given."""
-    built = registry.built().archs
     return [
-        _entry(spec, f"{family}/{spec.backend}" in built)
+        _entry(spec, registry.has_code(spec))
         for spec in registry.specs(family)
         if device is None or runs_on(spec, device)
     ]
@@ -112,6 +111,24 @@ def text(found: Iterable[Entry], width: int) -> str:
             lines += columns(["" if backend == previous else backend, *rest], widths, width)
             previous = backend
     return "\n".join(lines[1:])
+
+
+def native_text(library: Lib | None, width: int) -> str:
+    """Our native GPU kernels with the architectures they were built for, from the manifest."""
+    if library is None:
+        return "native library: not built (make build, make build-cuda)"
+    if library.broken:
+        return f"native library: broken: {library.broken}"
+    archs_of: dict[str, list[str]] = {}
+    for kernel, _, arch in (name.partition("/") for name in library.archs):
+        archs_of.setdefault(kernel, []).append(arch)
+    if not archs_of:
+        return f"native library {library.version}: kernels for CPUs only (make build-cuda for GPUs)"
+    widths = [max(map(len, archs_of))]
+    lines = [f"native library {library.version}, GPU kernels and what they were built for"]
+    for kernel, archs in archs_of.items():
+        lines += columns([kernel, " ".join(archs)], widths, width)
+    return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "linear": (
         "deep_gemm",
         "cutlass",
+        "skinny",
         "flashinfer-deepgemm",
         "flashinfer-cutlass",
         "flashinfer-trtllm",
@@ -62,13 +63,23 @@ def backend_names(family: str) -> list[str]:
     return list(ORDER[family])
 
 
+def has_code(spec: KernelSpec) -> bool:
+    """Whether this build can run the kernel: its backend has a maker for the family, and for one of
+    its formats where the maker takes only some (the module's MAKES, by family)."""
+    module = backend(spec.backend)
+    made = getattr(module, "MAKES", {}).get(spec.family, spec.formats)
+    return hasattr(module, spec.family) and not spec.formats.isdisjoint(made)
+
+
+@cache
 def built() -> Lib:
-    """The backends whose code is in this build, as the library `build`."""
+    """The kernels whose code is in this build, as the library `build`."""
     names = (
-        f"{family}/{name}"
+        f"{family}/{spec.backend}/{weight_format}"
         for family in FAMILIES
-        for name in ORDER[family]
-        if hasattr(backend(name), family)
+        for spec in specs(family)
+        if has_code(spec)
+        for weight_format in sorted(spec.formats)
     )
     return Lib(BUILD, archs=tuple(names))
 

@@ -189,7 +189,8 @@ def libs_text(libs: Libs) -> str:
 def _lib_text(lib: Lib) -> str:
     if lib.broken:
         return f"{lib.name} (broken: {lib.broken})"
-    archs = f" ({' '.join(lib.archs)})" if lib.archs else ""
+    carried = dict.fromkeys(arch.rpartition("/")[2] for arch in lib.archs)
+    archs = f" ({' '.join(carried)})" if carried else ""
     return f"{lib.name} {lib.version}".rstrip() + archs
 
 

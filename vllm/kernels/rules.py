@@ -3,7 +3,7 @@
 A measured entry names the committed result that says so. Nothing here is a preference.
 """
 
-from vllm.kernels.problem import Problem
+from vllm.kernels.problem import LinearProblem, Problem
 from vllm.kernels.spec import Device, Measured
 
 # Text models that lose 4 to 12 points of GSM8K when their FP8 weights are re-quantised to the
@@ -12,8 +12,14 @@ from vllm.kernels.spec import Device, Measured
 DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 _E8M0_FAMILY = "sm_10x"
 
-# (device, problem) -> what measured fastest. Filled from results under benchmarks/results/.
-MEASURED: dict[tuple[str, Problem], Measured] = {}
+# FP8 block GEMMs on the H100 for which the skinny kernel won at up to 16 tokens, by (N, K).
+_SKINNY_EVIDENCE = "benchmarks/results/h100/fp8_block_gemm.json"
+_SKINNY_SIZES = frozenset(
+    {(4096, 4096), (6144, 4096), (7168, 4096), (24576, 4096), (4096, 12288), (7168, 16384)}
+)
+_SKINNY_SPLITS = tuple(
+    Measured(((8, "skinny"), (None, other)), _SKINNY_EVIDENCE) for other in ("deep_gemm", "cutlass")
+)
 
 
 def deep_gemm_is_excluded(model_type: str, device: Device) -> bool:
@@ -25,6 +31,9 @@ def deep_gemm_is_excluded(model_type: str, device: Device) -> bool:
     return listed and device.family == _E8M0_FAMILY
 
 
-def measured(device: Device, problem: Problem) -> Measured | None:
-    """What measured fastest for `problem` on this chip, if anyone measured it."""
-    return MEASURED.get((device.arch, problem))
+def measured(device: Device, problem: Problem) -> tuple[Measured, ...]:
+    """What measured fastest for `problem` on this chip, best first; () where nobody measured."""
+    if device.arch != "sm_90" or not isinstance(problem, LinearProblem):
+        return ()
+    is_measured = problem.format == "fp8-block" and (problem.n, problem.k) in _SKINNY_SIZES
+    return _SKINNY_SPLITS if is_measured else ()

@@ -1,6 +1,6 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,13 +36,13 @@ def select(
     policy: Policy,
     specs: Sequence[KernelSpec],
     layer: str = "",
-    measured: Measured | None = None,
+    measured: Sequence[Measured] = (),
 ) -> Decision:
     """Chooses the first candidate that nothing speaks against; keeps all with all reasons.
 
-    Order: what was measured fastest, then the order of `specs`. A forced backend is chosen, or
-    the decision has `chosen=None`, unless the policy lets it fall back: to the next strongest
-    wish, if there is one. ConfigError where two wishes of one rank disagree about `layer`.
+    Order: what was measured fastest (best first), then the order of `specs`. A forced backend is
+    chosen, or the decision has `chosen=None`, unless the policy lets it fall back: to the next
+    strongest wish, if there is one. ConfigError where two wishes of one rank disagree.
     """
     by_backend: dict[str, list[KernelSpec]] = {}
     for spec in specs:
@@ -52,13 +52,13 @@ def select(
     fits = (_fit_of(problem, False), _fit_of(problem, True))
     case = _Case(problem, problem.format, fits, device, libs, policy, forced)
     candidates = [_candidate(own, case) for own in by_backend.values()]
-    if measured is not None and not all(name in by_backend for _, name in measured.parts):
-        measured = None  # measured with a backend that is not among the specs any more
-    if measured is not None:
-        candidates = _put_measured_first(measured, candidates)
+    # What was measured with a backend that is not among the specs any more says nothing.
+    known = [m for m in measured if all(name in by_backend for _, name in m.parts)]
+    if known:
+        candidates = _put_measured_first(known, candidates, by_backend, case)
     if forced is None:
         chosen = _first_free(candidates)
-        origin = _origin_of(chosen, candidates, policy, problem, measured)
+        origin = _origin_of(chosen, candidates, policy, problem, known)
         return Decision(problem, device, chosen, origin, tuple(candidates))
     if _must_obey(forced, policy, candidates):
         return _obeyed(problem, device, forced, candidates)
@@ -146,7 +146,8 @@ def _machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> tuple[Reas
     if device.family not in spec.devices and device.arch not in spec.devices:
         reasons.append(Reason(Why.DEVICE, f"runs on {_names(spec.devices)}, not on {device}"))
     build = libs.get(BUILD)
-    if build is not None and f"{spec.family}/{spec.backend}" not in build.archs:
+    made = {f"{spec.family}/{spec.backend}/{weight_format}" for weight_format in spec.formats}
+    if build is not None and made.isdisjoint(build.archs):
         reasons.append(Reason(Why.LIBRARY, "backend not in this build"))
     for name, minimum in spec.libs:
         reasons += _lib_reasons(name, minimum, libs)
@@ -177,9 +178,10 @@ def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason
     if native is None or native.broken:
         return _lib_reasons(NATIVE, "", libs)
     wanted = [arch for arch in sorted(spec.native_archs) if serves(arch, device)]
-    if any(arch in native.archs or f"{spec.native}/{arch}" in native.archs for arch in wanted):
+    carried = {f"{kernel}/{arch}" for kernel in spec.native for arch in wanted}
+    if not carried.isdisjoint(native.archs) or not set(wanted).isdisjoint(native.archs):
         return []
-    text = f"this build has no {' or '.join(wanted)} code of {spec.native}"
+    text = f"this build has no {' or '.join(wanted)} code of {' or '.join(spec.native)}"
     return [Reason(Why.LIBRARY, text if wanted else f"has no code for {device}")]
 
 
@@ -198,6 +200,9 @@ def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -
     reasons = []
     if problem.bias and not spec.takes_bias:
         reasons.append(Reason(Why.SHAPE, "takes no bias"))
+    if spec.max_tokens is not None and problem.m_range[1] > spec.max_tokens:
+        text = f"serves up to {spec.max_tokens} tokens, not {problem.m_range[1]}"
+        reasons.append(Reason(Why.SHAPE, text))
     takes_groups = problem.weight.scale == "group" and problem.format in spec.formats
     if takes_groups and problem.k % problem.weight.block[1]:
         text = f"K = {problem.k} is not whole groups of {problem.weight.block[1]}"
@@ -352,24 +357,40 @@ def _obeyed(
 # ---------------------------------------------------------------- the decision
 
 
-def _put_measured_first(measured: Measured, candidates: list[Candidate]) -> list[Candidate]:
-    """The measured winner, or the split of several, ahead of the default order."""
-    by_name = {candidate.backend: candidate for candidate in candidates}
-    known = [by_name[backend] for _, backend in measured.parts]
-    if len(known) == 1:
-        rest = [candidate for candidate in candidates if candidate is not known[0]]
-        return [known[0], *rest]
-    name = "|".join(
-        f"{backend}<={limit}" if limit is not None else backend for limit, backend in measured.parts
-    )
+def _put_measured_first(
+    measured: Sequence[Measured],
+    candidates: list[Candidate],
+    by_backend: Mapping[str, Sequence[KernelSpec]],
+    case: _Case,
+) -> list[Candidate]:
+    """The measured winners, alone or as splits of several, ahead of the default order."""
+    first = []
+    for one in measured:
+        if len(one.parts) > 1:
+            first.append(_split(one, by_backend, case))
+        else:
+            first.append(next(c for c in candidates if c.backend == one.parts[0][1]))
+    return [*first, *(c for c in candidates if c not in first)]
+
+
+def _split(
+    measured: Measured, by_backend: Mapping[str, Sequence[KernelSpec]], case: _Case
+) -> Candidate:
+    """One candidate of several kernels, each judged for the numbers of tokens it would serve."""
+    parts, start = [], 1
+    for limit, backend in measured.parts:
+        problem = case.problem
+        if isinstance(problem, LinearProblem) and limit is not None:
+            problem = replace(problem, m_range=(start, limit))
+            start = limit + 1
+        parts.append(_candidate(by_backend[backend], case._replace(problem=problem)))
     reasons = tuple(
         Reason(reason.why, f"{part.backend}: {reason.text}")
-        for part in dict.fromkeys(known)
+        for part in dict.fromkeys(parts)
         for reason in part.reasons
     )
-    scales = next((part.scales for part in known if part.is_lossy), known[-1].scales)
-    split = Candidate(name, known[-1].act, reasons, scales, known[-1].fit, measured.parts)
-    return [split, *candidates]
+    scales = next((part.scales for part in parts if part.is_lossy), parts[-1].scales)
+    return Candidate(measured.name, parts[-1].act, reasons, scales, parts[-1].fit, measured.parts)
 
 
 def _first_free(candidates: Sequence[Candidate]) -> str | None:
@@ -381,7 +402,7 @@ def _origin_of(
     candidates: Sequence[Candidate],
     policy: Policy,
     problem: Problem,
-    measured: Measured | None,
+    measured: Sequence[Measured],
 ) -> Origin:
     """Who made the choice what it is.
 
@@ -401,10 +422,8 @@ def _origin_of(
             ]
     if deciders:
         return min(deciders, key=lambda origin: origin.rank)
-    first = candidates[0] if candidates else None
-    if measured is not None and first is not None and first.backend == chosen:
-        return Origin(RANK_MEASURED, f"measured: {measured.evidence}")
-    return DEFAULT_ORDER
+    evidence = next((one.evidence for one in measured if one.name == chosen), None)
+    return DEFAULT_ORDER if evidence is None else Origin(RANK_MEASURED, f"measured: {evidence}")
 
 
 def version_key(version: str) -> tuple[int, ...]:

@@ -113,7 +113,8 @@ class Lib:
 
 
 # What this build itself holds, as libraries: the native library with what it was compiled for
-# (`kernel/90a`, or `90a` for every kernel), and the backends whose code is here (`family/backend`).
+# (`kernel/90a`, or `90a` for every kernel), and the kernels whose code is here, as
+# `family/backend/format`.
 NATIVE = "native"
 BUILD = "build"
 
@@ -170,7 +171,8 @@ class KernelSpec:
     must carry one that serves the chip. carries:
     (device family, library, architecture): on that family the library must list that architecture.
     blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of block scales
-    by device family. layouts: activation layouts of a MoE kernel. check: for what data cannot say.
+    by device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a
+    call, None for any number. check: for what data cannot say.
     """
 
     backend: str
@@ -180,13 +182,14 @@ class KernelSpec:
     dtypes: frozenset[str]
     act: frozenset[ActScheme] = frozenset({ActScheme.NONE})
     libs: tuple[tuple[str, str], ...] = ()
-    native: str = ""
+    native: tuple[str, ...] = ()
     native_archs: frozenset[str] = frozenset()
     carries: tuple[tuple[str, str, str], ...] = ()
     blocks: frozenset[tuple[int, int]] = frozenset()
     scales: tuple[tuple[str, Scales], ...] = ()
     n_align: int = 1
     k_align: int = 1
+    max_tokens: int | None = None
     layouts: frozenset[str] = frozenset({"standard"})
     takes_bias: bool = True
     is_emulation: bool = False
@@ -267,6 +270,13 @@ class Measured:
     parts: tuple[tuple[int | None, str], ...]
     evidence: str
     microseconds: tuple[tuple[str, int, float], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`skinny<=16|deep_gemm`."""
+        return "|".join(
+            backend if limit is None else f"{backend}<={limit}" for limit, backend in self.parts
+        )
 
 
 # ---------------------------------------------------------------- what was decided

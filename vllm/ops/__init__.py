@@ -18,12 +18,17 @@ from types import ModuleType
 from vllm import _native
 
 
-def usable_ops() -> ModuleType:
-    """`cpu_ops` where the native library works, else `torch_ops`."""
+def usable_ops(device_kind: str) -> ModuleType:
+    """`cpu_ops` or `cuda_ops` where the native library works and has them, else `torch_ops`."""
     if _native.status().state == "present":
-        from vllm.ops import cpu_ops
+        if device_kind == "cpu":
+            from vllm.ops import cpu_ops
 
-        return cpu_ops
+            return cpu_ops
+        if "cuda_layers" in _native.manifest()["kernels"]:
+            from vllm.ops import cuda_ops
+
+            return cuda_ops
     from vllm.ops import torch_ops
 
     return torch_ops

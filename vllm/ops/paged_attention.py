@@ -31,21 +31,28 @@ class AttentionBatch:
 
     query_start_loc: int32 [R + 1], first token of each request. seq_lens: int32 [R], keys of
     each request, those of this step included. block_tables: int32 [R, max blocks].
-    slot_mapping: int64 [T], block * block_size + offset where each token's K and V go.
+    slot_mapping: int64 [T], block * block_size + offset where each token's K and V go; negative
+    for a token that fills up a captured graph. max_query_len, max_seq_len: bounds that kernels
+    size their grids by, which a captured graph cannot read from the device.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+# Axes of the K and of the V cache, one rule for all backends of a kind of device, so that any of
+# them may write what any other reads. On the CPU the keys of a block lie side by side, for vectors
+# over keys; on a GPU a token's heads do ("NHD").
+_CPU_AXES = (("block", "head", "dim", "token"), ("block", "head", "token", "dim"))
+_GPU_AXES = (("block", "token", "head", "dim"),) * 2
 
 
 class PagedAttention:
-    """Writes K and V of new tokens to the cache, then attends causally over it.
-
-    The cache is K [blocks, kv heads, head_dim, block_size] (keys side by side) and
-    V [blocks, kv heads, block_size, head_dim].
-    """
+    """Writes K and V of new tokens to the cache, then attends causally over it."""
 
     def __init__(self, attend: Attend, write: CacheWriter, problem: AttentionProblem):
         self._attend = attend
@@ -60,17 +67,27 @@ class PagedAttention:
         p = self.problem
         return 2 * p.num_kv_heads * p.head_dim * block_size * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         """Zeros, so that a position never written holds a finite number."""
-        p = self.problem
-        keys = (num_blocks, p.num_kv_heads, p.head_dim, block_size)
-        values = (num_blocks, p.num_kv_heads, block_size, p.head_dim)
-        self.k_cache = _lazy_zeros(keys, self.dtype)
-        self.v_cache = _lazy_zeros(values, self.dtype)
+        sizes = {
+            "block": num_blocks,
+            "token": block_size,
+            "head": self.problem.num_kv_heads,
+            "dim": self.problem.head_dim,
+        }
+        self.k_cache, self.v_cache = (
+            _zeros(tuple(sizes[axis] for axis in axes), self.dtype, device)
+            for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
         self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping)
+        bounds = (
+            {"max_query_len": batch.max_query_len, "max_seq_len": batch.max_seq_len}
+            if self.k_cache.is_cuda
+            else {}
+        )
         return self._attend(
             q,
             self.k_cache,
@@ -80,10 +97,13 @@ class PagedAttention:
             batch.seq_lens,
             self.scale,
             self.problem.sliding_window,
+            **bounds,
         )
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the system provides when they are first used; torch.zeros writes them."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU, zeros whose pages the system provides at first use; torch.zeros writes them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

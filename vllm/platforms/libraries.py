@@ -47,16 +47,12 @@ def native_lib() -> Lib | None:
     if not (_native.LIBRARY_DIR / _native.LIBRARY_NAME).exists():
         return None
     try:
-        manifest = _native.manifest()
+        version = _native.manifest()["version"]
+        built = _native.gpu_archs()
     except _native.NativeLibraryError as error:
         return Lib(NATIVE, broken=str(error))
-    archs = (
-        f"{kernel}/{arch}"
-        for kernel, built in manifest["kernels"].items()
-        for arch in built
-        if arch[:1].isdecimal()  # the others are instruction sets of CPUs
-    )
-    return Lib(NATIVE, manifest["version"], tuple(archs))
+    archs = tuple(f"{kernel}/{arch}" for kernel, own in built.items() for arch in own)
+    return Lib(NATIVE, version, archs)
 
 
 def is_usable(module: str) -> bool:

@@ -9,12 +9,17 @@ from vllm import _native, envs
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
+from vllm.platforms.interface import DeviceCapability
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
 
 
 @cache
 def probe_device() -> Device:
-    """The device that models run on."""
+    """The device that models run on: the first GPU that torch can use, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
     if _native.status().state != "present":
         return Device("cpu")
     try:

@@ -14,6 +14,11 @@ SHORT_NAMES = {
 }
 
 
+def dtype_of(short_name: str) -> torch.dtype:
+    """`bf16` -> torch.bfloat16."""
+    return next(dtype for dtype, name in SHORT_NAMES.items() if name == short_name)
+
+
 def set_random_seed(seed: int) -> None:
     """Seeds Python's and torch's global generators."""
     random.seed(seed)

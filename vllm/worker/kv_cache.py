@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from vllm import envs
@@ -17,15 +18,25 @@ logger = get_logger(__name__)
 
 _GIB = 1 << 30
 _DEFAULT_LIMIT = 4 * _GIB
+_GRAPH_BYTES = 1 * _GIB
 
 
-def allocate_kv_cache(model: nn.Module, config: VllmConfig) -> int:
-    """Gives every attention layer its part of the cache; returns the number of blocks."""
+def allocate_kv_cache(
+    model: nn.Module, config: VllmConfig, device: torch.device, peak_bytes: int = 0
+) -> int:
+    """Gives every attention layer its part of the cache; returns the number of blocks.
+
+    peak_bytes: memory of a GPU that the largest step needs beyond what is allocated now.
+    """
     kernels = [module.kernel for module in model.modules() if isinstance(module, Attention)]
-    num_blocks = config.cache_config.num_blocks or _num_blocks(kernels, config)
     block_size = config.cache_config.block_size
+    num_blocks = config.cache_config.num_blocks
+    if num_blocks is None and device.type == "cpu":
+        num_blocks = _num_blocks_on_cpu(kernels, config)
+    elif num_blocks is None:
+        num_blocks = _num_blocks_on_gpu(kernels, config, peak_bytes)
     for kernel in kernels:
-        kernel.allocate(num_blocks, block_size)
+        kernel.allocate(num_blocks, block_size, device)
     size = num_blocks * sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
     logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
     return num_blocks
@@ -55,7 +66,23 @@ def fit_max_model_len(config: VllmConfig, num_blocks: int) -> VllmConfig:
     return replace(config, model_config=replace(model, max_model_len=num_tokens))
 
 
-def _num_blocks(kernels: list[PagedAttention], config: VllmConfig) -> int:
+def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_bytes: int) -> int:
+    """What gpu_memory_utilization leaves beside weights, the largest step and captured graphs."""
+    block_bytes = sum(kernel.block_bytes(config.cache_config.block_size) for kernel in kernels)
+    free, total = torch.cuda.mem_get_info()
+    share = config.cache_config.gpu_memory_utilization
+    left = int(total * share) - (total - free) - peak_bytes - _GRAPH_BYTES
+    if left < 2 * block_bytes:
+        used, needed = (total - free) / _GIB, (peak_bytes + _GRAPH_BYTES) / _GIB
+        raise ConfigError(
+            f"--gpu-memory-utilization {share}: of {total / _GIB:.1f} GiB, {used:.1f} are in use "
+            f"and {needed:.1f} are needed to compute, which leaves no KV cache; raise it, or lower "
+            f"--max-num-batched-tokens"
+        )
+    return left // block_bytes
+
+
+def _num_blocks_on_cpu(kernels: list[PagedAttention], config: VllmConfig) -> int:
     """As many as all requests can use at their longest, within the memory there is."""
     block_size = config.cache_config.block_size
     block_bytes = sum(kernel.block_bytes(block_size) for kernel in kernels)

@@ -13,13 +13,14 @@ from vllm.config import VllmConfig
 from vllm.engine.request import Request, TokenLogprobs
 from vllm.engine.scheduler import Step
 from vllm.kernels.selection import Selection
-from vllm.model_executor.context import ForwardBatch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import load_model
 from vllm.ops import usable_ops
-from vllm.ops.paged_attention import AttentionBatch
+from vllm.worker.cuda_graph import CudaGraphs
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample
+from vllm.worker.step_inputs import StepInputs
 
 # Rows of logits made at once for prompt logprobs: a prompt times a vocabulary can be gigabytes.
 _PROMPT_LOGITS_ROWS = 64
@@ -42,17 +43,50 @@ class ModelRunner:
     """The model with its KV cache and the batch it works on."""
 
     def __init__(self, config: VllmConfig, selection: Selection):
+        self.device = torch.device(selection.device.kind)
+        self._ops = usable_ops(selection.device.kind)
         with torch.inference_mode():
             self.model = load_model(config, selection)
-            self.num_blocks = allocate_kv_cache(self.model, config)
+            peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
+            self.num_blocks = allocate_kv_cache(self.model, config, self.device, peak_bytes)
         self.config = config = fit_max_model_len(config, self.num_blocks)
+        scheduler = config.scheduler_config
         self.batch = InputBatch(
-            config.scheduler_config.max_num_seqs,
+            scheduler.max_num_seqs,
             config.model_config.max_model_len,
             config.cache_config.block_size,
         )
-        self._ops = usable_ops()
+        self._inputs = StepInputs(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            self.batch.block_table.shape[1],
+            self.batch.block_size,
+            self.device,
+        )
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self._graphs: CudaGraphs | None = None
+        if self.device.type == "cuda" and not config.model_config.enforce_eager:
+            with torch.inference_mode():
+                self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
+
+    def _peak_bytes(self, config: VllmConfig) -> int:
+        """Memory that the largest step allocates on the way, measured on one without a cache."""
+        num_tokens = config.scheduler_config.max_num_batched_tokens
+        num_seqs = config.scheduler_config.max_num_seqs
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.kernel.allocate(1, config.cache_config.block_size, self.device)
+        inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
+        hidden = self.model(inputs.padding(num_tokens))
+        self.model.compute_logits(hidden[:num_seqs])
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _decode_once(self, size: int) -> Tensor:
+        return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
 
     def execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
         """Computes a step. bitmasks: allowed tokens of requests that follow a grammar."""
@@ -76,21 +110,46 @@ class ModelRunner:
 
     def _execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
         self._update_batch(step)
-        rows = np.array([self.batch.row_of[i] for i in step.num_tokens], np.int64)
+        batch = self.batch
+        rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
         counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
-        starts = self.batch.num_computed[rows]
-        hidden = self.model(self._forward_batch(rows, counts, starts))
-        ends = np.cumsum(counts)
-        self.batch.num_computed[rows] = starts + counts
-        prompt_logprobs = self._report_prompts(hidden, rows, ends, counts, starts)
-        complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
+        starts = batch.num_computed[rows]
+        ends = starts + counts
+        complete = np.flatnonzero(ends == batch.num_tokens[rows])
+        size = self._graph_size(rows, counts, complete)
+        if size is not None:
+            assert self._graphs is not None
+            self._inputs.fill_decode(batch, rows, starts, size)
+            logits = self._graphs.replay(size)[: len(rows)]
+            prompt_logprobs = {}
+        else:
+            hidden = self.model(self._inputs.fill(batch, rows, counts, starts))
+            prompt_logprobs = self._report_prompts(hidden, rows, np.cumsum(counts), counts, starts)
+            if len(complete):
+                last = torch.from_numpy(np.cumsum(counts)[complete] - 1).to(self.device)
+                logits = self.model.compute_logits(hidden[last])
+        batch.num_computed[rows] = ends
         if len(complete) == 0:
             return StepResult({}, prompt_logprobs=prompt_logprobs)
-        sampled_rows = rows[complete]
-        logits = self.model.compute_logits(hidden[torch.from_numpy(ends[complete] - 1)])
-        tokens, logprobs = sample(logits, self._sampling_batch(sampled_rows, bitmasks), self._ops)
-        self.batch.append_tokens(sampled_rows, tokens)
-        ids = [self.batch.requests[row].request_id for row in sampled_rows]
+        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
+
+    def _graph_size(self, rows: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> int | None:
+        """The captured graph that serves this step; None for a step that has to run eagerly."""
+        is_decode = len(complete) == len(rows) and counts.max() == 1
+        if self._graphs is None or not is_decode or self._prompt_logprobs:
+            return None
+        return self._graphs.bucket(len(rows))
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        bitmasks: dict[str, Tensor],
+        prompt_logprobs: dict[str, list[TokenLogprobs]],
+    ) -> StepResult:
+        tokens, logprobs = sample(logits, self._sampling_batch(rows, bitmasks), self._ops)
+        self.batch.append_tokens(rows, tokens)
+        ids = [self.batch.requests[row].request_id for row in rows]
         return StepResult(
             dict(zip(ids, tokens.tolist())),
             {ids[index]: entry for index, entry in logprobs.items()},
@@ -108,29 +167,6 @@ class ModelRunner:
                 self._prompt_logprobs[request.request_id] = []
         for request_id, blocks in step.new_blocks.items():
             self.batch.append_blocks(request_id, blocks)
-
-    def _forward_batch(
-        self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray
-    ) -> ForwardBatch:
-        batch, size = self.batch, self.batch.block_size
-        query_start_loc = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_start_loc[1:])
-        token_rows = np.repeat(rows, counts)
-        num_tokens = len(token_rows)
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], counts)
-        slots = batch.block_table[token_rows, positions // size].astype(np.int64) * size
-        seq_lens = starts + counts
-        max_blocks = -(-int(seq_lens.max()) // size)
-        return ForwardBatch(
-            input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            attention=AttentionBatch(
-                query_start_loc=torch.from_numpy(query_start_loc),
-                seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-                block_tables=torch.from_numpy(batch.block_table[rows, :max_blocks]),
-                slot_mapping=torch.from_numpy(slots + positions % size),
-            ),
-        )
 
     def _sampling_batch(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> SamplingBatch:
         batch = self.batch
@@ -206,7 +242,7 @@ class ModelRunner:
     ) -> list[TokenLogprobs]:
         count = request.sampling.prompt_logprobs
         assert count is not None
-        tokens = torch.from_numpy(targets.astype(np.int64))
+        tokens = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         pieces = zip(hidden.split(_PROMPT_LOGITS_ROWS), tokens.split(_PROMPT_LOGITS_ROWS))
         return list(
             chain.from_iterable(

@@ -57,17 +57,18 @@ def sample(
     if batch.bitmask is not None:
         from xgrammar import apply_token_bitmask_inplace
 
-        apply_token_bitmask_inplace(logits, batch.bitmask)
+        apply_token_bitmask_inplace(logits, batch.bitmask.to(logits.device))
     for edit in batch.edits:
         _apply_edits(logits[edit.row], edit)
     settings = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     draws = uniforms(batch.seeds, batch.indices)
-    tokens = ops.sample_tokens(logits, *map(torch.from_numpy, (*settings, draws)))
+    on_device = (torch.from_numpy(values).to(logits.device) for values in (*settings, draws))
+    tokens = ops.sample_tokens(logits, *on_device).to(logits.device)
     if raw is None:
-        return tokens.numpy(), {}
+        return tokens.cpu().numpy(), {}
     counts = [batch.num_logprobs[row] for row in reported]
     entries = gather_logprobs(raw, tokens[reported], counts)
-    return tokens.numpy(), dict(zip(reported, entries))
+    return tokens.cpu().numpy(), dict(zip(reported, entries))
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
@@ -100,13 +101,14 @@ def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 def _apply_edits(row: Tensor, edit: RowEdits) -> None:
     if edit.history is not None and edit.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(edit.history).astype(np.int64))
+        seen = torch.from_numpy(np.unique(edit.history).astype(np.int64)).to(row.device)
         values, penalty = row[seen], edit.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if edit.output is not None and (edit.presence_penalty or edit.frequency_penalty):
         ids, counts = np.unique(edit.output, return_counts=True)
         penalty = edit.presence_penalty + edit.frequency_penalty * counts
-        row[torch.from_numpy(ids.astype(np.int64))] -= torch.from_numpy(penalty).to(row.dtype)
+        penalised = torch.from_numpy(ids.astype(np.int64)).to(row.device)
+        row[penalised] -= torch.from_numpy(penalty).to(row.device, row.dtype)
     for token, bias in (edit.logit_bias or {}).items():
         row[token] += bias
     if edit.banned:

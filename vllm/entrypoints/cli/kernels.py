@@ -88,6 +88,7 @@ def _add_wishes(group: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     from vllm.kernels import catalog
+    from vllm.platforms.libraries import native_lib
 
     families = registry.FAMILIES
     if args.family is not None:
@@ -103,6 +104,7 @@ def run_list(args: argparse.Namespace) -> None:
         print(json.dumps([entry.to_json() for entry in found], indent=1))
     else:
         print(catalog.text(found, _width()) or f"no kernel runs on {device}")
+        print("\n" + catalog.native_text(native_lib(), _width()))
 
 
 def run_docs(args: argparse.Namespace) -> None:

@@ -1,9 +1,15 @@
 """Our own CUTLASS kernels: FP8 and NVFP4 GEMM, dense and grouped."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme
-from vllm.kernels.spec import NATIVE, KernelSpec, Scales
+from vllm.kernels.problem import ActScheme, LinearProblem
+from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.kernels.tensors import LinearKernel, LinearTensors
 
 _SM90, _SM100, _SM120 = {"90a"}, {"100a", "100f", "103a"}, {"120a", "120f", "121a"}
 _Spec = partial(
@@ -18,7 +24,7 @@ _Spec = partial(
 )
 _Block = partial(
     _Spec,
-    native="cutlass_fp8_block_gemm",
+    native=("sm90_fp8_block_gemm", "sm100_fp8_block_gemm", "sm120_fp8_block_gemm"),
     formats=frozenset({"fp8-block"}),
     act=frozenset({ActScheme.DYNAMIC_GROUP128}),
     blocks=frozenset({(128, 128)}),
@@ -26,7 +32,7 @@ _Block = partial(
 )
 _Nvfp4 = partial(
     _Spec,
-    native="cutlass_nvfp4_gemm",
+    native=("sm100_nvfp4_gemm", "sm120_nvfp4_gemm"),
     formats=frozenset({"nvfp4"}),
     act=frozenset({ActScheme.NVFP4_GROUP16}),
     devices=frozenset({"sm_10x", "sm_12x"}),
@@ -39,7 +45,7 @@ SPECS = (
     _Block(family="linear"),
     _Spec(
         family="linear",
-        native="cutlass_fp8_gemm",
+        native=("cutlass_fp8_gemm",),
         formats=frozenset({"fp8-tensor", "fp8-channel"}),
         act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
     ),
@@ -47,3 +53,37 @@ SPECS = (
     _Block(family="moe"),
     _Nvfp4(family="moe"),
 )
+
+
+# Formats that `linear` has code for.
+MAKES = {"linear": frozenset({"fp8-block"})}
+
+
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Takes an FP8 block weight as it is stored; each call quantises x [M, K] and multiplies."""
+    from torch.nn.functional import pad
+
+    from vllm import _native
+    from vllm._custom_ops import ScaleLayout, per_token_group_fp8_quant
+    from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+
+    kept = None
+    if winner.fit is not None:
+        tensors, kept = padded_tensors(tensors)
+    weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+    num_rows, num_columns = weight.shape
+    gemm = _native.load().cutlass_fp8_block_gemm
+
+    def apply(x: "Tensor") -> "Tensor":
+        if num_columns != x.shape[1]:
+            x = pad(x, (0, num_columns - x.shape[1]))
+        q, x_scales = per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
+        out = x.new_empty(x.shape[0], num_rows)
+        if kept is None:
+            gemm(q, x_scales, weight, scales, bias, out)
+            return out
+        gemm(q, x_scales, weight, scales, None, out)
+        out = out.index_select(1, kept)
+        return out if bias is None else out.add_(bias)
+
+    return apply

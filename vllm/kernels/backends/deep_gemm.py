@@ -83,18 +83,12 @@ def prepare(
 
 def _quantizer(winner: Candidate) -> "Callable[[Tensor], tuple[Tensor, Tensor]]":
     """x [M, K] -> float8_e4m3fn [M, K] and scales of 1x128 groups, laid out for the chip."""
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm._custom_ops import ScaleLayout, per_token_group_fp8_quant
 
     if winner.scales == Scales.UE8M0:
-        return partial(
-            fp8_utils.per_token_group_quant_fp8_packed_for_deepgemm,
-            group_size=_BLOCK,
-            use_ue8m0=True,
-        )
+        return partial(per_token_group_fp8_quant, layout=ScaleLayout.PACKED_UE8M0)
     return partial(
-        fp8_utils.per_token_group_quant_fp8,
-        group_size=_BLOCK,
-        column_major_scales=True,
-        tma_aligned_scales=True,
+        per_token_group_fp8_quant,
+        layout=ScaleLayout.TMA_ALIGNED,
         use_ue8m0=winner.scales == Scales.FLOAT32_CEIL_UE8M0,
     )

@@ -11,7 +11,7 @@ _Spec = partial(
     formats=frozenset({"fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group"}),
     dtypes=frozenset({"bf16", "fp16"}),
     libs=((NATIVE, ""),),
-    native="marlin_gemm",
+    native=("marlin_gemm",),
     # Code for 8.0 runs on every later chip of its major version; the others need their own.
     native_archs=frozenset({"80", "90", "100f", "110f", "120f"}),
     blocks=frozenset({(128, 128)}),

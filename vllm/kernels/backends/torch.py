@@ -1,7 +1,7 @@
 """The reference: plain torch on any device, correct before fast, always there."""
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem
 from vllm.kernels.spec import Candidate, KernelSpec
@@ -31,8 +31,19 @@ SPECS = (
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Keeps the weight as stored and widens it to float32 at every call."""
+    """Keeps the weight as stored and widens it to float32 at every call.
+
+    On a GPU a weight in the type of the activations goes to torch's own GEMM instead.
+    """
+    from torch.nn import functional
+
     from vllm.ops import torch_ops
+    from vllm.utils.torch_utils import dtype_of
+
+    if tensors.weight.is_cuda and not problem.weight.is_quantized:
+        weight = tensors.weight.to(dtype_of(problem.dtype))
+        bias = None if tensors.bias is None else tensors.bias.to(weight.dtype)
+        return lambda x: functional.linear(x, weight, bias)
 
     packed = torch_ops.pack_linear(
         tensors.weight, tensors.row_scales(), tensors.block_k, tensors.bias
@@ -48,10 +59,27 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
     from vllm.ops import torch_ops
     from vllm.ops.paged_attention import PagedAttention
 
-    return PagedAttention(torch_ops.paged_attention, write, problem)
+    def attend(
+        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **bounds: int
+    ) -> "Tensor":
+        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch)
+
+    return PagedAttention(attend, write, problem)
 
 
 def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.ops import torch_ops
 
-    return torch_ops.reshape_and_cache
+    def write(
+        k: "Tensor", v: "Tensor", k_cache: "Tensor", v_cache: "Tensor", slots: "Tensor"
+    ) -> None:
+        torch_ops.reshape_and_cache(k, v, *_as_on_cpu(k_cache, v_cache), slots)
+
+    return write
+
+
+def _as_on_cpu(k_cache: "Tensor", v_cache: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Views with the axes of the CPU's caches (vllm/ops/paged_attention.py)."""
+    if not k_cache.is_cuda:
+        return k_cache, v_cache
+    return k_cache.permute(0, 2, 3, 1), v_cache.permute(0, 2, 1, 3)

@@ -34,20 +34,21 @@ def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
     cls = model_class(model_config.architectures)
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
-    model = _construct(cls, config, selection, checkpoint)
-    selection.check_overrides()
-    slots = model_slots(model)
-    if checkpoint is None:
-        _fill_randomly(slots, model_config.seed)
-    else:
-        _fill(cls, config, slots, checkpoint)
-    layers = list(kernel_layers(model))
-    del slots
-    for layer in _progress(layers, "Preparing kernels", "layer"):
-        try:
-            layer.make_kernel()
-        except ValueError as error:  # a weight whose values no kernel takes
-            raise CheckpointError(f"{layer.prefix}: {error}") from error
+    with torch.device(selection.device.kind):
+        model = _construct(cls, config, selection, checkpoint)
+        selection.check_overrides()
+        slots = model_slots(model)
+        if checkpoint is None:
+            _fill_randomly(slots, model_config.seed, selection.device.kind)
+        else:
+            _fill(cls, config, slots, checkpoint)
+        layers = list(kernel_layers(model))
+        del slots
+        for layer in _progress(layers, "Preparing kernels", "layer"):
+            try:
+                layer.make_kernel()
+            except ValueError as error:  # a weight whose values no kernel takes
+                raise CheckpointError(f"{layer.prefix}: {error}") from error
     selection.log()
     if config.kernel_config.dump_decisions is not None:
         selection.dump(config.kernel_config.dump_decisions)
@@ -86,7 +87,7 @@ def model_context(
         weight_dtype=_weight_dtype(config, checkpoint, dtype),
         quant_config=config.quant_config,
         selection=selection,
-        ops=usable_ops(),
+        ops=usable_ops(selection.device.kind),
         kv_cache_format=(
             "fp8" if cache_dtype.startswith("fp8") else SHORT_NAMES[DTYPES.get(cache_dtype, dtype)]
         ),
@@ -166,8 +167,8 @@ def _write(slot: Slot, name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{name}: {error}") from error
 
 
-def _fill_randomly(slots: dict[str, Slot], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
     for name, slot in _progress(list(slots.items()), "Random weights", "tensor"):
         slot.write(_random_tensor(name, slot, generator))
 

@@ -38,7 +38,8 @@ class Fp8LinearMethod(LinearMethod):
         if not self.config.is_checkpoint_fp8_serialized:
 
             def quantise(tensor: Tensor) -> None:
-                quantised, scales = per_block_cast_to_fp8(tensor, self.config.weight_block_size)
+                on_device = tensor.to(weight.device)
+                quantised, scales = per_block_cast_to_fp8(on_device, self.config.weight_block_size)
                 weight.copy_(quantised)
                 scale.copy_(scales)
 

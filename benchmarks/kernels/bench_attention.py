@@ -1,0 +1,214 @@
+"""Times the Triton attention kernels: decoding against copy bandwidth, prompts in TFLOP/s.
+
+    python benchmarks/kernels/bench_attention.py [--out DIR] [--fp8] [--flashinfer]
+
+32 query heads and 8 K and V heads of 128, as Qwen3-8B has. Each figure is the median of CUDA-graph
+replays; a graph makes one call after another over different parts of a cache larger than four
+times L2, as the layers of a model do. `of copy`: bytes of K and V read in that time, over the
+bandwidth (read + written) of a copy of 1 GB in the same run. Causal FLOPs are counted: of a prompt
+of n tokens 2 * n * (n + 1) * heads * head_dim. Compile times are those of an empty cache; on disk
+they are paid once.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from gpu_results import write_results
+from torch import Tensor
+
+from vllm.kernels.triton import attention as kernels
+from vllm.utils.math_utils import cdiv
+
+NUM_HEADS, NUM_KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
+SCALE = DIM**-0.5
+DECODES = [(batch, context) for batch in (1, 8, 64, 256) for context in (256, 1024, 4096)]
+PREFILLS = [(1, 3500, 3500), (1, 512, 8192), (8, 1024, 1024)]
+NUM_REPLAYS = 15
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: R requests of query_len new tokens and seq_len keys each."""
+
+    provider: str
+    num_requests: int
+    query_len: int
+    seq_len: int
+    microseconds: float
+    of_copy: float
+    tflops: float
+
+
+class Inputs:
+    """The cache of several calls side by side, with shuffled blocks."""
+
+    def __init__(self, num_requests: int, query_len: int, seq_len: int, dtype: torch.dtype):
+        self.num_requests, self.query_len, self.seq_len = num_requests, query_len, seq_len
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        num_blocks = cdiv(seq_len, BLOCK_SIZE) * num_requests
+        block = (BLOCK_SIZE, NUM_KV_HEADS, DIM)
+        self.num_bytes = 2 * num_requests * seq_len * NUM_KV_HEADS * DIM * dtype.itemsize
+        self.num_calls = min(256, max(2, cdiv(4 * l2, self.num_bytes)))
+        shape = (self.num_calls * num_blocks, *block)
+        self.k_cache, self.v_cache = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)
+        )
+        ids = torch.randperm(self.num_calls * num_blocks, device="cuda").int()
+        self.tables = ids.view(self.num_calls, num_requests, -1)
+        self.starts = torch.arange(num_requests + 1, device="cuda").int() * query_len
+        self.lens = torch.full((num_requests,), seq_len, dtype=torch.int32, device="cuda")
+        num_tokens = num_requests * query_len
+        self.query = torch.randn(num_tokens, NUM_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.query)
+
+    def calls(self) -> Iterator[Run]:
+        for tables in self.tables:
+            yield lambda tables=tables: kernels.paged_attention(
+                self.query,
+                self.k_cache,
+                self.v_cache,
+                tables,
+                self.starts,
+                self.lens,
+                SCALE,
+                out=self.out,
+                max_query_len=self.query_len,
+                max_seq_len=self.seq_len,
+            )
+
+    def row(self, provider: str, microseconds: float, copy_bytes_per_us: float) -> Row:
+        begin = self.seq_len - self.query_len
+        pairs = self.query_len * (begin + (self.query_len + 1) / 2) * self.num_requests
+        return Row(
+            provider,
+            self.num_requests,
+            self.query_len,
+            self.seq_len,
+            microseconds,
+            self.num_bytes / microseconds / copy_bytes_per_us,
+            4 * pairs * NUM_HEADS * DIM / microseconds / 1e6,
+        )
+
+
+def replay_microseconds(runs: list[Run]) -> float:
+    """Median time of one call, in a graph that makes all of them one after another."""
+    for _ in range(2):
+        runs[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    samples = []
+    for _ in range(NUM_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(samples)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written in a microsecond by a copy of 1 GB."""
+    pool = torch.randint(0, 255, (2, 1 << 29), dtype=torch.uint8, device="cuda")
+    return (1 << 30) / replay_microseconds([lambda: pool[1].copy_(pool[0])] * 4)
+
+
+def print_compile_times(dtype: torch.dtype) -> None:
+    """First calls of kernels whose results are in no cache, on a problem that takes no time."""
+    small = Inputs(2, 1, 256, dtype)
+    new = torch.randn(2, NUM_KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(2, device="cuda")
+    first_calls = {
+        "cache write": lambda: kernels.reshape_and_cache(
+            new, new, small.k_cache, small.v_cache, slots
+        ),
+        "decode + combine": next(small.calls()),
+        "prefill": next(Inputs(1, 64, 256, dtype).calls()),
+    }
+    for name, run in first_calls.items():
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        print(f"first call, {name}: {time.perf_counter() - begin:.2f} s", flush=True)
+
+
+def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
+    """FlashInfer's wrappers, planned outside the graph as its users do."""
+    import flashinfer
+
+    count = inputs.tables.shape[2]
+    indptr = torch.arange(inputs.num_requests + 1, dtype=torch.int32, device="cuda") * count
+    last = (inputs.lens - 1) % BLOCK_SIZE + 1
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": inputs.k_cache.dtype}
+    heads = (NUM_HEADS, NUM_KV_HEADS, DIM)
+    for tables in inputs.tables:
+        workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        indices = tables.flatten()
+        if inputs.query_len == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=True
+            )
+            wrapper.plan(indptr, indices, last, *heads, BLOCK_SIZE, **types)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            wrapper.plan(
+                inputs.starts, indptr, indices, last, *heads, BLOCK_SIZE, causal=True, **types
+            )
+        cache: tuple[Tensor, Tensor] = (inputs.k_cache, inputs.v_cache)
+        yield lambda wrapper=wrapper, cache=cache: wrapper.run(inputs.query, cache)
+
+
+def measure(dtype: torch.dtype, has_flashinfer: bool) -> list[Row]:
+    copied = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s, cache {dtype}")
+    print(f"{'provider':<12}{'R':>4}{'new':>6}{'keys':>6}{'us':>10}{'of copy':>9}{'TFLOP/s':>9}")
+    rows: list[Row] = []
+    for num_requests, query_len, seq_len in [(r, 1, n) for r, n in DECODES] + PREFILLS:
+        inputs = Inputs(num_requests, query_len, seq_len, dtype)
+        providers = {"triton": list(inputs.calls())}
+        if has_flashinfer:
+            providers["flashinfer"] = [run for run, _ in zip(flashinfer_calls(inputs), range(64))]
+        for provider, runs in providers.items():
+            row = inputs.row(provider, replay_microseconds(runs), copied)
+            rows.append(row)
+            print(
+                f"{provider:<12}{num_requests:>4}{query_len:>6}{seq_len:>6}"
+                f"{row.microseconds:>10.2f}{row.of_copy:>9.1%}{row.tflops:>9.1f}",
+                flush=True,
+            )
+        del inputs, providers
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder that receives attention.json")
+    parser.add_argument("--fp8", action="store_true", help="an FP8 cache")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer beside it")
+    arguments = parser.parse_args()
+    dtype = torch.float8_e4m3fn if arguments.fp8 else torch.bfloat16
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["TRITON_CACHE_DIR"] = empty
+        print_compile_times(dtype)
+    rows = measure(dtype, arguments.flashinfer)
+    if arguments.out:
+        name = "attention_fp8.json" if arguments.fp8 else "attention.json"
+        rows_json = [asdict(row) for row in rows]
+        write_results(arguments.out, name, cache=str(dtype), rows=rows_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+// Host side of the GEMMs of Blackwell, which CUTLASS's collectives compute. Compiled and inspected;
+// not run on hardware. Each function is absent from a build without code for its architecture.
+#pragma once
+#include "sm90_fp8_block.h"
+
+namespace vllm::gemm {
+
+// As launch_sm90_fp8_block, without groups. x_scales: x_scales_ld == 1, and x_scales_ldk a multiple
+// of 4 that holds m rounded up to 4. Rows of out start at multiples of 16 bytes, and n % 8 == 0.
+[[gnu::weak]] cudaError_t launch_sm100_fp8_block(const Fp8BlockArgs& args, int num_sms,
+                                                 cudaStream_t stream);
+[[gnu::weak]] cudaError_t launch_sm120_fp8_block(const Fp8BlockArgs& args, int num_sms,
+                                                 cudaStream_t stream);
+
+// out[m, n] = alpha * (a * a_scales) [m, k] * (b * b_scales) [n, k]^T + bias. a, b: pairs of E2M1,
+// rows of k / 2 bytes, k % 32 == 0. Scales: E4M3 per 16 columns, in tiles of 128 rows x 4 scales
+// (nvfp4_utils.cuh); rows filled up to 128, scales to 4.
+struct Nvfp4Args {
+  const uint8_t *a, *b;
+  const uint8_t *a_scales, *b_scales;
+  const float* alpha;  // one, on the GPU: the product of both global scales
+  const float* bias;   // [n] or null
+  void* out;           // [m, n] bf16 or fp16, rows ldo elements apart; n % 8 == 0, ldo % 8 == 0
+  int m, n, k;
+  int64_t ldo;
+  bool is_bf16;
+};
+[[gnu::weak]] cudaError_t launch_sm100_nvfp4(const Nvfp4Args& args, int num_sms,
+                                             cudaStream_t stream);
+[[gnu::weak]] cudaError_t launch_sm120_nvfp4(const Nvfp4Args& args, int num_sms,
+                                             cudaStream_t stream);
+
+}  // namespace vllm::gemm

@@ -1,0 +1,117 @@
+#include "sm90_fp8_block.cuh"
+
+namespace vllm::gemm {
+namespace {
+
+constexpr int kMaxShared = 227 << 10;
+
+// Stages that fit `num_blocks` thread blocks of a multiprocessor.
+template <int kTileM, int kTileN, bool kIsSplit>
+constexpr int num_stages(int num_blocks) {
+  using Layout = Sm90Layout<kTileM, kTileN, 12, kIsSplit>;
+  const int reserved = 1024;  // by the system, of each thread block
+  const int free = (kMaxShared + reserved) / num_blocks - reserved - Layout::kStagingBytes;
+  return free / (Layout::kStageBytes + Layout::kNumScales * 4 + 2 * 8);
+}
+
+template <int kTileM, int kTileN, bool kIsSplit>
+cudaError_t launch(const Fp8BlockArgs& args, int cluster, int num_sms, cudaStream_t stream) {
+  constexpr int kNumBlocks = kTileM == 64 ? 2 : 1;  // on a multiprocessor
+  constexpr int kStages = num_stages<kTileM, kTileN, kIsSplit>(kNumBlocks);
+  using Layout = Sm90Layout<kTileM, kTileN, kStages, kIsSplit>;
+  const auto kernel = sm90_fp8_block_kernel<kTileM, kTileN, kStages, kIsSplit>;
+  if (cluster < 1 || cluster > (kIsSplit ? 8 : 2)) return cudaErrorInvalidValue;
+  const int sharers = kIsSplit ? 1 : cluster;
+  // Few rows: those that would be filled with zeros are not copied at all; nobody stores theirs.
+  const int x_rows = sharers == 1 && args.m < kTileM ? (args.m + 7) / 8 * 8 : kTileM;
+  CUtensorMap x_map, w_map;
+  cudaError_t error = encode_byte_rows(&x_map, args.x, args.m, args.k, args.ldx, x_rows / sharers);
+  if (error != cudaSuccess) return error;
+  error = encode_byte_rows(&w_map, args.weight, int64_t{args.n} * args.num_experts, args.k,
+                           args.ldw, kTileN);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::kBytes);
+  if (error != cudaSuccess) return error;
+
+  const int width = kTileN * sharers;
+  const int64_t num_tiles = (args.m + kTileM - 1) / kTileM * int64_t{(args.n + width - 1) / width};
+  int64_t num_clusters = num_tiles;
+  if (!kIsSplit) {
+    const int64_t resident = int64_t{num_sms} * kNumBlocks / cluster;
+    if (args.offsets != nullptr || num_tiles > resident) num_clusters = resident;
+  }
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(num_clusters * cluster));
+  config.blockDim = dim3(Layout::kThreads);
+  config.dynamicSmemBytes = Layout::kBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, args, x_map, w_map, cluster, x_rows);
+}
+
+struct Row {
+  int tile_m, tile_n;
+  bool is_split;
+  cudaError_t (*launch)(const Fp8BlockArgs&, int cluster, int num_sms, cudaStream_t);
+};
+
+template <int kTileM, int kTileN, bool kIsSplit>
+constexpr Row row() {
+  return {kTileM, kTileN, kIsSplit, launch<kTileM, kTileN, kIsSplit>};
+}
+
+constexpr Row kTable[] = {
+    row<64, 64, true>(),  row<128, 64, true>(),  row<128, 128, true>(),  row<64, 32, false>(),
+    row<64, 64, false>(), row<128, 64, false>(), row<128, 128, false>(), row<256, 128, false>(),
+};
+
+// The first row that fits is taken. is_narrow: weights whose tiles of 32 rows do not outnumber the
+// multiprocessors; is_deep: their columns are worth being divided.
+struct Choice {
+  int max_m;
+  bool is_narrow, is_deep;
+  Sm90Tiling tiling;
+};
+
+constexpr int kAnyM = 1 << 30, kDeepK = 8192;
+constexpr Choice kChoices[] = {
+    {32, false, false, {64, 64, 1, false}},   {32, true, false, {64, 64, 1, false}},
+    {64, true, false, {64, 32, 1, false}},    {64, false, false, {64, 64, 1, false}},
+    {128, true, true, {128, 64, 2, true}},    {128, true, false, {64, 64, 1, false}},
+    {128, false, false, {128, 64, 1, false}}, {256, true, true, {128, 128, 2, true}},
+    {256, true, false, {128, 64, 1, false}},  {kAnyM, false, false, {128, 128, 1, false}},
+};
+
+}  // namespace
+
+Sm90Tiling sm90_tiling(int m, int n, int k, int num_experts, int num_sms) {
+  if (num_experts > 1) {  // who gets how many rows is known on the GPU alone
+    return m > 64 * num_experts ? Sm90Tiling{128, 128, 1, false} : Sm90Tiling{64, 64, 1, false};
+  }
+  const bool is_narrow = n <= 32 * num_sms, is_deep = k >= kDeepK;
+  for (const Choice& choice : kChoices) {
+    const bool fits = (is_narrow || !choice.is_narrow) && (is_deep || !choice.is_deep);
+    if (m <= choice.max_m && fits) return choice.tiling;
+  }
+  return {128, 128, 1, false};
+}
+
+cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling, int num_sms,
+                                  cudaStream_t stream) {
+  if (args.m == 0 || args.n == 0) return cudaSuccess;
+  for (const Row& row : kTable) {
+    if (row.tile_m == tiling.tile_m && row.tile_n == tiling.tile_n &&
+        row.is_split == tiling.is_split) {
+      return row.launch(args, tiling.cluster, num_sms, stream);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace vllm::gemm

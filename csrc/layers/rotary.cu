@@ -1,0 +1,120 @@
+// Rotary position embedding of q and k in place, alone or after the RMSNorm of each head: one
+// launch for the heads of both. A head lies in the registers of some lanes of a warp, which hand
+// the other elements of their pairs around in shared memory.
+#include "launch.cuh"
+#include "vector.cuh"
+
+namespace vllm::layers {
+namespace {
+
+constexpr int kThreads = 128;
+
+// What the kWidth columns from `column` on are rotated with: their pairs' other elements, cosines,
+// and sines with the sign of the term.
+struct Turn {
+  float partner[kWidth], cosine[kWidth], sine[kWidth];
+};
+
+// head: all columns of the head in shared memory; cos_sin: the position's row.
+template <bool kIsVector, typename T>
+__device__ __forceinline__ Turn turn_of(const RotaryArgs& args, const T* head, const float* cos_sin,
+                                        int column) {
+  Turn turn;
+  const int half = static_cast<int>(args.rotary_dim) / 2;
+  if constexpr (kIsVector) {
+    // half is a multiple of kWidth: the columns lie in one half.
+    const bool is_first = column < half;
+    if (args.is_neox) {
+      const int frequency = is_first ? column : column - half;
+      load<true>(head + (is_first ? column + half : column - half), kWidth, turn.partner);
+      load<true>(cos_sin + frequency, kWidth, turn.cosine);
+      load<true>(cos_sin + half + frequency, kWidth, turn.sine);
+#pragma unroll
+      for (float& sine : turn.sine) sine = is_first ? -sine : sine;
+      return turn;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const int at = column + i < args.rotary_dim ? column + i : 0;  // beyond them: not used
+    const bool is_first = args.is_neox ? at < half : at % 2 == 0;
+    const int frequency = args.is_neox ? (is_first ? at : at - half) : at / 2;
+    turn.partner[i] = to_float(head[args.is_neox ? (is_first ? at + half : at - half) : (at ^ 1)]);
+    turn.cosine[i] = cos_sin[frequency];
+    turn.sine[i] = is_first ? -cos_sin[half + frequency] : cos_sin[half + frequency];
+  }
+  return turn;
+}
+
+// num_lanes: lanes per head.
+template <typename T, bool kHasNorm, bool kIsVector>
+__global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsigned num_rows,
+                                                          int num_lanes) {
+  __shared__ alignas(16) T shared[kThreads * kWidth];
+  wait_for_inputs();
+  const unsigned row = blockIdx.x * (kThreads / num_lanes) + threadIdx.x / num_lanes;
+  const bool is_row = row < num_rows;
+  const unsigned num_queries = static_cast<unsigned>(args.query.num_heads);
+  const unsigned num_heads = num_queries + static_cast<unsigned>(args.key.num_heads);
+  const unsigned token = is_row ? row / num_heads : 0, index = row % num_heads;
+  const bool is_query = index < num_queries;
+  const int column = threadIdx.x % num_lanes * kWidth;
+  const int valid = is_row ? num_valid(column, kHasNorm ? args.head_dim : args.rotary_dim) : 0;
+  T* data =
+      static_cast<T*>(is_query ? args.query.data : args.key.data) +
+      token * (is_query ? args.query.token_stride : args.key.token_stride) +
+      (is_query ? index * args.query.head_stride : (index - num_queries) * args.key.head_stride) +
+      column;
+  float values[kWidth];
+  load<kIsVector>(data, valid, values);
+  if constexpr (kHasNorm) {
+    float weight[kWidth];
+    load<kIsVector>((is_query ? args.query_norm : args.key_norm) + column, valid, weight);
+    const float sum = sum_over_lanes(sum_of_squares(values, 0.0f), num_lanes);
+    scale(values, inverse_rms(sum, args.head_dim, args.eps), weight);
+    round_to<T>(values);
+  }
+  store<true>(shared + threadIdx.x * kWidth, kWidth, values);
+  __syncwarp();
+  if (is_row && column < args.rotary_dim) {
+    const int64_t position = args.positions[token];
+    const bool is_known = position >= 0 && position < args.max_position;
+    const float* cos_sin = args.cos_sin + (is_known ? position : 0) * args.rotary_dim;
+    const Turn turn =
+        turn_of<kIsVector>(args, shared + (threadIdx.x * kWidth - column), cos_sin, column);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float turned =
+          __fmaf_rn(values[i], turn.cosine[i], __fmul_rn(turn.partner[i], turn.sine[i]));
+      if (column + i < args.rotary_dim) {
+        values[i] = is_known ? turned : __int_as_float(0x7FC00000);
+      }
+    }
+  }
+  store<kIsVector>(data, valid, values);
+}
+
+}  // namespace
+
+cudaError_t launch_rotary(const RotaryArgs& args, cudaStream_t stream) {
+  const int64_t num_rows = args.num_tokens * (args.query.num_heads + args.key.num_heads);
+  if (num_rows == 0) return cudaSuccess;
+  const bool has_norm = args.query_norm != nullptr;
+  const int64_t columns = has_norm ? args.head_dim : args.rotary_dim;
+  if (num_rows > INT32_MAX || columns > kMaxHeadDim) return cudaErrorInvalidValue;
+  const int lanes = lanes_for(columns), rows_per_block = kThreads / lanes;
+  const unsigned rows = static_cast<unsigned>(num_rows);
+  const LaunchShape shape = {(rows - 1) / rows_per_block + 1, kThreads};
+  return dispatch(args.type, [&]<typename T>() {
+    if (has_norm) {
+      return args.is_vector
+                 ? launch(rotary_kernel<T, true, true>, shape, stream, args, rows, lanes)
+                 : launch(rotary_kernel<T, true, false>, shape, stream, args, rows, lanes);
+    }
+    return args.is_vector
+               ? launch(rotary_kernel<T, false, true>, shape, stream, args, rows, lanes)
+               : launch(rotary_kernel<T, false, false>, shape, stream, args, rows, lanes);
+  });
+}
+
+}  // namespace vllm::layers

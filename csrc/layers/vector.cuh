@@ -1,0 +1,120 @@
+// kWidth consecutive elements of a row in the registers of one thread, as float32.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "layers.h"
+
+namespace vllm::layers {
+
+inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
+
+template <typename T>
+struct alignas(16) Packed {
+  T values[16 / sizeof(T)];
+};
+
+// Number of the kWidth elements from `column` on that a row of `size` has.
+__device__ __forceinline__ int num_valid(int64_t column, int64_t size) {
+  const int64_t rest = size - column;
+  return rest <= 0 ? 0 : rest < kWidth ? static_cast<int>(rest) : kWidth;
+}
+
+// The first `valid` elements at p, then zeros. kIsVector: p is a multiple of 16 bytes, and valid
+// is 0 or kWidth.
+template <bool kIsVector, typename T>
+__device__ __forceinline__ void load(const T* p, int valid, float (&values)[kWidth]) {
+  if constexpr (kIsVector) {
+    constexpr int kPerAccess = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kWidth / kPerAccess; ++i) {
+      Packed<T> packed = {};
+      if (valid > 0) packed = reinterpret_cast<const Packed<T>*>(p)[i];
+#pragma unroll
+      for (int j = 0; j < kPerAccess; ++j) values[i * kPerAccess + j] = to_float(packed.values[j]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = i < valid ? to_float(p[i]) : 0.0f;
+  }
+}
+
+template <bool kIsVector, typename T>
+__device__ __forceinline__ void store(T* p, int valid, const float (&values)[kWidth]) {
+  if constexpr (kIsVector) {
+    if (valid == 0) return;
+    constexpr int kPerAccess = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kWidth / kPerAccess; ++i) {
+      Packed<T> packed;
+#pragma unroll
+      for (int j = 0; j < kPerAccess; ++j) {
+        packed.values[j] = from_float<T>(values[i * kPerAccess + j]);
+      }
+      reinterpret_cast<Packed<T>*>(p)[i] = packed;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (i < valid) p[i] = from_float<T>(values[i]);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void round_to(float (&values)[kWidth]) {
+#pragma unroll
+  for (float& value : values) value = to_float(from_float<T>(value));
+}
+
+__device__ __forceinline__ float sum_of_squares(const float (&values)[kWidth], float sum) {
+#pragma unroll
+  for (float value : values) sum = __fmaf_rn(value, value, sum);
+  return sum;
+}
+
+// Sum over each run of `num_lanes` lanes, a power of two, for all of them and in one order.
+__device__ __forceinline__ float sum_over_lanes(float value, int num_lanes) {
+  for (int lanes = num_lanes / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, lanes);
+  }
+  return value;
+}
+
+__device__ __forceinline__ float inverse_rms(float sum, int64_t dim, float eps) {
+  return __frsqrt_rn(__fdiv_rn(sum, static_cast<float>(dim)) + eps);
+}
+
+__device__ __forceinline__ void scale(float (&values)[kWidth], float factor,
+                                      const float (&weight)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) values[i] = values[i] * factor * weight[i];
+}
+
+// Lanes of a warp that hold `size` <= 32 * kWidth elements: a power of two.
+inline int lanes_for(int64_t size) {
+  int lanes = 1;
+  while (lanes * kWidth < size) lanes *= 2;
+  return lanes;
+}
+
+}  // namespace vllm::layers

@@ -1,0 +1,26 @@
+import pytest
+from build_tools import find_tool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "build" in config.getoption("markexpr"):
+        return
+    for item in items:
+        if item.get_closest_marker("build"):
+            item.add_marker(pytest.mark.skip("compiles every GPU kernel: make test-build"))
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> str:
+    path = find_tool("nvcc")
+    if path is None:
+        pytest.skip("nvcc is neither on PATH nor in an nvidia-cuda-nvcc wheel")
+    return path
+
+
+@pytest.fixture(scope="session")
+def nvdisasm() -> str:
+    path = find_tool("nvdisasm")
+    if path is None:
+        pytest.skip("nvdisasm is neither on PATH nor in an nvidia-cuda-nvdisasm wheel")
+    return path

@@ -1,0 +1,410 @@
+"""Quantising activations with the native CUDA kernels, as torch custom ops.
+
+Every kernel is an op `torch.ops.vllm.<name>` that fills tensors it is given, and says so in its
+schema; the functions below allocate the results. On a GPU nothing waits for the device, and all of
+it can be captured in a CUDA graph. CPU tensors are computed by the torch references in `fp8_utils`
+and `nvfp4_utils`, which the kernels equal bit for bit (those with RMSNorm up to the order of its
+sum, those with SiLU up to the chip's exponential). Importing this module needs neither CUDA nor
+the native library.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from vllm import _native
+from vllm.kernels.select import serves
+from vllm.kernels.spec import Device
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    FP8,
+    MIN_AMAX,
+    fp8_scales,
+    per_token_group_quant_fp8,
+    per_token_group_quant_fp8_packed_for_deepgemm,
+    round_to_fp8,
+)
+from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+    GROUP,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    nvfp4_quantize,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.ops import torch_ops
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.math_utils import cdiv, round_up
+
+# ---------------------------------------------------------------- what the ops do on a CPU
+
+
+def _quant_static(x: Tensor, scale: Tensor, q: Tensor) -> None:
+    q.copy_(round_to_fp8(x, scale))
+
+
+def _quant_tensor(x: Tensor, q: Tensor, scale: Tensor, min_amax: float) -> None:
+    amax = x.float().abs().amax() if x.numel() else torch.zeros(())
+    scale.copy_(fp8_scales(amax.clamp(min=min_amax)))
+    _quant_static(x, scale, q)
+
+
+def _quant_token(
+    x: Tensor, q: Tensor, scales: Tensor, min_amax: float, max_amax: Tensor | None
+) -> None:
+    amax = x.float().abs().amax(-1)
+    if max_amax is not None:
+        amax = torch.where(amax > max_amax, max_amax, amax)
+    scales.copy_(fp8_scales(amax.clamp(min=min_amax)))
+    _quant_static(x, scales.unsqueeze(-1), q)
+
+
+def _quant_group(
+    x: Tensor, q: Tensor, scales: Tensor, group_size: int, min_amax: float, is_ue8m0: bool
+) -> None:
+    if scales.dtype == torch.int32:
+        values, found = per_token_group_quant_fp8_packed_for_deepgemm(x, group_size, min_amax)
+    else:
+        values, found = per_token_group_quant_fp8(x, group_size, min_amax, use_ue8m0=is_ue8m0)
+    q.copy_(values)
+    scales[: x.shape[0]] = found
+    scales[x.shape[0] :] = 0
+
+
+def _silu_and_mul_quant_group(
+    x: Tensor, q: Tensor, scales: Tensor, group_size: int, min_amax: float, is_ue8m0: bool
+) -> None:
+    _quant_group(torch_ops.silu_and_mul(x), q, scales, group_size, min_amax, is_ue8m0)
+
+
+def _rms_norm_quant_group(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    q: Tensor,
+    scales: Tensor,
+    group_size: int,
+    min_amax: float,
+    is_ue8m0: bool,
+) -> None:
+    if residual is not None:
+        residual += x
+        x = residual
+    normed = torch_ops.rms_norm(x, weight, eps)
+    _quant_group(normed, q, scales, group_size, min_amax, is_ue8m0)
+
+
+def _nvfp4_quant(
+    x: Tensor, global_scale: Tensor, q: Tensor, scales: Tensor, is_swizzled: bool
+) -> None:
+    codes, found = nvfp4_quantize(x, global_scale, is_swizzled)
+    q.copy_(codes)
+    scales.copy_(found)
+
+
+# ---------------------------------------------------------------- registration
+
+_LIBRARY = torch.library.Library("vllm", "FRAGMENT")
+_GROUP = "Tensor(a!) q, Tensor(b!) scales, int group_size, float min_amax, bool is_ue8m0"
+# Schema and CPU implementation; on CUDA the native function of the same name takes the arguments.
+_OPS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("fp8_quant_static(Tensor x, Tensor scale, Tensor(a!) q) -> ()", _quant_static),
+    (
+        "fp8_quant_tensor(Tensor x, Tensor(a!) q, Tensor(b!) scale, float min_amax) -> ()",
+        _quant_tensor,
+    ),
+    (
+        "fp8_quant_token(Tensor x, Tensor(a!) q, Tensor(b!) scales, float min_amax, "
+        "Tensor? max_amax) -> ()",
+        _quant_token,
+    ),
+    (f"fp8_quant_group(Tensor x, {_GROUP}) -> ()", _quant_group),
+    (f"silu_and_mul_fp8_quant_group(Tensor x, {_GROUP}) -> ()", _silu_and_mul_quant_group),
+    (
+        "rms_norm_fp8_quant_group(Tensor x, Tensor(c!)? residual, Tensor weight, float eps, "
+        f"{_GROUP}) -> ()",
+        _rms_norm_quant_group,
+    ),
+    (
+        "nvfp4_quant(Tensor x, Tensor global_scale, Tensor(a!) q, Tensor(b!) scales, "
+        "bool is_swizzled) -> ()",
+        _nvfp4_quant,
+    ),
+)
+
+
+def _register(schema: str, reference: Callable[..., None]) -> None:
+    name = schema.partition("(")[0]
+
+    def call_native(*args: object) -> None:
+        getattr(_native.load(), name)(*args)
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, reference, "CPU")
+    _LIBRARY.impl(name, call_native, "CUDA")
+    torch.library.register_fake(f"vllm::{name}", lambda *args: None, lib=_LIBRARY)
+
+
+for _schema, _reference in _OPS:
+    _register(_schema, _reference)
+
+
+# ---------------------------------------------------------------- FP8 by one scale or per token
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantises input [M, K] (float32, bfloat16 or float16) -> (q float8_e4m3fn [M, K], scales).
+
+    scale given: one element for the tensor, returned as it is; or, computed by torch and not by a
+    kernel, one per block of group_shape (rows, columns; -1 for all), [ceil(M / rows),
+    ceil(K / columns)] or flat; without group_shape a 2-D grid that divides the input.
+    scale None: computed as max|x| / 448 per tensor ([1]), per token ([M, 1];
+    use_per_token_if_dynamic or group_shape (1, -1)) or per group of n columns ([M, ceil(K / n)];
+    group_shape (1, n)). Per tensor reads the input twice.
+    scale_ub: float32, one element: the largest max|x| of a token that its scale follows.
+    num_token_padding: q gets at least so many rows, zeros after the M-th. output: q to fill.
+    ValueError for other combinations.
+    """
+    num_tokens, num_columns = _matrix_shape(input)
+    q = _empty_q(input, num_tokens, num_columns, num_token_padding, output)
+    body = q[:num_tokens]
+    q[num_tokens:] = 0
+    if scale is not None:
+        if use_per_token_if_dynamic or scale_ub is not None:
+            raise ValueError(
+                "use_per_token_if_dynamic and scale_ub are for computed scales: leave scale out"
+            )
+        if scale.numel() == 1:
+            torch.ops.vllm.fp8_quant_static(input, scale.reshape(1), body)
+        else:
+            body.copy_(round_to_fp8(input, _spread(scale, num_tokens, num_columns, group_shape)))
+        return q, scale
+    shape = _dynamic_shape(use_per_token_if_dynamic, group_shape)
+    if scale_ub is not None and shape != GroupShape.PER_TOKEN:
+        raise ValueError("scale_ub is for scales per token: pass use_per_token_if_dynamic=True")
+    if shape == GroupShape.PER_TENSOR:
+        scales = input.new_empty(1, dtype=torch.float32)
+        torch.ops.vllm.fp8_quant_tensor(input, body, scales, MIN_AMAX)
+    elif shape == GroupShape.PER_TOKEN:
+        scales = input.new_empty(num_tokens, 1, dtype=torch.float32)
+        bound = None if scale_ub is None else scale_ub.reshape(1)
+        torch.ops.vllm.fp8_quant_token(input, body, scales.view(-1), MIN_AMAX, bound)
+    else:
+        scales = input.new_empty(num_tokens, cdiv(num_columns, shape.col), dtype=torch.float32)
+        torch.ops.vllm.fp8_quant_group(input, body, scales, shape.col, MIN_AMAX, False)
+    return q, scales
+
+
+def _matrix_shape(x: Tensor) -> tuple[int, int]:
+    if x.ndim != 2:
+        raise ValueError(f"input: given shape {list(x.shape)}; accepted: [tokens, columns]")
+    return x.shape[0], x.shape[1]
+
+
+def _empty_q(
+    x: Tensor, num_tokens: int, num_columns: int, padding: int | None, output: Tensor | None
+) -> Tensor:
+    if output is None:
+        return x.new_empty(max(num_tokens, padding or 0), num_columns, dtype=FP8)
+    if padding is not None:
+        raise ValueError("num_token_padding and output: give one of them, q has the rows of output")
+    if output.shape != (num_tokens, num_columns) or output.dtype != FP8:
+        raise ValueError(
+            f"output: given {output.dtype} of shape {list(output.shape)}; accepted: {FP8} of "
+            f"shape {[num_tokens, num_columns]}"
+        )
+    return output
+
+
+def _dynamic_shape(is_per_token: bool, group_shape: tuple[int, int] | None) -> GroupShape:
+    default = GroupShape.PER_TOKEN if is_per_token else GroupShape.PER_TENSOR
+    shape = default if group_shape is None else GroupShape(*group_shape)
+    is_group = shape.row == 1 and shape.col > 0
+    if not is_group and shape not in (GroupShape.PER_TENSOR, GroupShape.PER_TOKEN):
+        raise ValueError(
+            f"group_shape: given {tuple(shape)} without a scale; "
+            f"accepted: (-1, -1), (1, -1), (1, n)"
+        )
+    if is_per_token and shape != GroupShape.PER_TOKEN:
+        raise ValueError(f"use_per_token_if_dynamic contradicts group_shape {tuple(shape)}")
+    return shape
+
+
+def _spread(
+    scale: Tensor, num_tokens: int, num_columns: int, group_shape: tuple[int, int] | None
+) -> Tensor:
+    """The scale of every element, from one per block."""
+    sizes = (num_tokens, num_columns)
+    if group_shape is None:
+        is_grid = scale.ndim == 2 and all(
+            count and size % count == 0 for size, count in zip(sizes, scale.shape)
+        )
+        if not is_grid:
+            raise ValueError(
+                f"scale: given shape {list(scale.shape)} for an input of {list(sizes)}; accepted: "
+                f"one element, a grid that divides the input, or any with group_shape"
+            )
+        block = [size // count for size, count in zip(sizes, scale.shape)]
+    else:
+        block = [size if part == -1 else part for size, part in zip(sizes, group_shape)]
+    grid = [cdiv(size, part) for size, part in zip(sizes, block)]
+    if scale.numel() != grid[0] * grid[1]:
+        raise ValueError(
+            f"scale: given {scale.numel()} elements; accepted: {grid}, one per block of {block}"
+        )
+    rows = scale.reshape(grid).repeat_interleave(block[0], 0)[:num_tokens]
+    return rows.repeat_interleave(block[1], 1)[:, :num_columns]
+
+
+# ---------------------------------------------------------------- FP8 per token and group
+
+
+class ScaleLayout(Enum):
+    """How scales [M, groups] of token groups lie in memory."""
+
+    ROW_MAJOR = "row-major"
+    COLUMN_MAJOR = "column-major"
+    """Stride 1 along M."""
+    TMA_ALIGNED = "tma-aligned"
+    """Column-major with M padded to 16 bytes by zeros, as DeepGEMM takes it on Hopper."""
+    PACKED_UE8M0 = "packed-ue8m0"
+    """int32 [M, ceil(groups / 4)] of exponent bytes, the lowest first; else as TMA_ALIGNED."""
+
+
+def per_token_group_fp8_quant(
+    x: Tensor,
+    group_size: int = 128,
+    eps: float = MIN_AMAX,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    use_ue8m0: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> (q float8_e4m3fn [M, K], scales per group of columns; the last may be partial).
+
+    scale = max(max|group|, eps) / 448, eps at least 1e-30; use_ue8m0 rounds it up to a power of
+    two, which PACKED_UE8M0 implies. group_size: on a GPU a power of two from 16 to 512, 128 where
+    packed. K that is no multiple of 16, and rows or data that are not aligned to 16 bytes, run on
+    a slower path.
+    """
+    q, scales, is_ue8m0 = _group_results(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
+    torch.ops.vllm.fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
+    return q, scales[: x.shape[0]]
+
+
+def silu_and_mul_group_quant(
+    x: Tensor,
+    group_size: int = 128,
+    eps: float = MIN_AMAX,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    use_ue8m0: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x [M, 2 K] -> per_token_group_fp8_quant of silu(x[:, :K]) * x[:, K:] rounded to x's dtype."""
+    num_tokens, num_columns = _matrix_shape(x)
+    if num_columns % 2:
+        raise ValueError(f"input: given {num_columns} columns; accepted: an even number (2 K)")
+    q, scales, is_ue8m0 = _group_results(
+        x, num_tokens, num_columns // 2, group_size, layout, use_ue8m0
+    )
+    torch.ops.vllm.silu_and_mul_fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
+    return q, scales[:num_tokens]
+
+
+def rms_norm_group_quant(
+    x: Tensor,
+    weight: Tensor,
+    rms_eps: float,
+    residual: Tensor | None = None,
+    group_size: int = 128,
+    eps: float = MIN_AMAX,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    use_ue8m0: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> per_token_group_fp8_quant of x / sqrt(mean(x^2) + rms_eps) * weight, K <= 32768.
+
+    weight: float32 [K]. residual [M, K] of x's dtype becomes residual + x in place, and its norm
+    is quantised instead; x is left as it is.
+    """
+    q, scales, is_ue8m0 = _group_results(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
+    torch.ops.vllm.rms_norm_fp8_quant_group(
+        x, residual, weight, rms_eps, q, scales, group_size, eps, is_ue8m0
+    )
+    return q, scales[: x.shape[0]]
+
+
+def _group_results(
+    x: Tensor, num_tokens: int, num_columns: int, group_size: int, layout: ScaleLayout, ue8m0: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """Empty q, empty scales with the rows that fill their columns, and whether they are UE8M0."""
+    is_packed = layout is ScaleLayout.PACKED_UE8M0
+    num_groups = cdiv(num_columns, group_size)
+    width = cdiv(num_groups, 4) if is_packed else num_groups
+    is_padded = is_packed or layout is ScaleLayout.TMA_ALIGNED
+    rows = round_up(num_tokens, 4) if is_padded else num_tokens  # 4 words are 16 bytes
+    dtype = torch.int32 if is_packed else torch.float32
+    if layout is ScaleLayout.ROW_MAJOR:
+        scales = x.new_empty(rows, width, dtype=dtype)
+    else:
+        scales = x.new_empty(width, rows, dtype=dtype).t()
+    q = x.new_empty(num_tokens, num_columns, dtype=FP8)
+    return q, scales, ue8m0 or is_packed
+
+
+# ---------------------------------------------------------------- NVFP4
+
+
+def scaled_fp4_quant(
+    input: Tensor, input_global_scale: Tensor, is_sf_swizzled_layout: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Quantises input [M, K] (bfloat16 or float16; K a multiple of 16) to NVFP4.
+
+    input_global_scale: float32, one element: 448 * 6 / max|input| or less. Returns codes uint8
+    [M, K / 2], the even column in the low nibble, and scales float8_e4m3fn of groups of 16 columns:
+    [M, K / 16], or for tensor-core GEMMs [M up to 128s, K / 16 up to 4s] in tiles of 128 x 4 whose
+    filling is zeros (`nvfp4_utils`). input ~ code * scale / input_global_scale.
+    """
+    num_tokens, num_columns = _matrix_shape(input)
+    if num_columns % GROUP:
+        raise ValueError(f"input: given {num_columns} columns; accepted: a multiple of {GROUP}")
+    rows, groups = num_tokens, num_columns // GROUP
+    if is_sf_swizzled_layout:
+        rows, groups = round_up(rows, TILE_ROWS), round_up(groups, TILE_COLUMNS)
+    q = input.new_empty(num_tokens, num_columns // 2, dtype=torch.uint8)
+    scales = input.new_empty(rows, groups, dtype=FP8)
+    global_scale = input_global_scale.reshape(1)
+    torch.ops.vllm.nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
+    return q, scales
+
+
+# ---------------------------------------------------------------- what this build can multiply
+
+
+def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
+    """Whether this build has the per-tensor and per-channel FP8 GEMM for a chip, such as 90."""
+    return _is_built_for("cutlass_fp8_gemm", cuda_device_capability)
+
+
+def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
+    """Whether this build has the 128x128-block FP8 GEMM for a chip, such as 90."""
+    return _is_built_for("cutlass_fp8_block_gemm", cuda_device_capability)
+
+
+def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
+    """Whether this build has the NVFP4 GEMM for a chip, such as 100."""
+    return _is_built_for("cutlass_nvfp4_gemm", cuda_device_capability)
+
+
+def _is_built_for(kernel: str, capability: int) -> bool:
+    try:
+        archs = _native.gpu_archs().get(kernel, ())
+    except _native.NativeLibraryError:
+        return False
+    device = Device("cuda", DeviceCapability.parse(capability))
+    return any(serves(arch, device) for arch in archs if arch[0].isdigit())

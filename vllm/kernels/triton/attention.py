@@ -1,0 +1,210 @@
+"""Paged attention and cache writes in Triton, for GPUs.
+
+The cache is `k_cache` and `v_cache` [num_blocks, block_size, num_kv_heads, head_dim], contiguous,
+in the type of the query or in float8_e4m3fn (value = stored * scale). A request's key at position
+p lies in slot p % block_size of block `block_tables[request, p // block_size]`.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm.kernels.triton.attention_kernels import (
+    combine_kernel,
+    decode_kernel,
+    prefill_kernel,
+    write_kernel,
+)
+
+LOG2_E = math.log2(math.e)
+FP8 = torch.float8_e4m3fn
+
+
+class Tile(NamedTuple):
+    """Rows of queries and of keys, and Triton's launch options."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, head_dim: int, cache_bytes: int) -> int:
+        """Bytes of the query tile and of the K and V tiles in flight."""
+        cached = self.num_stages * 2 * self.block_n * head_dim * cache_bytes
+        return 2 * self.block_m * head_dim + cached
+
+
+# By padded head size, best first: the first that fits the chip's shared memory is taken.
+PREFILL_TILES = {
+    64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
+    128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    256: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+}
+DECODE_TILE_BYTES = 16384  # of K, and of V
+DECODE_STAGES = {1: 3, 2: 2}  # by bytes of an element of the cache
+MAX_SPLITS = 128
+SHORT_SPLIT, LONG_SPLIT = 64, 8192
+
+
+class Chip(NamedTuple):
+    num_sms: int
+    shared_memory: int
+
+
+@cache
+def read_chip(device: torch.device) -> Chip:
+    """Multiprocessors, and bytes of shared memory that a program can have."""
+    if device.type == "cpu":  # Triton's interpreter
+        return Chip(num_sms=2, shared_memory=232448)
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return Chip(found["multiprocessor_count"], found["max_shared_mem"])
+
+
+def plan_splits(programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
+    """In how many parts the keys of a request are cut at most, and the fewest keys of a part.
+
+    `programs`: requests times K and V heads. Few of them are cut into short parts, until every SM
+    has two; many are cut only where a single long request would keep all others waiting. The
+    kernel cuts the keys that a request has at run time: a large `max_seq_len` (that of a captured
+    graph) costs programs that end at once, no more.
+    """
+    wanted = triton.cdiv(2 * num_sms, programs)
+    min_split = SHORT_SPLIT if wanted > 1 else LONG_SPLIT // 4
+    wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
+    return max(1, min(wanted, triton.cdiv(max_seq_len, min_split), MAX_SPLITS)), min_split
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """Causal attention of query [T, heads, head_dim] over the paged cache, as the query's type.
+
+    block_tables int32 [R, max blocks], query_start_loc int32 [R + 1], seq_lens int32 [R]: the last
+    query_len of a request's seq_len keys belong to its new tokens. Rows of requests of no keys,
+    and those past query_start_loc[R], become zeros. `max_query_len` and `max_seq_len` bound what
+    is in these tensors and choose the grid; all else is read on the device, so that a captured
+    graph serves other lengths within the bounds. Memory for partial results comes from torch's
+    allocator at each call: a captured graph has its own.
+    """
+    out = torch.empty_like(query) if out is None else out
+    if query.shape[0] == 0:
+        return out
+    call = _Call(
+        out, query, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
+        scale * k_scale * LOG2_E, v_scale, sliding_window,
+    )  # fmt: skip
+    has_others = seq_lens.shape[0] > 1
+    if max_query_len > 1:
+        _prefill(call, min_query_len=2 if has_others else 1)
+    if max_query_len == 1 or has_others:
+        _decode(call, max_seq_len)
+    return out
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Writes key and value [T, num_kv_heads, head_dim] into slots (int64 [T]) of the cache.
+
+    Tokens of negative slots are skipped. Rows of a head must be contiguous, heads and tokens need
+    not: views of a qkv tensor will do.
+    """
+    num_tokens, num_heads, dim = key.shape
+    if num_tokens == 0:
+        return
+    assert key.stride(2) == 1 and value.stride(2) == 1
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    row = num_heads * dim
+    write_kernel[(num_tokens,)](
+        key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+        *key.stride()[:2], *value.stride()[:2],
+        DIM=dim, ROW=row, ROW_PAD=triton.next_power_of_2(row),
+        LIMIT=torch.finfo(FP8).max if k_cache.dtype == FP8 else 0.0,
+    )  # fmt: skip
+
+
+class _Call(NamedTuple):
+    out: Tensor
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    qk_scale: float
+    v_scale: float
+    sliding_window: int
+
+    def sizes(self) -> dict[str, int]:
+        """Constants that both kernels are compiled for."""
+        _, block_size, num_kv_heads, dim = self.k_cache.shape
+        assert self.query.stride(2) == 1 and self.out.stride(2) == 1
+        assert self.k_cache.is_contiguous() and self.v_cache.is_contiguous()
+        return {
+            "KV_HEADS": num_kv_heads,
+            "GROUP": self.query.shape[1] // num_kv_heads,
+            "DIM": dim,
+            "DIM_PAD": max(64, triton.next_power_of_2(dim)),
+            "BLOCK_SIZE": block_size,
+        }
+
+
+def _prefill(call: _Call, min_query_len: int) -> None:
+    query, out, sizes = call.query, call.out, call.sizes()
+    dim, item = sizes["DIM_PAD"], call.k_cache.itemsize
+    choices, limit = PREFILL_TILES[dim], read_chip(query.device).shared_memory
+    tile = next((t for t in choices if t.shared_memory(dim, item) <= limit), choices[-1])
+    num_tokens, num_requests = query.shape[0], call.seq_lens.shape[0]
+    num_tiles = num_tokens // (tile.block_m // sizes["GROUP"]) + num_requests
+    prefill_kernel[(num_tiles * sizes["KV_HEADS"],)](
+        *call, num_tokens, num_requests, num_tiles, call.block_tables.stride(0), min_query_len,
+        *query.stride()[:2], *out.stride()[:2], **sizes, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _decode(call: _Call, max_seq_len: int) -> None:
+    query, out, sizes = call.query, call.out, call.sizes()
+    item, num_requests, num_heads = call.k_cache.itemsize, len(call.seq_lens), query.shape[1]
+    block_n = min(DECODE_TILE_BYTES // (sizes["DIM_PAD"] * item), 128)
+    num_splits, min_split = plan_splits(
+        num_requests * sizes["KV_HEADS"], max_seq_len, read_chip(query.device).num_sms
+    )
+    slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
+    partial = query.new_empty((*slots, sizes["DIM"]), dtype=torch.float32)
+    partial_lse = query.new_empty(slots, dtype=torch.float32)
+    decode_kernel[(sizes["KV_HEADS"], num_requests, num_splits)](
+        *call, partial, partial_lse, query.shape[0], call.block_tables.stride(0), min_split,
+        *query.stride()[:2], *out.stride()[:2], **sizes,
+        BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n,
+        num_warps=4, num_stages=DECODE_STAGES[item],
+    )  # fmt: skip
+    if num_splits > 1:
+        combine_kernel[(num_heads, num_requests)](
+            out, partial, partial_lse, call.query_start_loc, call.seq_lens, num_splits,
+            call.sliding_window, min_split, *out.stride()[:2], DIM=sizes["DIM"],
+            DIM_PAD=sizes["DIM_PAD"], BLOCK_N=block_n, MAX_SPLITS=MAX_SPLITS, CHUNK=16,
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""What one step reads, from the rows of the batch to tensors on the device."""
+
+import numpy as np
+import torch
+
+from vllm.model_executor.context import ForwardBatch
+from vllm.ops.paged_attention import AttentionBatch
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_buffers import InputBuffers
+
+
+class StepInputs:
+    """Buffers for a step of any kind, and for decoding ones at addresses that graphs can hold."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ):
+        """max_blocks: of one request."""
+        self._device = device
+        self._max_blocks = max_blocks
+        self._block_size = block_size
+        self._buffers = InputBuffers(
+            {
+                "input_ids": (np.int64, (max_tokens,)),
+                "positions": (np.int64, (max_tokens,)),
+                "slot_mapping": (np.int64, (max_tokens,)),
+                "query_start_loc": (np.int32, (max_seqs + 1,)),
+                "seq_lens": (np.int32, (max_seqs,)),
+            },
+            device,
+        )
+        if device.type == "cuda":
+            self._make_decode_buffers(max_seqs)
+
+    def _make_decode_buffers(self, max_seqs: int) -> None:
+        self._decode = InputBuffers(
+            {
+                "input_ids": (np.int64, (max_seqs,)),
+                "positions": (np.int64, (max_seqs,)),
+                "slot_mapping": (np.int64, (max_seqs,)),
+                "seq_lens": (np.int32, (max_seqs,)),
+            },
+            self._device,
+        )
+        self._decode.host["slot_mapping"].fill(-1)
+        self._decode.upload()
+        self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
+        shape = (max_seqs, self._max_blocks)
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._staged_tables = torch.zeros(shape, dtype=torch.int32, device="cpu").pin_memory()
+
+    def fill(
+        self, batch: InputBatch, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray
+    ) -> ForwardBatch:
+        """`counts` tokens of each of `rows`, from position `starts` on."""
+        size, host, device = self._block_size, self._buffers.host, self._buffers.device
+        num_seqs = len(rows)
+        query_start_loc = host["query_start_loc"][: num_seqs + 1]
+        query_start_loc[0] = 0
+        np.cumsum(counts, out=query_start_loc[1:])
+        token_rows = np.repeat(rows, counts)
+        num_tokens = len(token_rows)
+        positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], counts)
+        slots = batch.block_table[token_rows, positions // size].astype(np.int64) * size
+        seq_lens = starts + counts
+        max_seq_len = int(seq_lens.max())
+        host["input_ids"][:num_tokens] = batch.token_ids[token_rows, positions]
+        host["positions"][:num_tokens] = positions
+        host["slot_mapping"][:num_tokens] = slots + positions % size
+        host["seq_lens"][:num_seqs] = seq_lens
+        self._buffers.upload()
+        tables = torch.from_numpy(batch.block_table[rows, : -(-max_seq_len // size)])
+        return ForwardBatch(
+            input_ids=device["input_ids"][:num_tokens],
+            positions=device["positions"][:num_tokens],
+            attention=AttentionBatch(
+                query_start_loc=device["query_start_loc"][: num_seqs + 1],
+                seq_lens=device["seq_lens"][:num_seqs],
+                block_tables=tables.to(self._device),
+                slot_mapping=device["slot_mapping"][:num_tokens],
+                max_query_len=int(counts.max()),
+                max_seq_len=max_seq_len,
+            ),
+        )
+
+    def padding(self, num_tokens: int) -> ForwardBatch:
+        """One request of `num_tokens` tokens that are written nowhere, to measure memory with."""
+        device = self._buffers.device
+        device["slot_mapping"].fill_(-1)
+        device["query_start_loc"][1] = num_tokens
+        device["seq_lens"][0] = 1
+        return ForwardBatch(
+            input_ids=device["input_ids"][:num_tokens],
+            positions=device["positions"][:num_tokens],
+            attention=AttentionBatch(
+                query_start_loc=device["query_start_loc"][:2],
+                seq_lens=device["seq_lens"][:1],
+                block_tables=torch.zeros_like(device["seq_lens"][:1])[:, None],
+                slot_mapping=device["slot_mapping"][:num_tokens],
+                max_query_len=num_tokens,
+                max_seq_len=num_tokens,
+            ),
+        )
+
+    def fill_decode(
+        self, batch: InputBatch, rows: np.ndarray, starts: np.ndarray, size: int
+    ) -> None:
+        """The next token of each of `rows` into what `decode_batch(size)` reads."""
+        host, num_seqs, block_size = self._decode.host, len(rows), self._block_size
+        host["input_ids"][:num_seqs] = batch.token_ids[rows, starts]
+        host["positions"][:num_seqs] = starts
+        blocks = batch.block_table[rows, starts // block_size].astype(np.int64)
+        host["slot_mapping"][:num_seqs] = blocks * block_size + starts % block_size
+        host["seq_lens"][:num_seqs] = starts + 1
+        for name, values in host.items():
+            values[num_seqs:size] = -1 if name == "slot_mapping" else 0
+        self._decode.upload()
+        used = -(-(int(starts.max()) + 1) // block_size)
+        staged = self._staged_tables.view(-1)[: num_seqs * used].view(num_seqs, used)
+        np.take(batch.block_table[:, :used], rows, axis=0, out=staged.numpy())
+        self._block_tables[:num_seqs, :used].copy_(staged, non_blocking=True)
+
+    def decode_batch(self, size: int) -> ForwardBatch:
+        """Inputs at fixed addresses for `size` requests of one token."""
+        device = self._decode.device
+        return ForwardBatch(
+            input_ids=device["input_ids"][:size],
+            positions=device["positions"][:size],
+            attention=AttentionBatch(
+                query_start_loc=self._one_each[: size + 1],
+                seq_lens=device["seq_lens"][:size],
+                block_tables=self._block_tables[:size],
+                slot_mapping=device["slot_mapping"][:size],
+                max_query_len=1,
+                max_seq_len=self._max_blocks * self._block_size,
+            ),
+        )
