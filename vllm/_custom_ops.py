@@ -15,6 +15,15 @@ import torch
 from torch import Tensor
 
 from vllm import _native
+from vllm._custom_fp4 import (
+    scaled_fp4_quant,
+    scaled_fp4_quant_grouped,
+    silu_and_mul_scaled_fp4_quant,
+    silu_and_mul_scaled_fp4_quant_grouped,
+)
+from vllm._custom_gemms import cutlass_scaled_fp4_mm, cutlass_scaled_mm
+from vllm._torch_library import register
+from vllm.kernels.backends import cutlass
 from vllm.kernels.select import serves
 from vllm.kernels.spec import Device
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
@@ -25,16 +34,27 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     per_token_group_quant_fp8_packed_for_deepgemm,
     round_to_fp8,
 )
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
-    GROUP,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    nvfp4_quantize,
-)
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.ops import torch_ops
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.math_utils import cdiv, round_up
+
+__all__ = [
+    "ScaleLayout",
+    "cutlass_scaled_fp4_mm",
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "per_token_group_fp8_quant",
+    "rms_norm_group_quant",
+    "scaled_fp4_quant",
+    "scaled_fp4_quant_grouped",
+    "scaled_fp8_quant",
+    "silu_and_mul_group_quant",
+    "silu_and_mul_scaled_fp4_quant",
+    "silu_and_mul_scaled_fp4_quant_grouped",
+]
 
 # ---------------------------------------------------------------- what the ops do on a CPU
 
@@ -95,17 +115,8 @@ def _rms_norm_quant_group(
     _quant_group(normed, q, scales, group_size, min_amax, is_ue8m0)
 
 
-def _nvfp4_quant(
-    x: Tensor, global_scale: Tensor, q: Tensor, scales: Tensor, is_swizzled: bool
-) -> None:
-    codes, found = nvfp4_quantize(x, global_scale, is_swizzled)
-    q.copy_(codes)
-    scales.copy_(found)
-
-
 # ---------------------------------------------------------------- registration
 
-_LIBRARY = torch.library.Library("vllm", "FRAGMENT")
 _GROUP = "Tensor(a!) q, Tensor(b!) scales, int group_size, float min_amax, bool is_ue8m0"
 # Schema and CPU implementation; on CUDA the native function of the same name takes the arguments.
 _OPS: tuple[tuple[str, Callable[..., None]], ...] = (
@@ -126,28 +137,11 @@ _OPS: tuple[tuple[str, Callable[..., None]], ...] = (
         f"{_GROUP}) -> ()",
         _rms_norm_quant_group,
     ),
-    (
-        "nvfp4_quant(Tensor x, Tensor global_scale, Tensor(a!) q, Tensor(b!) scales, "
-        "bool is_swizzled) -> ()",
-        _nvfp4_quant,
-    ),
 )
 
 
-def _register(schema: str, reference: Callable[..., None]) -> None:
-    name = schema.partition("(")[0]
-
-    def call_native(*args: object) -> None:
-        getattr(_native.load(), name)(*args)
-
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, reference, "CPU")
-    _LIBRARY.impl(name, call_native, "CUDA")
-    torch.library.register_fake(f"vllm::{name}", lambda *args: None, lib=_LIBRARY)
-
-
 for _schema, _reference in _OPS:
-    _register(_schema, _reference)
+    register(_schema, _reference)
 
 
 # ---------------------------------------------------------------- FP8 by one scale or per token
@@ -357,54 +351,36 @@ def _group_results(
     return q, scales, ue8m0 or is_packed
 
 
-# ---------------------------------------------------------------- NVFP4
-
-
-def scaled_fp4_quant(
-    input: Tensor, input_global_scale: Tensor, is_sf_swizzled_layout: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Quantises input [M, K] (bfloat16 or float16; K a multiple of 16) to NVFP4.
-
-    input_global_scale: float32, one element: 448 * 6 / max|input| or less. Returns codes uint8
-    [M, K / 2], the even column in the low nibble, and scales float8_e4m3fn of groups of 16 columns:
-    [M, K / 16], or for tensor-core GEMMs [M up to 128s, K / 16 up to 4s] in tiles of 128 x 4 whose
-    filling is zeros (`nvfp4_utils`). input ~ code * scale / input_global_scale.
-    """
-    num_tokens, num_columns = _matrix_shape(input)
-    if num_columns % GROUP:
-        raise ValueError(f"input: given {num_columns} columns; accepted: a multiple of {GROUP}")
-    rows, groups = num_tokens, num_columns // GROUP
-    if is_sf_swizzled_layout:
-        rows, groups = round_up(rows, TILE_ROWS), round_up(groups, TILE_COLUMNS)
-    q = input.new_empty(num_tokens, num_columns // 2, dtype=torch.uint8)
-    scales = input.new_empty(rows, groups, dtype=FP8)
-    global_scale = input_global_scale.reshape(1)
-    torch.ops.vllm.nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
-    return q, scales
-
-
 # ---------------------------------------------------------------- what this build can multiply
 
 
 def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
     """Whether this build has the per-tensor and per-channel FP8 GEMM for a chip, such as 90."""
-    return _is_built_for("cutlass_fp8_gemm", cuda_device_capability)
+    return _is_built_for("fp8-tensor", cuda_device_capability)
 
 
 def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
     """Whether this build has the 128x128-block FP8 GEMM for a chip, such as 90."""
-    return _is_built_for("cutlass_fp8_block_gemm", cuda_device_capability)
+    return _is_built_for("fp8-block", cuda_device_capability)
 
 
 def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
     """Whether this build has the NVFP4 GEMM for a chip, such as 100."""
-    return _is_built_for("cutlass_nvfp4_gemm", cuda_device_capability)
+    return _is_built_for("nvfp4", cuda_device_capability)
 
 
-def _is_built_for(kernel: str, capability: int) -> bool:
+def _is_built_for(weight_format: str, capability: int) -> bool:
+    """Whether one of the native kernels of the CUTLASS backend for this format serves the chip."""
     try:
-        archs = _native.gpu_archs().get(kernel, ())
+        built = _native.gpu_archs()
     except _native.NativeLibraryError:
         return False
     device = Device("cuda", DeviceCapability.parse(capability))
+    kernels = [
+        kernel
+        for spec in cutlass.SPECS
+        if spec.family == "linear" and weight_format in spec.formats
+        for kernel in spec.native
+    ]
+    archs = [arch for kernel in kernels for arch in built.get(kernel, ())]
     return any(serves(arch, device) for arch in archs if arch[0].isdigit())

@@ -12,6 +12,7 @@ from vllm import _custom_ops as ops
 from vllm import _native
 from vllm._custom_ops import ScaleLayout
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import nvfp4_utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
     per_token_group_quant_fp8,
@@ -218,8 +219,34 @@ def test_nvfp4_results_are_those_of_the_reference(shape, is_swizzled):
 
 
 def test_nvfp4_needs_whole_groups():
-    with pytest.raises(ValueError, match="input: given 24 columns; accepted: a multiple of 16"):
+    with pytest.raises(ValueError, match=r"input: given shape \(1, 24\).*a multiple of 16"):
         ops.scaled_fp4_quant(torch.ones(1, 24).half(), torch.ones(1))
+    with pytest.raises(ValueError, match=r"input: given shape \(1, 48\).*a multiple of 32"):
+        ops.silu_and_mul_scaled_fp4_quant(torch.ones(1, 48).half(), torch.ones(1))
+
+
+@pytest.mark.parametrize("is_swizzled", [False, True])
+def test_gated_nvfp4_results_are_those_of_the_product(is_swizzled):
+    x, global_scale = torch.randn(130, 96).bfloat16(), torch.tensor([350.0])
+    gated = nvfp4_utils.silu_and_mul(x)
+    given = ops.silu_and_mul_scaled_fp4_quant(x, global_scale, is_swizzled)
+    for one, other in zip(given, ops.scaled_fp4_quant(gated, global_scale, is_swizzled)):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_grouped_nvfp4_results_are_those_of_each_expert():
+    x, global_scales = torch.randn(200, 64).half(), torch.tensor([300.0, 200.0, 500.0])
+    offsets = torch.tensor([0, 130, 130, 200], dtype=torch.int32)
+    q, scales = ops.scaled_fp4_quant_grouped(x, global_scales, offsets)
+    first, first_scales = ops.scaled_fp4_quant(x[:130], global_scales[:1])
+    last, last_scales = ops.scaled_fp4_quant(x[130:], global_scales[2:])
+    assert torch.equal(q, torch.cat((first, last)))
+    expected = torch.cat((first_scales.view(torch.uint8), last_scales.view(torch.uint8)))
+    assert torch.equal(scales.view(torch.uint8)[: len(expected)], expected)
+    gated = torch.cat((x, x), 1)
+    q2, _ = ops.silu_and_mul_scaled_fp4_quant_grouped(gated, global_scales, offsets)
+    q3, _ = ops.scaled_fp4_quant_grouped(nvfp4_utils.silu_and_mul(gated), global_scales, offsets)
+    assert torch.equal(q2, q3)
 
 
 # ---------------------------------------------------------------- what torch is told
@@ -297,8 +324,10 @@ def test_support_follows_the_manifest(manifest):
     manifest(
         {
             "cutlass_fp8_gemm": ["90a", "120f"],
-            "cutlass_fp8_block_gemm": ["90a", "100f", "compute_90"],
-            "cutlass_nvfp4_gemm": ["100a", "121a"],
+            "sm90_fp8_block_gemm": ["90a", "compute_90"],
+            "sm100_fp8_block_gemm": ["100f"],
+            "sm100_nvfp4_gemm": ["100a"],
+            "sm120_nvfp4_gemm": ["121a"],
         }
     )
     chips = (80, 89, 90, 100, 103, 120, 121)

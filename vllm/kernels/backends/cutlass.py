@@ -61,29 +61,21 @@ MAKES = {"linear": frozenset({"fp8-block"})}
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes an FP8 block weight as it is stored; each call quantises x [M, K] and multiplies."""
-    from torch.nn.functional import pad
-
     from vllm import _native
     from vllm._custom_ops import ScaleLayout, per_token_group_fp8_quant
-    from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
-    kept = None
-    if winner.fit is not None:
-        tensors, kept = padded_tensors(tensors)
-    weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
-    num_rows, num_columns = weight.shape
     gemm = _native.load().cutlass_fp8_block_gemm
 
-    def apply(x: "Tensor") -> "Tensor":
-        if num_columns != x.shape[1]:
-            x = pad(x, (0, num_columns - x.shape[1]))
-        q, x_scales = per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
-        out = x.new_empty(x.shape[0], num_rows)
-        if kept is None:
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+
+        def apply(x: "Tensor") -> "Tensor":
+            q, x_scales = per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
+            out = x.new_empty(x.shape[0], weight.shape[0])
             gemm(q, x_scales, weight, scales, bias, out)
             return out
-        gemm(q, x_scales, weight, scales, None, out)
-        out = out.index_select(1, kept)
-        return out if bias is None else out.add_(bias)
 
-    return apply
+        return apply
+
+    return fitted_kernel(tensors, winner.fit, make)

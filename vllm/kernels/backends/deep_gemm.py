@@ -37,29 +37,26 @@ _BLOCK = 128
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Lays the weight out once; each call quantises x [M, K] and runs one GEMM."""
     import torch
-    from torch.nn.functional import pad
 
-    from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
-    kept = None
-    if winner.fit is not None:
-        # A shard that begins inside a block would have to say where; no loader makes one yet.
-        assert problem.cut_n == problem.cut_k == 1
-        tensors, kept = padded_tensors(tensors)
-    weight = prepare(tensors, winner)
-    num_rows, num_columns = weight[0].shape
-    quantize, bias = _quantizer(winner), tensors.bias
+    # A shard that begins inside a block would have to say where; no loader makes one yet.
+    assert winner.fit is None or problem.cut_n == problem.cut_k == 1
+    quantize = _quantizer(winner)
 
-    def apply(x: "Tensor") -> "Tensor":
-        out = x.new_empty(x.shape[0], num_rows, dtype=torch.bfloat16)
-        if x.shape[0]:
-            fp8_gemm_nt(quantize(pad(x, (0, num_columns - x.shape[1]))), weight, out)
-        if kept is not None:
-            out = out.index_select(1, kept)
-        return out if bias is None else out.add_(bias)
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, bias = prepare(tensors, winner), tensors.bias
 
-    return apply
+        def apply(x: "Tensor") -> "Tensor":
+            out = x.new_empty(x.shape[0], weight[0].shape[0], dtype=torch.bfloat16)
+            if x.shape[0]:
+                fp8_gemm_nt(quantize(x), weight, out)
+            return out if bias is None else out.add_(bias)
+
+        return apply
+
+    return fitted_kernel(tensors, winner.fit, make)
 
 
 def prepare(

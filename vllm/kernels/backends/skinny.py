@@ -36,28 +36,19 @@ SPECS = (
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored; x [M, K] is quantised inside the kernel."""
-    from torch.nn.functional import pad
-
     from vllm import _native
-    from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
-    kept = None
-    if winner.fit is not None:
-        tensors, kept = padded_tensors(tensors)
-    weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
-    assert scales is not None
-    num_rows, num_columns = weight.shape
     gemm = _native.load().skinny_fp8_block_gemm
 
-    def apply(x: "Tensor") -> "Tensor":
-        if num_columns != x.shape[1]:
-            x = pad(x, (0, num_columns - x.shape[1]))
-        out = x.new_empty(x.shape[0], num_rows)
-        if kept is None:
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+
+        def apply(x: "Tensor") -> "Tensor":
+            out = x.new_empty(x.shape[0], weight.shape[0])
             gemm(x, None, weight, scales, bias, out, 0, 0)
             return out
-        gemm(x, None, weight, scales, None, out, 0, 0)
-        out = out.index_select(1, kept)
-        return out if bias is None else out.add_(bias)
 
-    return apply
+        return apply
+
+    return fitted_kernel(tensors, winner.fit, make)

@@ -4,14 +4,16 @@ A shard is rows [start, stop) and columns [start, stop) of a whole weight [..., 
 before. Its scales are given as the whole weight's grid [..., ceil(N / rows), ceil(K / columns)].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from vllm.kernels.fit import Fit
 from vllm.kernels.problem import WeightFormat
-from vllm.kernels.tensors import LinearTensors
+from vllm.kernels.tensors import LinearKernel, LinearTensors
 from vllm.utils.math_utils import cdiv
 
 Span = tuple[int, int]
@@ -114,6 +116,27 @@ def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
         tensors.input_scale,
     )
     return result, torch.cat(kept)
+
+
+def fitted_kernel(
+    tensors: LinearTensors, fit: Fit | None, make: Callable[[LinearTensors], LinearKernel]
+) -> LinearKernel:
+    """The kernel that `make` builds over a weight, or over one padded to whole blocks.
+
+    Padded, inputs get columns of zeros, and of the output the layer's own columns are kept.
+    """
+    if fit is None:
+        return make(tensors)
+    padded, kept = padded_tensors(tensors)
+    bias, padded.bias = padded.bias, None
+    kernel = make(padded)
+    num_zeros = padded.weight.shape[1] - tensors.weight.shape[1]
+
+    def apply(x: Tensor) -> Tensor:
+        out = kernel(pad(x, (0, num_zeros)) if num_zeros else x).index_select(1, kept)
+        return out if bias is None else out.add_(bias)
+
+    return apply
 
 
 def _scales_of_parts(tensors: LinearTensors) -> list[tuple[int, Tensor]]:
