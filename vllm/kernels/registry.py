@@ -35,6 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "triton",
         "marlin",
         "cpu",
+        "torch",
     ),
     "attention": ("flashinfer", "triton", "cpu", "torch"),
     "kv_quant": ("triton", "cpu", "torch"),
@@ -69,6 +70,12 @@ def has_code(spec: KernelSpec) -> bool:
     module = backend(spec.backend)
     made = getattr(module, "MAKES", {}).get(spec.family, spec.formats)
     return hasattr(module, spec.family) and not spec.formats.isdisjoint(made)
+
+
+def used_libs() -> set[str]:
+    """Libraries that a kernel with code in this build is made of."""
+    every = (spec for family in FAMILIES for spec in specs(family) if has_code(spec))
+    return {name for spec in every for name, _ in spec.libs}
 
 
 @cache

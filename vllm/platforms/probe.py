@@ -30,8 +30,10 @@ def probe_device() -> Device:
 
 @cache
 def probe_libs() -> Libs:
-    """What kernels may be built on. Libraries for GPUs are imported and tried on a GPU alone."""
-    found = installed_libs() if probe_device().kind == "cpu" else working_libs()
+    """What kernels may be built on. On a GPU, libraries that a kernel of this build uses are
+    imported and tried; importing the others would only delay the start."""
+    is_cpu = probe_device().kind == "cpu"
+    found = installed_libs() if is_cpu else working_libs(registry.used_libs())
     native = _native_lib()
     return Libs.of([*found.libs, registry.built(), *([native] if native else [])])
 

@@ -4,6 +4,7 @@ Random numbers are a function of (seed, index of the output token), so nothing h
 between steps and a request that is preempted and computed anew continues with the same text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -60,15 +61,23 @@ def sample(
         apply_token_bitmask_inplace(logits, batch.bitmask.to(logits.device))
     for edit in batch.edits:
         _apply_edits(logits[edit.row], edit)
-    settings = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     draws = uniforms(batch.seeds, batch.indices)
-    on_device = (torch.from_numpy(values).to(logits.device) for values in (*settings, draws))
-    tokens = ops.sample_tokens(logits, *on_device).to(logits.device)
+    draws, top_k, temperature, top_p, min_p = _on_device(
+        (draws, batch.top_k, batch.temperature, batch.top_p, batch.min_p), logits.device
+    )
+    tokens = ops.sample_tokens(logits, temperature, top_k, top_p, min_p, draws).to(logits.device)
     if raw is None:
         return tokens.cpu().numpy(), {}
     counts = [batch.num_logprobs[row] for row in reported]
     entries = gather_logprobs(raw, tokens[reported], counts)
     return tokens.cpu().numpy(), dict(zip(reported, entries))
+
+
+def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors, moved by one copy; wider types first, so that all are aligned."""
+    packed = torch.from_numpy(np.concatenate([array.view(np.uint8) for array in arrays]))
+    pieces = packed.to(device).split([array.nbytes for array in arrays])
+    return [piece.view(torch.from_numpy(array).dtype) for piece, array in zip(pieces, arrays)]
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
