@@ -27,12 +27,15 @@ class InputBatch:
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.ones(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
+        # Rows to look at one by one; most requests ask for neither.
+        self.may_edit_logits = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.requests: list[Request] = []
         self.row_of: dict[str, int] = {}
 
     _ROW_ARRAYS = (
         "num_blocks", "num_tokens", "num_prompt", "num_computed", "seeds", "temperature", "top_k",
-        "top_p", "min_p",
+        "top_p", "min_p", "may_edit_logits", "wants_logprobs",
     )  # fmt: skip
 
     def add(self, request: Request, num_computed: int) -> None:
@@ -51,6 +54,14 @@ class InputBatch:
         self.top_k[row] = max(sampling.top_k, 0)
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
+        self.may_edit_logits[row] = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0
+            or sampling.frequency_penalty != 0
+            or bool(sampling.logit_bias)
+            or sampling.min_tokens > 0
+        )
+        self.wants_logprobs[row] = sampling.logprobs is not None
 
     def drop(self, request_id: str) -> None:
         row = self.row_of.pop(request_id)

@@ -170,7 +170,15 @@ class ModelRunner:
 
     def _sampling_batch(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> SamplingBatch:
         batch = self.batch
-        requests = [batch.requests[row] for row in rows]
+        edits = (
+            self._edits(index, rows[index], batch.requests[rows[index]])
+            for index in np.flatnonzero(batch.may_edit_logits[rows]).tolist()
+        )
+        num_logprobs = {}
+        for index in np.flatnonzero(batch.wants_logprobs[rows]).tolist():
+            count = batch.requests[rows[index]].sampling.logprobs
+            assert count is not None
+            num_logprobs[index] = count
         return SamplingBatch(
             temperature=batch.temperature[rows],
             top_k=batch.top_k[rows],
@@ -178,17 +186,9 @@ class ModelRunner:
             min_p=batch.min_p[rows],
             seeds=batch.seeds[rows],
             indices=batch.num_tokens[rows] - batch.num_prompt[rows],
-            edits=[
-                edit
-                for index, request in enumerate(requests)
-                if (edit := self._edits(index, rows[index], request)) is not None
-            ],
-            num_logprobs={
-                index: request.sampling.logprobs
-                for index, request in enumerate(requests)
-                if request.sampling.logprobs is not None
-            },
-            bitmask=_stack_bitmasks(requests, bitmasks),
+            edits=[edit for edit in edits if edit is not None],
+            num_logprobs=num_logprobs,
+            bitmask=self._bitmask(rows, bitmasks),
         )
 
     def _edits(self, index: int, row: int, request: Request) -> RowEdits | None:
@@ -211,6 +211,14 @@ class ModelRunner:
             history=tokens[:num_tokens],
             output=tokens[num_prompt:num_tokens],
         )
+
+    def _bitmask(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> Tensor | None:
+        """One row per request; all tokens allowed where there is no grammar."""
+        if not bitmasks:
+            return None
+        everything = torch.full_like(next(iter(bitmasks.values())), -1)
+        ids = (self.batch.requests[row].request_id for row in rows)
+        return torch.stack([bitmasks.get(request_id, everything) for request_id in ids])
 
     def _report_prompts(
         self,
@@ -251,11 +259,3 @@ class ModelRunner:
                 if len(t)
             )
         )
-
-
-def _stack_bitmasks(requests: list[Request], bitmasks: dict[str, Tensor]) -> Tensor | None:
-    """One row per request; all tokens allowed where there is no grammar."""
-    if not bitmasks:
-        return None
-    everything = torch.full_like(next(iter(bitmasks.values())), -1)
-    return torch.stack([bitmasks.get(r.request_id, everything) for r in requests])
