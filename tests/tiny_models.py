@@ -56,6 +56,28 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    # Of its layers only the last has experts, and a token goes to all of them.
+    "qwen3_moe-some-dense": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 5,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (

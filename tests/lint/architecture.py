@@ -16,6 +16,8 @@ STDLIB_ONLY = (
     "vllm/errors.py",
     "vllm/kernels/",
     "vllm/model_executor/layers/quantization/__init__.py",
+    "vllm/model_executor/layers/quantization/awq.py",
+    "vllm/model_executor/layers/quantization/compressed_tensors.py",
     "vllm/model_executor/layers/quantization/fp8_config.py",
     "vllm/model_executor/layers/quantization/modelopt.py",
     "vllm/platforms/interface.py",

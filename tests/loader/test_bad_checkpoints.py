@@ -173,7 +173,8 @@ def test_a_quantisation_we_do_not_know_is_refused(folder, config, says):
 
 
 def test_asking_for_another_quantisation_than_the_checkpoints_is_refused(fp8_folder):
-    assert "fp8" in refused(fp8_folder, "unknown", ConfigError, quantization="awq")
+    assert "fp8" in refused(fp8_folder, "unknown", ConfigError, quantization="gptq")
+    assert "fp8" in refused(fp8_folder, "contradicts", ConfigError, quantization="awq")
 
 
 def test_an_unknown_architecture_lists_the_known_ones(folder):

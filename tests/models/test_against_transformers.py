@@ -88,7 +88,7 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     assert generate(load(checkpoint(name)), prompts()) == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "ministral3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3"])
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
     llm = load(checkpoint(name), max_num_batched_tokens=13)
     assert generate(llm, prompts()) == expected(name)
@@ -104,7 +104,7 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     assert [o.outputs[0].token_ids for o in again] == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)

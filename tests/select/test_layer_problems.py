@@ -132,7 +132,7 @@ def test_they_equal_what_the_engine_asks_for(name, quantisation, checkpoint, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mistral3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral3", "qwen2", "qwen3_moe"])
 def test_they_equal_it_for_weights_on_disk(name, dtype, checkpoint):
     folder = checkpoint(name)
     asked, _ = asked_by_engine(folder, dtype, "auto")
@@ -140,7 +140,7 @@ def test_they_equal_it_for_weights_on_disk(name, dtype, checkpoint):
     assert problems_of(raw, dtype=dtype, kv_format=dtype) == asked
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"])
 def test_what_a_config_leaves_out_is_what_transformers_assumes(name, checkpoint, tmp_path):
     raw = json.loads((checkpoint(name) / "config.json").read_text())
     for field in ("head_dim", "num_key_value_heads", "sliding_window", "layer_types"):
@@ -149,6 +149,15 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(name, checkpoint,
     (tmp_path / "config.json").write_text(json.dumps(raw | {"max_window_layers": 1}))
     asked, _ = asked_by_engine(tmp_path, "bfloat16", "dummy")
     assert problems_of(raw | {"max_window_layers": 1}) == asked
+
+
+def test_experts_are_counted_under_the_name_of_published_configs_and_of_new_ones(checkpoint):
+    raw = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
+    both = {name: raw.pop(name, None) for name in ("num_experts", "num_local_experts")}
+    count = next(value for value in both.values() if value is not None)
+    listed = [problems_of(raw | {name: count}) for name in both]
+    assert listed[0] == listed[1]
+    assert {p.num_experts for _, p in listed[0] if isinstance(p, MoEProblem)} == {6}
 
 
 # ---------------------------------------------------------------- equal to transformers' weights

@@ -24,6 +24,10 @@ _SIZE_LIMITS = {
     "head_dim": 4096,
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
+    "num_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "moe_intermediate_size": 1 << 20,
+    "decoder_sparse_step": 1024,
 }
 
 

@@ -293,7 +293,9 @@ def _qwen3_moe(fields: Fields, layer: int) -> Iterator[Item]:
     is_sparse = (layer + 1) % fields.optional("decoder_sparse_step", 1) == 0
     if layer in fields.entries("mlp_only_layers", int) or not is_sparse:
         return _mlp(fields, layer)
-    return _routed_experts(fields, "num_experts")
+    # transformers writes the second name since version 5; published checkpoints have the first.
+    is_new = fields.given("num_local_experts") is not None
+    return _routed_experts(fields, "num_local_experts" if is_new else "num_experts")
 
 
 def _qwen3_5_moe(fields: Fields, layer: int) -> Iterator[Item]:

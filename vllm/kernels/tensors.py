@@ -10,8 +10,13 @@ from torch import Tensor
 from vllm.kernels.problem import WeightFormat
 from vllm.utils.math_utils import cdiv
 
+NVFP4_GROUP = 16
 LinearKernel: TypeAlias = Callable[[Tensor], Tensor]
 """x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes."""
+
+MoEKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [T, hidden], weights float32 [T, top_k], ids int64 [T, top_k]) -> y [T, hidden] of x's dtype:
+the sum, for each token, of its experts' results times their weights."""
 
 
 @dataclass(slots=True)
@@ -23,6 +28,11 @@ class LinearTensors:
     shards of 576, 192 and 192 rows have 5 + 2 + 2 scale rows of 128, not ceil(960 / 128).
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
+
+    Packed formats (nvfp4, int4-group) hold two codes a byte: weight uint8 [N, K / 2], the even
+    column in the low nibble. nvfp4: scales float8_e4m3fn [N, K / 16], global_scales float32
+    [shards], w = E2M1(code) * scale * global scale. int4-group: scales float32 [N, K / group],
+    zero_points uint8 [N, K / group] or None for 8 everywhere, w = (code - zero point) * scale.
     """
 
     format: WeightFormat
@@ -31,16 +41,30 @@ class LinearTensors:
     scales: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
+    global_scales: Tensor | None = None
+    zero_points: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.format.element in ("nvfp4", "int4")
 
     @property
     def block_k(self) -> int:
         """Columns of the weight that share one scale."""
-        return self.format.block[1] if self.format.scale == "block" else self.weight.shape[1]
+        return columns_per_scale(self.format, self.weight.shape[1])
 
     def row_scales(self) -> Tensor | None:
-        """Scales repeated to one row per row of weight: float32 [N, K blocks]. Exact."""
+        """Scales repeated to one row per row of weight: float32 [N, K blocks].
+
+        Exact, but for nvfp4: its two scales are multiplied, and rounded once.
+        """
         if self.scales is None:
             return None
+        if self.global_scales is not None:
+            shards = torch.tensor(self.shard_rows, device=self.scales.device)
+            return self.scales.float() * self.global_scales.repeat_interleave(shards)[:, None]
+        if self.is_packed:
+            return self.scales
         rows = []
         start = 0
         for num_rows in self.shard_rows:
@@ -51,11 +75,62 @@ class LinearTensors:
         return torch.cat(rows)
 
 
+@dataclass(slots=True)
+class MoETensors:
+    """The experts of one layer as loaded, stacked, before a backend lays them out.
+
+    gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows;
+    down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
+    [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
+    for weights without. Their input scales, of a static activation scheme: float32 [E, shards].
+    """
+
+    format: WeightFormat
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    gate_up_input_scales: Tensor | None = None
+    down_input_scales: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
+        """Gate-up and down of one expert, as two linear layers; views, no copies."""
+
+        def linear(
+            weight: Tensor,
+            shard_rows: tuple[int, ...],
+            scales: Tensor | None,
+            inputs: Tensor | None,
+        ) -> LinearTensors:
+            return LinearTensors(
+                self.format,
+                weight[index],
+                shard_rows,
+                None if scales is None else scales[index],
+                input_scale=None if inputs is None else inputs[index].max(),
+            )
+
+        _, hidden, inner = self.down.shape
+        return (
+            linear(self.gate_up, (inner, inner), self.gate_up_scales, self.gate_up_input_scales),
+            linear(self.down, (hidden,), self.down_scales, self.down_input_scales),
+        )
+
+
 def rows_per_scale(weight_format: WeightFormat, shard_rows: int) -> int:
     """Rows of a shard that share one scale."""
-    return {"tensor": shard_rows, "channel": 1, "block": weight_format.block[0]}[
-        weight_format.scale
-    ]
+    return {"tensor": shard_rows, "block": weight_format.block[0]}.get(weight_format.scale, 1)
+
+
+def columns_per_scale(weight_format: WeightFormat, num_columns: int) -> int:
+    """Columns of a weight with `num_columns` (where no scale is finer) that share one scale."""
+    if weight_format.element == "nvfp4":
+        return NVFP4_GROUP
+    return weight_format.block[1] if weight_format.scale in ("block", "group") else num_columns
 
 
 def scale_shape(
@@ -63,5 +138,4 @@ def scale_shape(
 ) -> tuple[int, int]:
     """Shape of `LinearTensors.scales` for these shards."""
     rows = sum(cdiv(n, rows_per_scale(weight_format, n)) for n in shard_rows)
-    block_k = weight_format.block[1] if weight_format.scale == "block" else num_columns
-    return rows, cdiv(num_columns, block_k)
+    return rows, cdiv(num_columns, columns_per_scale(weight_format, num_columns))

@@ -11,39 +11,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import Device, Lib, Libs, Policy
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.fp8_config import DEFAULT_BLOCK
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.quantize_formats import FORMATS
 
-_FP8_BLOCK_CONFIG = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": list(DEFAULT_BLOCK),
-    "modules_to_not_convert": ["lm_head"],
-}
-
-
-def _to_fp8_block(name: str, weight: Tensor) -> dict[str, Tensor]:
-    quantised, scales = per_block_cast_to_fp8(weight, DEFAULT_BLOCK)
-    return {name: quantised, name.removesuffix("weight") + "weight_scale_inv": scales}
-
-
-# Format -> quantization_config of the result, and what one linear weight becomes.
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tensor]]]] = {
-    "fp8-block": (_FP8_BLOCK_CONFIG, _to_fp8_block),
-}
+# The one format of those written here in which experts can be loaded again.
+EXPERTS_FORMAT = "fp8-block"
 
 
 def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
@@ -59,13 +43,18 @@ def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
         )
     if target.exists():
         raise ConfigError(f"{target} exists already: give a new folder, or remove it first")
-    quantization_config, quantise = FORMATS[format_name]
     checkpoint = Checkpoint(source)
-    wanted = _linear_weights(source, checkpoint)
+    wanted, experts = _linear_weights(source, checkpoint)
+    if experts and format_name != EXPERTS_FORMAT:
+        raise ConfigError(
+            f"--format {format_name}: {source} has a mixture of experts; it takes {EXPERTS_FORMAT}"
+        )
+    wanted |= experts
+    chosen = FORMATS[format_name](_num_columns(checkpoint, wanted))
     with new_folder(target) as folder:
         _copy_other_files(source, folder)
-        _write_config(source, folder, quantization_config)
-        _write_weights(checkpoint, folder, wanted, quantise)
+        _write_config(source, folder, chosen.config)
+        _write_weights(checkpoint, folder, wanted, chosen.quantise)
 
 
 @contextmanager
@@ -86,8 +75,9 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _linear_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
-    """Checkpoint names of the weights to quantise, as our model of this architecture has them."""
+def _linear_weights(source: Path, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
+    """Checkpoint names of the weights to quantise, as our model of this architecture has them:
+    those of linear layers, and those of experts."""
     model_config = ModelConfig.load(str(source), quantization="fp8", max_model_len=1)
     config = VllmConfig(model_config=model_config)
     if config.quant_config is None or config.quant_config.is_checkpoint_quantized:
@@ -96,13 +86,30 @@ def _linear_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
         model = cls(model_context(cls, config, selection, checkpoint))
-    ours = {
-        f"{shard}.weight"
-        for layer in model.modules()
-        if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod)
-        for shard in layer.shard_names
-    }
+    linear, experts = set(), set()
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod):
+            linear |= {f"{shard}.weight" for shard in layer.shard_names}
+        elif isinstance(layer, FusedMoE) and isinstance(layer.method, Fp8MoEMethod):
+            experts |= {
+                f"{name}.weight" for e in range(layer.num_experts) for name in layer.expert_names(e)
+            }
+    return _stored(cls, checkpoint, linear), _stored(cls, checkpoint, experts)
+
+
+def _stored(cls: type[nn.Module], checkpoint: Checkpoint, ours: set[str]) -> set[str]:
     return {name for name in checkpoint.infos if cls.slot_name(name) in ours}
+
+
+def _num_columns(checkpoint: Checkpoint, weights: set[str]) -> dict[str, int]:
+    for name in weights:
+        shape = checkpoint.infos[name].shape
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{checkpoint.infos[name].file.name}: {name} has shape {list(shape)}, but a linear "
+                f"weight has rows and columns"
+            )
+    return {name: checkpoint.infos[name].shape[1] for name in sorted(weights)}
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:

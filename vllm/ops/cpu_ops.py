@@ -6,6 +6,7 @@ Wrong arguments raise ValueError naming the argument, what was given and what is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +146,36 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
         out = x.new_empty((x.shape[0], x.shape[1] // 2))
     _silu_and_mul(x, out)
     return out
+
+
+def routed_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    experts: Sequence[tuple[LinearWeight, LinearWeight]],
+) -> Tensor:
+    """x [tokens, n] -> [tokens, n]: for each token the weighted sum of its experts' results.
+
+    `topk_ids` int64 [tokens, k] are distinct indices into `experts`, the pairs of gate-up [2 i, n]
+    and down [n, i]; an expert gives down(silu_and_mul(gate_up(x))) in x's type. `topk_weights`
+    float32 [tokens, k]. The sum is in float32, in the order of the columns.
+    """
+    num_tokens, top_k = topk_ids.shape
+    chosen = topk_ids.flatten()
+    by_expert = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=len(experts)).tolist()
+    results = x.new_empty((num_tokens * top_k, x.shape[1]))
+    for (gate_up, down), rows in zip(experts, by_expert.split(counts), strict=True):
+        if len(rows):
+            results[rows] = linear(silu_and_mul(linear(x[rows // top_k], gate_up)), down)
+    total = torch.zeros(x.shape)
+    # A product and a sum, each rounded: one fused operation may round as torch's vector or its
+    # scalar loop does, and with that depend on where in the batch a token stands.
+    for weight, result in zip(
+        topk_weights.unbind(1), results.view(-1, top_k, x.shape[1]).unbind(1)
+    ):
+        total += result.float() * weight[:, None]
+    return total.to(x.dtype)
 
 
 def reshape_and_cache(

@@ -5,6 +5,7 @@ Same functions, signatures and contract (`vllm.ops`); clear rather than fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,27 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [tokens, 2 n] -> [tokens, n] = silu(x[:, :n]) * x[:, n:]."""
     gate, up = x.float().chunk(2, -1)
     return _deliver((torch.nn.functional.silu(gate) * up).to(x.dtype), out)
+
+
+def routed_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    experts: Sequence[tuple[LinearWeight, LinearWeight]],
+) -> Tensor:
+    """x [tokens, n] -> [tokens, n]: for each token the weighted sum of its experts' results.
+
+    Every expert computes every token. On a GPU even the experts that no token asked for: to leave
+    them out the host would have to wait for the device, which a CUDA graph cannot hold.
+    """
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for index, (gate_up, down) in enumerate(experts):
+        is_chosen = topk_ids == index
+        if x.is_cuda or bool(is_chosen.any()):
+            result = linear(silu_and_mul(linear(x, gate_up)), down).float()
+            weight = (topk_weights * is_chosen).sum(1, keepdim=True)
+            total += torch.where(is_chosen.any(1, keepdim=True), result * weight, 0.0)
+    return total.to(x.dtype)
 
 
 def reshape_and_cache(

@@ -204,9 +204,10 @@ def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str,
 
 
 def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:
-    from vllm.model_executor.layers.quantization import resolve_quantization
+    from vllm.model_executor.layers.quantization import modelopt_file, resolve_quantization
 
     stored = config.get("quantization_config") or text.get("quantization_config")
+    stored = stored or modelopt_file(Path(model).expanduser())
     return resolve_quantization(stored, None, model)
 
 

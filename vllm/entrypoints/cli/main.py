@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "chat": ("vllm.entrypoints.cli.client", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
+    "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
     "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
@@ -76,9 +77,11 @@ def _parser(command: str | None) -> Parser:
 
 
 def _dashed(word: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are."""
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, and so does a value
+    that is itself a list of flags (`vllm eval paired --a "--seed 1 my_model"`)."""
     flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+    is_flag = flag.startswith("--") and " " not in flag
+    return flag.replace("_", "-") + equals + value if is_flag else word
 
 
 def _describe(unknown: Sequence[str], parser: Parser, command: str) -> str:

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-# Kept in step with vllm.model_executor.quantize.FORMATS, which needs torch, by a test.
-FORMATS = ("fp8-block",)
+# Kept in step with vllm.model_executor.quantize_formats, which needs torch, by a test.
+FORMATS = ("fp8-block", "fp8-tensor", "nvfp4", "w4a16")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,7 +19,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--format",
         required=True,
         metavar="|".join(FORMATS),
-        help="fp8-block: E4M3 with one scale per 128x128 block, edge blocks partial",
+        help="fp8-block: E4M3 with one scale per 128x128 block, edge blocks partial; fp8-tensor: "
+        "E4M3 with one scale per weight; nvfp4: E2M1 with a scale per 16 columns, weight-only; "
+        "w4a16: symmetric int4 in groups of 128 columns (or 64 or 32), weight-only",
     )
     parser.set_defaults(run=run)
 

@@ -3,16 +3,23 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem, Problem
+from vllm.kernels.problem import (
+    AttentionProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+    Problem,
+)
 from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
+_WEIGHTS = frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS
 _Spec = partial(
     KernelSpec,
     backend="cpu",
@@ -32,28 +39,45 @@ def _head_size(problem: Problem) -> list[Reason]:
 
 
 SPECS = (
-    _Spec(
-        family="linear",
-        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS,
-    ),
-    _Spec(family="moe", formats=frozenset({"fp8-block"}) | _FLOATS),
+    _Spec(family="linear", formats=_WEIGHTS | {"nvfp4", "int4-group"}),
+    _Spec(family="moe", formats=_WEIGHTS),
     _Spec(family="attention", formats=_FLOATS | {"fp8"}, check=_head_size),
     _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, check=_head_size),
 )
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Packs the weight into panels; the result computes x [M, K] -> [M, N]."""
+    """Packs the weight into panels; the result computes x [M, K] -> [M, N].
+
+    Values of 4 bits become E4M3, which holds them exactly; their scales stay apart, in float32.
+    """
+    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
     from vllm.ops import cpu_ops
 
-    packed = cpu_ops.pack_linear(
-        tensors.weight, tensors.row_scales(), tensors.block_k, tensors.bias
-    )
+    weight = element_values(tensors) if tensors.is_packed else tensors.weight
+    packed = cpu_ops.pack_linear(weight, tensors.row_scales(), tensors.block_k, tensors.bias)
 
     def apply(x: "Tensor") -> "Tensor":
         return cpu_ops.linear(x, packed)
 
     return apply
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Packs every expert as two linear layers; only experts that tokens ask for are computed."""
+    from vllm.ops import cpu_ops
+
+    def pack(weights: "LinearTensors") -> cpu_ops.LinearWeight:
+        return cpu_ops.pack_linear(weights.weight, weights.row_scales(), weights.block_k)
+
+    experts = []
+    for index in range(tensors.num_experts):
+        try:
+            gate_up, down = map(pack, tensors.expert(index))
+        except ValueError as error:
+            raise ValueError(f"expert {index}: {error}") from error
+        experts.append((gate_up, down))
+    return lambda x, weights, ids: cpu_ops.routed_experts(x, weights, ids, experts)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

@@ -3,16 +3,17 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem
+from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.spec import Candidate, KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
+_WEIGHTS = frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS
 _Spec = partial(
     KernelSpec,
     backend="torch",
@@ -21,10 +22,8 @@ _Spec = partial(
 )
 
 SPECS = (
-    _Spec(
-        family="linear",
-        formats=frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS,
-    ),
+    _Spec(family="linear", formats=_WEIGHTS | {"nvfp4", "int4-group"}),
+    _Spec(family="moe", formats=_WEIGHTS),
     _Spec(family="attention", formats=_FLOATS | {"fp8"}),
     _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}),
 )
@@ -37,6 +36,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     """
     from torch.nn import functional
 
+    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
     from vllm.ops import torch_ops
     from vllm.utils.torch_utils import dtype_of
 
@@ -45,14 +45,25 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         bias = None if tensors.bias is None else tensors.bias.to(weight.dtype)
         return lambda x: functional.linear(x, weight, bias)
 
-    packed = torch_ops.pack_linear(
-        tensors.weight, tensors.row_scales(), tensors.block_k, tensors.bias
-    )
+    scales, bias = tensors.row_scales(), tensors.bias
 
     def apply(x: "Tensor") -> "Tensor":
-        return torch_ops.linear(x, packed)
+        weight = element_values(tensors) if tensors.is_packed else tensors.weight
+        return torch_ops.linear(x, torch_ops.pack_linear(weight, scales, tensors.block_k, bias))
 
     return apply
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Keeps the experts as stored and widens them to float32 at every call."""
+    from vllm.ops import torch_ops
+
+    def pack(weights: "LinearTensors") -> torch_ops.LinearWeight:
+        return torch_ops.pack_linear(weights.weight, weights.row_scales(), weights.block_k)
+
+    pairs = (tensors.expert(index) for index in range(tensors.num_experts))
+    experts = [(pack(gate_up), pack(down)) for gate_up, down in pairs]
+    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

@@ -1,9 +1,17 @@
 """Activation functions of gated MLPs."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
+
+
+def check_activation(config: Any) -> None:
+    """CheckpointError for a model whose gated MLPs use another activation than SiLU."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise CheckpointError(f"hidden_act {config.hidden_act!r} is not supported: it takes silu")
 
 
 class SiluAndMul(nn.Module):
@@ -11,10 +19,7 @@ class SiluAndMul(nn.Module):
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
-        if ctx.hf_config.hidden_act not in ("silu", "swish"):
-            raise CheckpointError(
-                f"hidden_act {ctx.hf_config.hidden_act!r} is not supported: it takes silu"
-            )
+        check_activation(ctx.hf_config)
         self.ops = ctx.ops
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Token embedding and the output projection, which may share their weight."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,6 +33,8 @@ class LMHead(Linear):
 
     def __init__(self, ctx: ModelContext, prefix: str, embedding: Embedding):
         vocab_size, hidden_size = embedding.weight.shape
+        if ctx.ties_embeddings:  # whatever the format says of output projections
+            ctx = dataclasses.replace(ctx, quant_config=None)
         super().__init__(ctx, prefix, hidden_size, [(prefix, vocab_size)])
         self.tied = ctx.ties_embeddings
         if self.tied:

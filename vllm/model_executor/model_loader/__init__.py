@@ -112,6 +112,7 @@ def _fill(
     cls: type[nn.Module], config: VllmConfig, slots: dict[str, Slot], checkpoint: Checkpoint
 ) -> None:
     quant = config.quant_config
+    taken = list(slots)
     homes: dict[str, Slot] = {}
     unknown = []
     for name in checkpoint.infos:
@@ -123,7 +124,7 @@ def _fill(
             homes[name] = slots.pop(home)
         else:
             unknown.append(name)
-    _check_complete(checkpoint, list(slots), unknown)
+    _check_complete(checkpoint, list(slots), unknown, taken)
     for name, slot in homes.items():
         _check_tensor(checkpoint, name, slot)
     with tqdm(
@@ -135,13 +136,22 @@ def _fill(
             bar.update(tensor.nbytes)
 
 
-def _check_complete(checkpoint: Checkpoint, missing: list[str], unknown: list[str]) -> None:
-    for what, names in (("lacks", missing), ("holds tensors unknown to this model:", unknown)):
+def _check_complete(
+    checkpoint: Checkpoint, missing: list[str], unknown: list[str], taken: list[str]
+) -> None:
+    """taken: every name that a layer takes."""
+    for what, names, others, there in (
+        ("lacks", missing, list(checkpoint.infos), "it holds"),
+        ("holds tensors unknown to this model:", unknown, taken, "this model takes"),
+    ):
         if names:
             more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            layer = names[0].rpartition(".")[0]
+            beside = [name for name in others if name.rpartition(".")[0] == layer]
+            hint = f"of {layer} {there} {', '.join(beside[:_MAX_LISTED])}; " if beside else ""
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} {what} {', '.join(names[:_MAX_LISTED])}{more}; "
-                f"its files and its config.json do not belong together or are incomplete"
+                f"{hint}its files and its config.json do not belong together or are incomplete"
             )
 
 
@@ -175,10 +185,19 @@ def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
 
 def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:
     """Weights of the usual spread; FP8 ones use the whole range and a scale that undoes it."""
+    part = name.rpartition(".")[2]
     if name.endswith("norm.weight"):
         return torch.ones(slot.shape)
-    if "scale" in name.rpartition(".")[2]:
-        return torch.full(slot.shape, 0.02 / 100)
+    if "global_scale" in part:  # a divisor
+        return torch.full(slot.shape, 100 / 0.02)
+    if "scale" in part:
+        is_narrow = slot.dtypes[0] == torch.float8_e4m3fn
+        return torch.full(slot.shape, 1.0 if is_narrow else 0.02 / 100)
+    if not slot.dtypes[0].is_floating_point:  # packed codes: any bits will do
+        bits = torch.iinfo(slot.dtypes[0])
+        return torch.randint(
+            bits.min, bits.max, slot.shape, generator=generator, dtype=slot.dtypes[0]
+        )
     spread = 100.0 if slot.dtypes[0] == torch.float8_e4m3fn else 0.02
     values = torch.empty(slot.shape).normal_(0, spread, generator=generator)
     return values.clamp_(-448, 448).to(slot.dtypes[0])

@@ -84,14 +84,14 @@ class LlamaDecoderLayer(nn.Module):
         prefix: str,
         layer: int,
         rotary: RotaryEmbedding,
-        attention: type[LlamaAttention],
+        parts: type["LlamaForCausalLM"],
     ):
         super().__init__()
         hidden = ctx.hf_config.hidden_size
         self.input_layernorm = RMSNorm(ctx, f"{prefix}.input_layernorm", hidden)
-        self.self_attn = attention(ctx, f"{prefix}.self_attn", layer, rotary)
+        self.self_attn = parts.attention(ctx, f"{prefix}.self_attn", layer, rotary)
         self.post_attention_layernorm = RMSNorm(ctx, f"{prefix}.post_attention_layernorm", hidden)
-        self.mlp = LlamaMLP(ctx, f"{prefix}.mlp")
+        self.mlp = parts.feed_forward(ctx, f"{prefix}.mlp", layer)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """Adds x to residual (in place) on the way; returns what is to be added to it next."""
@@ -100,7 +100,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, ctx: ModelContext, prefix: str, attention: type[LlamaAttention]):
+    def __init__(self, ctx: ModelContext, prefix: str, parts: type["LlamaForCausalLM"]):
         super().__init__()
         config = ctx.hf_config
         head_dim = getattr(config, "head_dim", None)
@@ -109,7 +109,7 @@ class LlamaModel(nn.Module):
             ctx, f"{prefix}.embed_tokens", config.vocab_size, config.hidden_size
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(ctx, f"{prefix}.layers.{i}", i, rotary, attention)
+            LlamaDecoderLayer(ctx, f"{prefix}.layers.{i}", i, rotary, parts)
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(ctx, f"{prefix}.norm", config.hidden_size)
@@ -124,12 +124,19 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
+    """Relatives override what their layers are made of: `attention` and `feed_forward`."""
+
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
-        self.model = LlamaModel(ctx, "model", self.attention)
+        self.model = LlamaModel(ctx, "model", type(self))
         self.lm_head = LMHead(ctx, "lm_head", self.model.embed_tokens)
+
+    @staticmethod
+    def feed_forward(ctx: ModelContext, prefix: str, layer: int) -> nn.Module:
+        """x [T, hidden] -> [T, hidden], of decoder layer `layer`."""
+        return LlamaMLP(ctx, prefix)
 
     @staticmethod
     def slot_name(name: str) -> str | None:

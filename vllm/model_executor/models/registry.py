@@ -14,6 +14,7 @@ _ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": "mistral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 

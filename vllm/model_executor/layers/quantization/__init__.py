@@ -3,17 +3,24 @@
 No torch here: which format a layer has, and with it every kernel choice, resolves without it.
 """
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.problem import ActScheme, WeightFormat
+from vllm.logger import get_logger
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod
     from vllm.model_executor.layers.linear import Linear, LinearMethod
+
+logger = get_logger(__name__)
 
 LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 """How a layer's weight is stored, and the activation schemes allowed with it, best liked first."""
@@ -53,14 +60,24 @@ class QuantizationConfig(ABC):
     def linear_method(self, layer: "Linear") -> "LinearMethod | None":
         """The method of one linear layer; None for a layer that is not quantised."""
 
-    def slot_name(self, name: str) -> str:
-        """Our name for a checkpoint tensor that other tools name differently."""
+    def moe_method(self, layer: "FusedMoE") -> "MoEMethod | None":
+        """The method of one layer of experts; None for one that is not quantised."""
+        if self.layer_format(layer.expert_names(0)) is None:
+            return None
+        raise CheckpointError(
+            f"{layer.prefix}: experts quantised as {self.name} cannot be loaded by this version; "
+            f"`vllm kernels explain` tells which kernels would serve them"
+        )
+
+    def slot_name(self, name: str) -> str | None:
+        """Our name for a checkpoint tensor that other tools name differently; None for one that
+        is not needed."""
         return name
 
 
 class LayerNames:
     """Names of layers, or of parents or last parts of them, as configs list them; or globs, which
-    match whole names.
+    match whole names; or `re:` and a regular expression, which matches from the start of a name.
 
     Multimodal checkpoints list `model.language_model.layers.0.mlp` (or `language_model.model...`)
     for what the text model calls `model.layers.0.mlp`.
@@ -71,7 +88,8 @@ class LayerNames:
             raise CheckpointError(
                 f"layers that are not quantised are listed by name, not as {list(entries)!r}"
             )
-        names = [_text_model_name(entry) for entry in entries]
+        self._patterns = [_compiled(e[3:]) for e in entries if e.startswith("re:")]
+        names = [_text_model_name(entry) for entry in entries if not entry.startswith("re:")]
         self._parts = {tuple(name.split(".")) for name in names if "*" not in name}
         self._globs = [name for name in names if "*" in name]
 
@@ -79,6 +97,8 @@ class LayerNames:
         parts = tuple(layer.split("."))
         spans = range(len(parts))
         if any(parts[i : j + 1] in self._parts for i in spans for j in spans[i:]):
+            return True
+        if any(pattern.match(layer) for pattern in self._patterns):
             return True
         return any(fnmatchcase(layer, glob) for glob in self._globs)
 
@@ -97,12 +117,50 @@ def _text_model_name(entry: str) -> str:
     return ".".join(part for part in entry.split(".") if part != "language_model") or "model"
 
 
+def _compiled(pattern: str) -> "re.Pattern[str]":
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"layers are listed by re:{pattern}: {error}") from error
+
+
+def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The first of `fields` that lists layers; [] for none. CheckpointError for what is no list."""
+    for field in fields:
+        listed = config.get(field) or []
+        if not isinstance(listed, list | tuple):
+            raise CheckpointError(
+                f"quantization_config: {field} = {listed!r}: it takes a list of layers"
+            )
+        if listed:
+            return list(listed)
+    return []
+
+
+def warn_of_cache_scales(scheme: object) -> None:
+    """scheme: what the checkpoint says of its KV cache, if anything."""
+    if scheme:
+        logger.warning(
+            "The checkpoint's calibrated KV-cache scales (%s) are not used: the cache has the type "
+            "of --kv-cache-dtype, in FP8 with scale 1",
+            scheme,
+        )
+
+
+def without_cache_scales(name: str) -> str | None:
+    """The name, or None for a calibrated scale of queries or of the KV cache, which is not used."""
+    return None if name.endswith((".q_scale", ".k_scale", ".v_scale")) else name
+
+
 def quantization_methods() -> dict[str, type[QuantizationConfig]]:
     """By `quant_method`."""
+    from vllm.model_executor.layers.quantization.awq import AwqConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptConfig, ModelOptNvFp4Config
 
-    return {"fp8": Fp8Config, "modelopt": ModelOptNvFp4Config}
+    configs = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, CompressedTensorsConfig, AwqConfig)
+    return {config.name: config for config in configs}
 
 
 def quantization_config_of(model_config: "ModelConfig") -> QuantizationConfig | None:
@@ -113,7 +171,21 @@ def quantization_config_of(model_config: "ModelConfig") -> QuantizationConfig | 
         if found is not None:
             stored = dict(found if isinstance(found, dict) else found.to_dict())
             break
+    if stored is None:
+        stored = modelopt_file(model_config.path)
     return resolve_quantization(stored, model_config.quantization, model_config.model)
+
+
+def modelopt_file(folder: Path) -> dict[str, Any] | None:
+    """What older ModelOpt checkpoints say beside a config.json that says nothing."""
+    file = folder / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        return {**content, "quant_method": "modelopt"}
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
 
 
 def resolve_quantization(
@@ -134,9 +206,9 @@ def resolve_quantization(
             f"{model}: quant_method {name!r} is not supported; it takes {', '.join(methods)}, or a "
             f"checkpoint that is not quantised"
         )
-    if asked not in (None, name):
+    if asked is not None and not issubclass(methods[asked], methods[name]):
         raise ConfigError(
             f"--quantization {asked} contradicts the checkpoint, which is quantised as {name}; "
             f"leave the flag out"
         )
-    return methods[name].from_checkpoint(stored)
+    return methods[asked or name].from_checkpoint(stored)

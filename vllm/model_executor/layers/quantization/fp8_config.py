@@ -11,8 +11,9 @@ from vllm.kernels.problem import ActScheme, WeightFormat
 from vllm.model_executor.layers.quantization import LayerFormat, LayerNames, QuantizationConfig
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoE
     from vllm.model_executor.layers.linear import Linear
-    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 DEFAULT_BLOCK = (128, 128)
 _ACT_SCHEMES = ("dynamic", "static")
@@ -93,6 +94,12 @@ class Fp8Config(QuantizationConfig):
 
         layer_format = self.layer_format(layer.shard_names)
         return layer_format and Fp8LinearMethod(self, *layer_format)
+
+    def moe_method(self, layer: "FusedMoE") -> "Fp8MoEMethod | None":
+        from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+        layer_format = self.layer_format(layer.expert_names(0))
+        return layer_format and Fp8MoEMethod(self, *layer_format)
 
     def slot_name(self, name: str) -> str:
         """transformers' names for the scales of per-tensor checkpoints become ours."""

@@ -1,0 +1,234 @@
+"""Checkpoints in the formats of other tools, each built by hand in numpy beside the float32 weights
+that it stands for."""
+
+import json
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+# Two groups of 128 in some weights, one in others; K and V have few rows.
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+CT = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+
+
+def e4m3(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.float8_e4m3fn)
+
+
+def as_float(x: torch.Tensor) -> np.ndarray:
+    return x.float().numpy()
+
+
+def ints(codes: np.ndarray) -> torch.Tensor:
+    """Eight codes of 0 to 15 along the last axis in each int32, the first in the lowest bits."""
+    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
+    packed = sum(words[..., i] << np.uint32(4 * i) for i in range(8))
+    return torch.from_numpy(np.ascontiguousarray(packed).view(np.int32))
+
+
+def fp4(weight: np.ndarray):
+    """(bytes, scales, global factor, float32 weight) of an NVFP4 weight."""
+    factor = np.float32(np.abs(weight).max() / (448 * 6))
+    groups = weight.reshape(len(weight), -1, 16)
+    scales = e4m3(np.abs(groups).max(-1) / 6 / factor)
+    step = as_float(scales)[..., None] * factor
+    codes = np.abs(groups[..., None] / step[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    wanted = (E2M1[codes] * step).reshape(weight.shape)
+    codes = codes.reshape(weight.shape)
+    return torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4), scales, factor, wanted
+
+
+def modelopt_nvfp4(weight):
+    packed, scales, factor, wanted = fp4(weight)
+    return {
+        "weight": packed,
+        "weight_scale": scales,
+        "weight_scale_2": torch.tensor(factor),
+        "input_scale": torch.tensor(0.01),
+    }, wanted
+
+
+def ct_nvfp4(weight):
+    packed, scales, factor, wanted = fp4(weight)
+    return {
+        "weight_packed": packed,
+        "weight_scale": scales,
+        "weight_global_scale": torch.tensor([1 / factor]),
+        "input_global_scale": torch.tensor([100.0]),
+    }, wanted
+
+
+def ct_nvfp4a16(weight):
+    stored, wanted = ct_nvfp4(weight)
+    del stored["input_global_scale"]
+    return stored, wanted
+
+
+def fp8(weight, scale, wide, **more):
+    """`scale` as it is stored, `wide` as it multiplies."""
+    quantised = e4m3(weight / wide)
+    scale = torch.from_numpy(np.asarray(scale, np.float32))
+    return {"weight": quantised, "weight_scale": scale, **more}, as_float(quantised) * wide
+
+
+def fp8_tensor(weight, shape=()):
+    scale = np.float32(np.abs(weight).max() / 448)
+    return fp8(weight, np.full(shape, scale), scale)
+
+
+def modelopt_fp8(weight):
+    stored, wanted = fp8_tensor(weight)
+    return stored | {"input_scale": torch.tensor(0.02)}, wanted
+
+
+def ct_fp8_tensor(weight):
+    stored, wanted = fp8_tensor(weight, (1,))
+    return stored | {"input_scale": torch.tensor([0.02])}, wanted
+
+
+def ct_fp8_channel(weight):
+    scales = np.abs(weight).max(1, keepdims=True) / np.float32(448)
+    return fp8(weight, scales, scales)
+
+
+def ct_fp8_block(weight):
+    rows, columns = (np.arange(size) // 128 for size in weight.shape)
+    scales = np.array(
+        [
+            [
+                np.abs(weight[rows == i][:, columns == j]).max() / np.float32(448)
+                for j in range(columns[-1] + 1)
+            ]
+            for i in range(rows[-1] + 1)
+        ],
+        np.float32,
+    )
+    return fp8(weight, scales, scales[rows][:, columns])
+
+
+def int4(weight, group, dtype, is_symmetric):
+    """(codes, zero points, scales, float32 weight), codes and zero points of 0 to 15."""
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.min(-1).clip(max=0), groups.max(-1).clip(min=0)
+    span = 2 * np.maximum(-low, high) if is_symmetric else high - low
+    scales = torch.from_numpy(span / np.float32(15)).to(dtype)
+    step = as_float(scales)
+    zeros = np.full_like(step, 8) if is_symmetric else np.rint(-low / step).clip(0, 15)
+    codes = (np.rint(groups / step[..., None]) + zeros[..., None]).clip(0, 15)
+    wanted = ((codes - zeros[..., None]) * step[..., None]).reshape(weight.shape)
+    return codes.reshape(weight.shape), zeros, scales, wanted
+
+
+def ct_int4(group, dtype=torch.bfloat16, is_symmetric=True):
+    def build(weight):
+        codes, zeros, scales, wanted = int4(weight, group, dtype, is_symmetric)
+        stored = {"weight_packed": ints(codes), "weight_scale": scales}
+        stored["weight_shape"] = torch.tensor(weight.shape)
+        if not is_symmetric:
+            stored["weight_zero_point"] = ints(zeros.T).T.contiguous()
+        return stored, wanted
+
+    return build
+
+
+def awq(group):
+    def build(weight):
+        codes, zeros, scales, wanted = int4(weight, group, torch.float16, is_symmetric=False)
+
+        def shuffled(values):
+            eights = values.T.reshape(values.shape[1], -1, 8)
+            return ints(eights[..., AWQ_ORDER].reshape(values.shape[1], -1))
+
+        stored = {"qweight": shuffled(codes), "qzeros": shuffled(zeros)}
+        return stored | {"scales": scales.T.contiguous()}, wanted
+
+    return build
+
+
+def groups_of(stored, weights, inputs=None):
+    return CT | {
+        "format": stored,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+
+
+def args(num_bits, kind, strategy, **more):
+    return {"num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": True} | more
+
+
+FP4 = args(4, "float", "tensor_group", group_size=16, dynamic=False)
+FP8 = args(8, "float", "tensor", dynamic=False)
+TOKEN = args(8, "float", "token", dynamic=True)
+GROUP = args(8, "float", "group", group_size=128, dynamic=True)
+FLOAT, PACKED = "float-quantized", "pack-quantized"
+
+# Name -> (how a weight is stored, quantization_config).
+LAYOUTS = {
+    "modelopt-nvfp4": (
+        modelopt_nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
+    "modelopt-fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "ct-nvfp4": (
+        ct_nvfp4,
+        groups_of("nvfp4-pack-quantized", FP4, FP4 | {"dynamic": "local"}),
+    ),
+    "ct-nvfp4a16": (ct_nvfp4a16, groups_of("nvfp4-pack-quantized", FP4)),
+    "ct-fp8-tensor": (ct_fp8_tensor, groups_of(FLOAT, FP8, FP8)),
+    "ct-fp8-channel": (ct_fp8_channel, groups_of(FLOAT, FP8 | {"strategy": "channel"}, TOKEN)),
+    "ct-fp8-block": (
+        ct_fp8_block,
+        groups_of(FLOAT, FP8 | {"strategy": "block", "block_structure": [128, 128]}, GROUP),
+    ),
+    "ct-int4-128": (
+        ct_int4(128),
+        groups_of(PACKED, args(4, "int", "group", group_size=128)),
+    ),
+    "ct-int4-64-fp16": (
+        ct_int4(64, torch.float16),
+        groups_of(PACKED, args(4, "int", "group", group_size=64, actorder="static")),
+    ),
+    "ct-int4-32-zeros": (
+        ct_int4(32, torch.float32, is_symmetric=False),
+        groups_of(PACKED, args(4, "int", "group", group_size=32, symmetric=False)),
+    ),
+    "awq-128": (
+        awq(128),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    ),
+    "awq-32": (
+        awq(32),
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"},
+    ),
+}
+
+
+def store(source, folder, build, quantization_config):
+    """Writes the model of `source` with every projection as `build` stores it; returns the float32
+    weights that a reference is to have."""
+    stored, wanted = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if "_proj.weight" in name:
+            pieces, weight = build(tensor.numpy())
+            stored |= {name.replace("weight", part): piece for part, piece in pieces.items()}
+            wanted[name] = torch.from_numpy(weight)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config))
+    return wanted

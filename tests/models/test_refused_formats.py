@@ -1,0 +1,205 @@
+"""Checkpoints of other tools that are broken or not supported are refused with the reason."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoint_layouts import LAYOUTS, SHAPE, store
+from safetensors.torch import load_file, save_file
+
+from vllm import LLM
+from vllm.errors import CheckpointError
+from vllm.model_executor.layers.quantization import resolve_quantization
+
+PROJECTION = "model.layers.1.mlp.up_proj."
+
+
+def refused(source, folder, layout, says, edit=None, **config):
+    """Stores `layout` with tensors of one projection edited, and loads it."""
+    build, stored_config = LAYOUTS[layout]
+    store(source, folder, build, stored_config | config)
+    if edit is not None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        LLM(folder, skip_tokenizer_init=True, max_num_seqs=2)
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint):
+    return checkpoint("llama", **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [
+        ("modelopt-nvfp4", "weight_scale_2"),
+        ("modelopt-nvfp4", "input_scale"),
+        ("ct-nvfp4", "weight_scale"),
+        ("ct-fp8-channel", "weight_scale"),
+        ("ct-int4-32-zeros", "weight_zero_point"),
+        ("awq-128", "qzeros"),
+    ],
+)
+def test_a_missing_scale_is_named_with_what_is_there(source, tmp_path, layout, part):
+    says = rf"lacks {PROJECTION}{part}; of {PROJECTION[:-1]} it holds {PROJECTION}\w+"
+    refused(source, tmp_path, layout, says, lambda tensors: tensors.pop(PROJECTION + part))
+
+
+@pytest.mark.parametrize("layout", ["ct-nvfp4", "ct-int4-128", "awq-128"])
+def test_a_module_that_is_stored_twice_is_named_with_what_is_taken(source, tmp_path, layout):
+    def edit(tensors):
+        tensors[PROJECTION + "weight"] = torch.zeros(256, 128)
+
+    says = rf"unknown to this model: {PROJECTION}weight; of .* takes {PROJECTION}(weight_pa|qw)"
+    refused(source, tmp_path, layout, says, edit)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "change", "says"),
+    [
+        ("modelopt-nvfp4", "weight", lambda t: t[:, :-1], r"shape \[256, 63\].*\[256, 64\]"),
+        ("modelopt-nvfp4", "weight", lambda t: t.int(), "type I32, but uint8 is needed"),
+        ("ct-nvfp4", "weight_scale", lambda t: t.float(), "type F32, but float8_e4m3fn is"),
+        ("ct-nvfp4", "weight_scale", lambda t: t[:, :4], r"shape \[256, 4\].*\[256, 8\]"),
+        ("ct-fp8-channel", "weight_scale", lambda t: t[0], r"shape \[1\].*\[256, 1\]"),
+        ("ct-fp8-block", "weight_scale", lambda t: t[:1], r"shape \[1, 1\].*\[2, 1\]"),
+        ("ct-int4-128", "weight_packed", lambda t: t[1:], r"shape \[255, 16\].*\[256, 16\]"),
+        ("ct-int4-32-zeros", "weight_zero_point", lambda t: t.to(torch.int8), "type I8, but int32"),
+        ("awq-128", "qweight", lambda t: t.T, r"shape \[32, 128\].*\[128, 32\]"),
+        ("awq-128", "scales", lambda t: t.T, r"shape \[256, 1\].*\[1, 256\]"),
+    ],
+)
+def test_a_wrong_shape_or_type_is_named_with_the_right_one(
+    source, tmp_path, layout, part, change, says
+):
+    def edit(tensors):
+        tensors[PROJECTION + part] = change(tensors[PROJECTION + part]).contiguous()
+
+    refused(source, tmp_path, layout, rf"{PROJECTION}{part} (has|is of) {says}", edit)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "value", "says"),
+    [
+        ("modelopt-nvfp4", "weight_scale", float("nan"), "not negative; it holds nan"),
+        ("modelopt-nvfp4", "weight_scale", -2.0, "not negative; it holds -2"),
+        ("modelopt-nvfp4", "weight_scale_2", float("inf"), "above zero; it holds inf"),
+        ("modelopt-nvfp4", "input_scale", 0.0, "above zero; it holds 0"),
+        ("ct-nvfp4", "weight_global_scale", 0.0, "above zero; it holds 0"),
+        ("ct-nvfp4", "input_global_scale", -1.0, "above zero; it holds -1"),
+        ("ct-fp8-channel", "weight_scale", float("nan"), "not negative; it holds nan"),
+        ("ct-int4-128", "weight_scale", float("inf"), "not negative; it holds inf"),
+        ("awq-128", "scales", float("nan"), "not negative; it holds nan"),
+    ],
+)
+def test_a_scale_that_cannot_be_is_named_with_its_value(
+    source, tmp_path, layout, part, value, says
+):
+    def edit(tensors):
+        wide = tensors[PROJECTION + part].float()
+        wide.view(-1)[-1] = value
+        tensors[PROJECTION + part] = wide.to(tensors[PROJECTION + part].dtype)
+
+    refused(source, tmp_path, layout, f"{PROJECTION}{part}: scales must be.*{says}", edit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "says"),
+    [
+        ({"intermediate_size": 136}, "modelopt-nvfp4", "down_proj: 136 columns.*groups of 16"),
+        ({"intermediate_size": 192}, "ct-int4-128", "down_proj: 192 columns.*groups of 128"),
+        ({"intermediate_size": 192}, "awq-128", "down_proj: 192 columns.*groups of 128"),
+        ({"intermediate_size": 132}, "awq-32", "gate_proj: 132 rows cannot be packed by 8"),
+    ],
+)
+def test_a_layer_that_is_not_of_whole_groups_is_named(checkpoint, tmp_path, changes, config, says):
+    shutil.copytree(checkpoint("llama", **SHAPE | changes), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text()) | {"quantization_config": LAYOUTS[config][1]}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=says):
+        LLM(tmp_path / "model", skip_tokenizer_init=True, max_num_seqs=2)
+
+
+def changed(layout, *path, value):
+    config = json.loads(json.dumps(LAYOUTS[layout][1]))
+    place = config
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return config
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+QKV = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+NAMED = {
+    f"group_{index}": LAYOUTS[layout][1]["config_groups"]["group_0"]
+    | {"targets": [target], "format": LAYOUTS[layout][1]["format"]}
+    for index, (target, layout) in enumerate(
+        [("re:.*q_proj", "ct-nvfp4"), ("Linear", "ct-int4-64-fp16")]
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            changed("modelopt-fp8", "quant_algo", value="MIXED_PRECISION"),
+            "'MIXED_PRECISION'.*NVFP4",
+        ),
+        (changed("modelopt-nvfp4", "group_size", value=32), "group_size 32.*takes 16"),
+        (changed("awq-128", "bits", value=8), "AWQ bits 8.*takes 4"),
+        (changed("awq-128", "group_size", value=100), "AWQ group_size 100.*32, 64, 128"),
+        (changed("awq-128", "group_size", value=-1), "AWQ group_size -1.*32, 64, 128"),
+        (changed("awq-128", "version", value="gemv"), "AWQ version 'gemv'.*takes gemm"),
+        (changed("awq-128", "zero_point", value=False), "AWQ zero_point False.*takes True"),
+        (changed("ct-nvfp4", "format", value="marlin-24"), "format 'marlin-24'.*pack-quantized"),
+        (changed("ct-nvfp4", "quantization_status", value="frozen"), "'frozen'.*takes compressed"),
+        (changed("ct-nvfp4", "sparsity_config", value={"format": "sparse-24-bitmask"}), "dense"),
+        (changed("ct-nvfp4", "ignore", value=["re:("]), r"re:\(: .*unterminated"),
+        (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
+        (changed("ct-int4-128", *WEIGHTS, "actorder", value="group"), "'actorder': 'group'"),
+        (changed("ct-int4-128", *WEIGHTS, "strategy", value="channel"), "'strategy': 'channel'"),
+        (changed("ct-int4-128", *WEIGHTS, "group_size", value=48), "'group_size': 48"),
+        (
+            changed(
+                "ct-nvfp4",
+                "config_groups",
+                "again",
+                value=NAMED["group_0"] | {"targets": ["Linear"]},
+            ),
+            "quantised twice, by config_groups group_0 and again",
+        ),
+        (changed("ct-nvfp4", "config_groups", value=NAMED), "quantises them differently"),
+        (changed("ct-nvfp4", "ignore", value=["re:.*q_proj"]), "only .*q_proj is listed"),
+    ],
+)
+def test_a_scheme_that_is_not_supported_is_named_with_those_that_are(config, says):
+    with pytest.raises(CheckpointError, match=says):
+        resolve_quantization(config, None, "model").layer_format(QKV)
+
+
+def places(config, path=()):
+    for key, value in config.items() if isinstance(config, dict) else ():
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "junk", [None, 3, -1, "x", [], {}, [3], ["Linear"], {"a": 1}, True], ids=repr
+)
+def test_a_config_with_anything_in_any_place_is_taken_or_refused_with_an_error_of_ours(
+    layout, junk
+):
+    for path in places(LAYOUTS[layout][1]):
+        if path == ("quant_method",):
+            continue
+        try:
+            resolve_quantization(changed(layout, *path, value=junk), None, "m").layer_format(QKV)
+        except CheckpointError as error:
+            assert str(error)

@@ -1,0 +1,22 @@
+"""Numbers in texts."""
+
+import re
+from decimal import Decimal
+
+# A minus is a sign only where no operand precedes it: "7-3" holds 7 and 3.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]%])[-\u2212])?\$?(?:(?<=\$)[-\u2212])?"
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number written in digits: "-$1,234.50." is -1234.50. None if there is none."""
+    match = None
+    for match in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
+        pass
+    if match is None:
+        return None
+    is_negative = any(sign in match[0] for sign in "-\u2212")
+    value = Decimal(match[1].replace(",", ""))
+    return value.copy_negate() if is_negative else value

@@ -1,0 +1,109 @@
+"""Linear layers of int4 checkpoints: groups of columns with a scale, and a zero point or 8."""
+
+import torch
+from torch import Tensor
+
+from vllm.errors import CheckpointError
+from vllm.kernels.problem import WeightFormat
+from vllm.kernels.tensors import LinearTensors
+from vllm.model_executor.layers.linear import Linear, LinearMethod
+from vllm.model_executor.layers.quantization.utils.nvfp4_utils import pack_e2m1
+from vllm.model_executor.layers.quantization.utils.packed_weights import (
+    PER_INT32,
+    unpack_awq,
+    unpack_rows_int32,
+)
+from vllm.model_executor.layers.quantization.utils.scales import write_scales
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
+from vllm.utils.math_utils import cdiv
+
+_INT32 = (torch.int32,)
+
+
+class Int4LinearMethod(LinearMethod):
+    """`weight_packed` [N, K / 8], `weight_scale` [N, K / group] and, where it is not symmetric,
+    `weight_zero_point` [ceil(N / 8), K / group] as compressed-tensors packs them."""
+
+    def __init__(self, group: int, has_zero_points: bool):
+        super().__init__(WeightFormat("int4", "group", (1, group)))
+        self.group = group
+        self.has_zero_points = has_zero_points
+
+    def create_weights(self, layer: Linear) -> None:
+        rows, columns = sum(layer.shard_rows), layer.input_size
+        if columns % self.group:
+            raise CheckpointError(
+                f"{layer.prefix}: {columns} columns are not whole groups of {self.group}, the "
+                f"group_size of config.json; list the layer as not quantised"
+            )
+        num_groups = columns // self.group
+        layer.weight = empty_parameter(rows, columns // 2, dtype=torch.uint8)
+        layer.weight_scale = empty_parameter(rows, num_groups, dtype=torch.float32)
+        if self.has_zero_points:
+            layer.zero_points = empty_parameter(rows, num_groups, dtype=torch.uint8)
+
+    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+        num_rows, columns = layer.shard_rows[index], layer.input_size
+        weight, scale = layer.weight.data[rows], layer.weight_scale.data[rows]
+
+        def write_codes(packed: Tensor) -> None:
+            # Eight codes from the lowest bits on are four bytes of two, in our order.
+            weight.copy_(packed.contiguous().view(torch.uint8))
+
+        slots = {
+            "weight_packed": Slot((num_rows, columns // PER_INT32), _INT32, write_codes),
+            "weight_scale": Slot(tuple(scale.shape), FLOATS, write_scales(scale)),
+        }
+        if self.has_zero_points:
+            zeros = layer.zero_points.data[rows]
+
+            def write_zeros(packed: Tensor) -> None:
+                zeros.copy_(unpack_rows_int32(packed, num_rows))
+
+            shape = (cdiv(num_rows, PER_INT32), zeros.shape[1])
+            slots["weight_zero_point"] = Slot(shape, _INT32, write_zeros)
+        return slots
+
+    def tensors(self, layer: Linear) -> LinearTensors:
+        return LinearTensors(
+            self.format,
+            layer.weight.data,
+            layer.shard_rows,
+            layer.weight_scale.data,
+            zero_points=layer.zero_points.data if self.has_zero_points else None,
+        )
+
+
+class AwqLinearMethod(Int4LinearMethod):
+    """`qweight` [K, N / 8], `qzeros` [K / group, N / 8], `scales` [K / group, N]: the transposed
+    weight, as AWQ's GEMM kernels want it."""
+
+    def __init__(self, group: int):
+        super().__init__(group, has_zero_points=True)
+
+    def create_weights(self, layer: Linear) -> None:
+        for name, num_rows in zip(layer.shard_names, layer.shard_rows):
+            if num_rows % PER_INT32:
+                raise CheckpointError(
+                    f"{name}: {num_rows} rows cannot be packed by {PER_INT32} as AWQ's GEMM "
+                    f"layout does; list the layer as not quantised"
+                )
+        super().create_weights(layer)
+
+    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+        num_rows, columns = layer.shard_rows[index], layer.input_size
+        num_groups = columns // self.group
+        weight, zeros = layer.weight.data[rows], layer.zero_points.data[rows]
+        write_transposed = write_scales(layer.weight_scale.data[rows])
+
+        def write_codes(packed: Tensor) -> None:
+            weight.copy_(pack_e2m1(unpack_awq(packed)))
+
+        def write_zeros(packed: Tensor) -> None:
+            zeros.copy_(unpack_awq(packed))
+
+        return {
+            "qweight": Slot((columns, num_rows // PER_INT32), _INT32, write_codes),
+            "qzeros": Slot((num_groups, num_rows // PER_INT32), _INT32, write_zeros),
+            "scales": Slot((num_groups, num_rows), FLOATS, lambda t: write_transposed(t.T)),
+        }

@@ -1,0 +1,60 @@
+"""Qwen3 mixture of experts: Qwen3's attention, and in most layers routed experts for the MLP."""
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from vllm.errors import CheckpointError
+from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+from vllm.model_executor.layers.fused_moe.router import route
+from vllm.model_executor.layers.linear import plain_linear
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaMLP
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+
+
+class Qwen3MoeAttention(Qwen3Attention):
+    @staticmethod
+    def sliding_window(config: object, layer: int) -> int:
+        """All layers slide or none does."""
+        is_used = getattr(config, "use_sliding_window", False)
+        return int(getattr(config, "sliding_window", None) or 0) if is_used else 0
+
+
+class Qwen3MoeExperts(nn.Module):
+    def __init__(self, ctx: ModelContext, prefix: str):
+        super().__init__()
+        config = ctx.hf_config
+        num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        if self.top_k > num_experts:
+            raise CheckpointError(
+                f"config.json: num_experts_per_tok = {self.top_k} is more than num_experts = "
+                f"{num_experts}"
+            )
+        self.renormalise = bool(config.norm_topk_prob)
+        # Checkpoints keep routers as they are whether they list them as not quantised or not.
+        plain = dataclasses.replace(ctx, quant_config=None)
+        self.gate = plain_linear(plain, f"{prefix}.gate", config.hidden_size, num_experts)
+        self.experts = FusedMoE(
+            ctx,
+            f"{prefix}.experts",
+            num_experts,
+            self.top_k,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *route(self.gate(x), self.top_k, self.renormalise))
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    attention = Qwen3MoeAttention
+
+    @staticmethod
+    def feed_forward(ctx: ModelContext, prefix: str, layer: int) -> nn.Module:
+        config = ctx.hf_config
+        is_sparse = (layer + 1) % config.decoder_sparse_step == 0
+        if layer in config.mlp_only_layers or not is_sparse:
+            return LlamaMLP(ctx, prefix)
+        return Qwen3MoeExperts(ctx, prefix)
