@@ -97,6 +97,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def is_greedy(self) -> bool:
         return self.temperature < _TEMPERATURE_FLOOR
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen before change the logits."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
+    @property
+    def may_edit_logits(self) -> bool:
+        """Whether the logits of any step are edited, beyond temperature and truncation."""
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+
     def _check_types(self) -> None:
         for name in _INTS:
             value = getattr(self, name)

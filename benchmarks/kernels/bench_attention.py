@@ -12,7 +12,6 @@ they are paid once.
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 from gpu_results import write_results
+from gpu_timing import replay_microseconds
 from torch import Tensor
 
 from vllm.kernels.triton import attention as kernels
@@ -30,7 +30,6 @@ NUM_HEADS, NUM_KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = DIM**-0.5
 DECODES = [(batch, context) for batch in (1, 8, 64, 256) for context in (256, 1024, 4096)]
 PREFILLS = [(1, 3500, 3500), (1, 512, 8192), (8, 1024, 1024)]
-NUM_REPLAYS = 15
 Run = Callable[[], object]
 
 
@@ -96,27 +95,6 @@ class Inputs:
             self.num_bytes / microseconds / copy_bytes_per_us,
             4 * pairs * NUM_HEADS * DIM / microseconds / 1e6,
         )
-
-
-def replay_microseconds(runs: list[Run]) -> float:
-    """Median time of one call, in a graph that makes all of them one after another."""
-    for _ in range(2):
-        runs[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    graph.replay()
-    samples = []
-    for _ in range(NUM_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(samples)
 
 
 def copy_bandwidth() -> float:

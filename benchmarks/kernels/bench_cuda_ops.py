@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from bench_fp8_quant import copy_microseconds, replay_microseconds
 from gpu_results import write_results
+from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
 from vllm.ops import cuda_ops as ops

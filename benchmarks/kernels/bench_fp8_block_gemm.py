@@ -9,7 +9,6 @@ compared with a float32 reference before it is timed.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 import tvm_ffi
 from gpu_results import write_results
+from gpu_timing import replay_microseconds
 from torch import Tensor
 
 SHAPES = [(4096, 4096), (24576, 4096), (4096, 12288), (7168, 16384), (6144, 4096), (7168, 4096)]
@@ -52,31 +52,11 @@ def reference(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return a @ b.T
 
 
-def microseconds(calls: list[Callable[[], object]], repeats: int = 20) -> float:
-    """Median time of one call, from replays of a graph that makes all of them in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
-
-
 def copy_bandwidth() -> float:
     """Bytes read and written per second by a kernel that copies 1 GiB."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
+    return 2 * source.nbytes / (replay_microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
 
 
 def on_stream(call: Callable[[], object]) -> Callable[[], object]:
@@ -112,7 +92,7 @@ class Case:
         error = error_of(self.outs[0], self.expected)
         assert error < MAX_ERROR, f"relative error {error}"
         self.errors.append(error)
-        return microseconds(calls)
+        return replay_microseconds(calls)
 
 
 def skinny(library: tvm_ffi.Module, x: Tensor, shape: tuple[int, int], quantises: bool):

@@ -11,13 +11,13 @@ torch.compile (Inductor writes Triton), and a plain Triton kernel of the same ta
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from gpu_results import write_results
+from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout
@@ -185,43 +185,6 @@ if triton is not None:
 
 def triton_groups(b: Buffers) -> None:
     group_quant_kernel[(b.scales.numel(),)](b.x, b.q, b.scales, MIN_AMAX, size=GROUP, num_warps=1)
-
-
-# ---------------------------------------------------------------- how it is timed
-
-
-def replay_microseconds(runs: list[Run], num_replays: int) -> float:
-    """Median time of one call, in graphs that make all of them one after another."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for run in runs[:3]:
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    graph.replay()
-    samples = []
-    for _ in range(num_replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(samples)
-
-
-def copy_microseconds(num_bytes: int, num_sets: int, num_replays: int) -> float:
-    """A copy that reads and writes num_bytes in all, over as many pairs of buffers."""
-    half = max(16, num_bytes // 32 * 16)
-    pool = torch.randint(0, 255, (num_sets, 2, half), dtype=torch.uint8, device="cuda")
-    return replay_microseconds(
-        [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pool], num_replays
-    )
 
 
 def providers(case: Case, has_others: bool) -> Iterator[tuple[str, Callable]]:

@@ -15,7 +15,6 @@ converts with the threshold ladder (nvcc -DVLLM_CONVERT_WITH_LADDER -include e2m
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import tvm_ffi
 from gpu_results import write_results
+from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
 from vllm import _native
@@ -150,36 +150,6 @@ def bytes_moved(case: Case, buffers: Buffers) -> int:
     if rows is None:
         rows = sum(round_up(count, 128) for count in buffers.offsets.diff().tolist())
     return case.inputs * 2 * m * k + buffers.q.numel() + rows * buffers.linear.shape[1]
-
-
-def replay_microseconds(runs: list[Callable[[], object]], num_replays: int) -> float:
-    """Median time of one call, in graphs that make all of them one after another."""
-    for run in runs[:2]:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), tvm_ffi.use_torch_stream():
-        for run in runs:
-            run()
-    graph.replay()
-    samples = []
-    for _ in range(num_replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(samples)
-
-
-def copy_microseconds(num_bytes: int, num_sets: int, num_replays: int) -> float:
-    """A copy that reads and writes num_bytes in all, over as many pairs of buffers."""
-    half = max(16, num_bytes // 32 * 16)
-    pool = torch.randint(0, 255, (num_sets, 2, half), dtype=torch.uint8, device="cuda")
-    return replay_microseconds(
-        [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pool], num_replays
-    )
 
 
 def check_equal(case: Case, builds: dict[str, tvm_ffi.Module], buffers: Buffers) -> None:

@@ -125,6 +125,13 @@ def test_prompt_logprobs_equal_the_logprobs_of_generating_the_same_tokens(llm):
     assert ours == theirs
 
 
+def test_min_tokens_alone_holds_back_a_stop_token(llm):
+    first = one(llm, ignore_eos=True).outputs[0].token_ids[0]
+    assert one(llm, stop_token_ids=[first]).outputs[0].finish_reason == "stop"
+    held = one(llm, stop_token_ids=[first], min_tokens=4).outputs[0]
+    assert len(held.token_ids) >= 4 and first not in held.token_ids[:4]
+
+
 def test_penalties_prevent_repetition(llm):
     plain = one(llm, max_tokens=60, ignore_eos=True).outputs[0].token_ids
     penalised = one(

@@ -145,7 +145,8 @@ def _precedence() -> str:
         "A backend that is asked for (ranks 1 to 3) is used or refused, with the whole explanation "
         "and a non-zero exit code; with `--on-unmet fallback` the next one serves. "
         "`VLLM_USE_DEEP_GEMM=1` means every layer that DeepGEMM has a kernel for: one whose shape "
-        "it does not take goes to the next kernel, a machine that it cannot run on is an error."
+        "it does not take goes to the next kernel, a machine that it cannot run on is an error. "
+        "`--require-native` refuses weight-only and emulated kernels for quantised weights."
     )
 
 

@@ -264,12 +264,11 @@ class Measured:
     """The backends that measured fastest for one problem, split by the number of tokens.
 
     parts: (largest M, backend), ascending; the last has None for no limit. evidence: the committed
-    result that says so. microseconds: by backend and M, for display.
+    result that says so.
     """
 
     parts: tuple[tuple[int | None, str], ...]
     evidence: str
-    microseconds: tuple[tuple[str, int, float], ...] = ()
 
     @property
     def name(self) -> str:

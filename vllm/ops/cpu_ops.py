@@ -140,6 +140,22 @@ def rotary_embedding(
     _rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
 
 
+def qk_norm_rotary(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    is_neox: bool = True,
+) -> None:
+    """rms_norm of every head of query and of key in place, then rotary_embedding."""
+    rms_norm(query, query_weight, eps, out=query)
+    rms_norm(key, key_weight, eps, out=key)
+    rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+
+
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [tokens, 2 n] -> [tokens, n] = silu(x[:, :n]) * x[:, n:]."""
     if out is None:

@@ -54,13 +54,7 @@ class InputBatch:
         self.top_k[row] = max(sampling.top_k, 0)
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
-        self.may_edit_logits[row] = (
-            sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0
-            or sampling.frequency_penalty != 0
-            or bool(sampling.logit_bias)
-            or sampling.min_tokens > 0
-        )
+        self.may_edit_logits[row] = sampling.may_edit_logits
         self.wants_logprobs[row] = sampling.logprobs is not None
 
     def drop(self, request_id: str) -> None:

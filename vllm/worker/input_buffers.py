@@ -13,8 +13,9 @@ class InputBuffers:
     """Arrays that live as long as the engine, side by side, so that one copy moves all of them.
 
     host: numpy views to fill in. device: the same as tensors; on the CPU they are the same memory,
-    on a GPU they are valid in stream order after `upload`. The host part is pinned and read by an
-    asynchronous copy: it may be filled in again once anything later in the stream was waited for.
+    on a GPU they are valid in stream order after `upload`, whose copy reads pinned memory whenever
+    the stream gets there. So `wait_until_read` comes before filling in again: a step that samples
+    nothing waits for nothing, and the copy of the one before may still be in the queue.
     """
 
     def __init__(self, sizes: Mapping[str, tuple[type, tuple[int, ...]]], device: torch.device):
@@ -27,6 +28,7 @@ class InputBuffers:
         is_cpu = device.type == "cpu"
         self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=not is_cpu, device="cpu")
         self._device = self._host if is_cpu else torch.zeros_like(self._host, device=device)
+        self._copied = None if is_cpu else torch.cuda.Event()
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}
         for name, (dtype, shape) in sizes.items():
@@ -37,6 +39,12 @@ class InputBuffers:
             torch_dtype = torch.from_numpy(array).dtype
             self.device[name] = self._device[place].view(torch_dtype).view(shape)
 
+    def wait_until_read(self) -> None:
+        """Returns when the last upload has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def upload(self) -> None:
-        if self._device is not self._host:
+        if self._copied is not None:
             self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()

@@ -195,10 +195,7 @@ class ModelRunner:
         s = request.sampling
         num_prompt, num_tokens = self.batch.num_prompt[row], self.batch.num_tokens[row]
         holds_back = num_tokens - num_prompt < s.min_tokens
-        penalises = (
-            s.repetition_penalty != 1.0 or s.presence_penalty != 0 or s.frequency_penalty != 0
-        )
-        if not (penalises or s.logit_bias or holds_back):
+        if not (s.penalises or s.logit_bias or holds_back):
             return None
         tokens = self.batch.token_ids[row]
         return RowEdits(

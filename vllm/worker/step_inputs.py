@@ -59,6 +59,7 @@ class StepInputs:
     ) -> ForwardBatch:
         """`counts` tokens of each of `rows`, from position `starts` on."""
         size, host, device = self._block_size, self._buffers.host, self._buffers.device
+        self._buffers.wait_until_read()
         num_seqs = len(rows)
         query_start_loc = host["query_start_loc"][: num_seqs + 1]
         query_start_loc[0] = 0
@@ -112,6 +113,7 @@ class StepInputs:
     ) -> None:
         """The next token of each of `rows` into what `decode_batch(size)` reads."""
         host, num_seqs, block_size = self._decode.host, len(rows), self._block_size
+        self._decode.wait_until_read()
         host["input_ids"][:num_seqs] = batch.token_ids[rows, starts]
         host["positions"][:num_seqs] = starts
         blocks = batch.block_table[rows, starts // block_size].astype(np.int64)
@@ -120,6 +122,7 @@ class StepInputs:
         for name, values in host.items():
             values[num_seqs:size] = -1 if name == "slot_mapping" else 0
         self._decode.upload()
+        # Every decoding step ends with reading its tokens, so the copy of the last one is over.
         used = -(-(int(starts.max()) + 1) // block_size)
         staged = self._staged_tables.view(-1)[: num_seqs * used].view(num_seqs, used)
         np.take(batch.block_table[:, :used], rows, axis=0, out=staged.numpy())

@@ -16,19 +16,16 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(ctx, prefix, layer, rotary)
         self.q_norm = RMSNorm(ctx, f"{prefix}.q_norm", self.head_dim)
         self.k_norm = RMSNorm(ctx, f"{prefix}.k_norm", self.head_dim)
-        # Norms and rotation in one kernel, in place, with the same bits; where the device has it.
-        self.fused = getattr(ctx.ops, "qk_norm_rotary", None) if self.head_dim <= 256 else None
+        self.ops = ctx.ops
 
     @staticmethod
     def sliding_window(config: Any, layer: int) -> int:
         return Qwen2Attention.sliding_window(config, layer)
 
     def shape_qk(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fused is not None:
-            norms = self.q_norm.weight, self.k_norm.weight
-            self.fused(positions, q, k, *norms, self.rotary.cos_sin_cache, self.q_norm.eps)
-            return q, k
-        return super().shape_qk(self.q_norm(q), self.k_norm(k), positions)
+        norms, cache = (self.q_norm.weight, self.k_norm.weight), self.rotary.cos_sin_cache
+        self.ops.qk_norm_rotary(positions, q, k, *norms, cache, self.q_norm.eps)
+        return q, k
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
