@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm.config import SchedulerConfig
 from vllm.engine.request import EngineRequest, FinishReason, Request
-from vllm.engine.scheduler import Scheduler
+from vllm.engine.scheduler import Scheduler, Step
 from vllm.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -87,6 +87,21 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
         {"short": 1, "long": 9},
         {"short": 1, "long": 3},
     ]
+
+
+def test_a_step_that_runs_holds_back_only_what_is_sure_to_end_with_it():
+    s = scheduler()
+    s.add(request("short", [1, 2], 1))
+    s.add(request("long", [1, 2], 3))
+    first = s.schedule()
+    second = s.schedule()
+    assert second.num_tokens == {"long": 1}
+    assert [r.request_id for r in s.update(first, {"short": 7, "long": 7})] == ["short"]
+    third = s.schedule()
+    assert third.num_tokens == {"long": 1} and third.dropped == ["short"]
+    assert s.update(second, {"long": STOP})[0].all_token_ids == [1, 2, 7, STOP]
+    assert s.update(third, {"long": 7}) == []
+    s.pool.check_idle()
 
 
 def test_no_more_requests_run_than_allowed_and_the_first_come_first():
@@ -176,9 +191,38 @@ def test_abort_in_every_state_gives_the_blocks_back():
     assert s.schedule().dropped == ["running"]
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), num_blocks=st.integers(10, 24), caching=st.booleans())
-def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks, caching):
+class Pipeline:
+    """Steps whose results are taken one step later: what a device that runs ahead does.
+
+    texts: the tokens as the device knows them, which is before the scheduler does.
+    """
+
+    def __init__(self, s: Scheduler, token):
+        self.s, self.token, self.texts = s, token, {}
+        self.running: tuple[Step, dict[str, int]] | None = None
+
+    def advance(self) -> list[Request]:
+        s, sampled = self.s, {}
+        step = s.schedule()
+        for request_id in step.num_tokens:
+            r = s.requests[request_id]
+            if r.num_unscheduled_tokens == 1 and r.num_pending_tokens:
+                text = self.texts.setdefault(request_id, list(r.all_token_ids))
+                sampled[request_id] = self.token(text)
+                text.append(sampled[request_id])
+        ended = s.update(*self.running) if self.running else []
+        self.running = None if step.is_empty else (step, sampled)
+        return ended
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(10, 24),
+    caching=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks, caching, ahead):
     """The next token is a function of the tokens so far: a mix-up of state would change it."""
     rng = random.Random(seed)
     s = scheduler(num_blocks, 4, 12, max_model_len=num_blocks * BLOCK, prefix_caching=caching)
@@ -189,8 +233,10 @@ def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks,
         requests.append(request(str(i), prompt, rng.randint(1, 12)))
     prompts = {r.request_id: list(r.all_token_ids) for r in requests}
 
-    def next_token(r):
-        return sum(r.all_token_ids) % 50
+    pipeline = Pipeline(s, lambda text: sum(text) % 50)
+
+    def one_step():
+        return pipeline.advance() if ahead else advance(s, lambda r: sum(r.all_token_ids) % 50)
 
     pending = list(requests)
     for _ in range(2000):
@@ -200,9 +246,9 @@ def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks,
             victim = rng.choice(list(s.requests))
             s.abort(victim)
             aborted.add(victim)
-        for r in advance(s, next_token):
+        for r in one_step():
             ended[r.request_id] = r
-        if not pending and not s.has_requests:
+        if not pending and not s.has_requests and not pipeline.running:
             break
     assert set(ended) | aborted == set(prompts)
     for name, r in ended.items():

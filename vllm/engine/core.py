@@ -15,13 +15,17 @@ from vllm.kernels.policy import make_policy, set_variables
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms.probe import probe_device, probe_libs
-from vllm.worker.model_runner import ModelRunner, StepResult
+from vllm.worker.model_runner import LaunchedStep, ModelRunner, StepResult
 
 logger = get_logger(__name__)
 
 
 class EngineCore:
     """Loads the model, then turns requests into outputs, `step` by `step`.
+
+    Where the runner runs ahead, a step is prepared and launched while the one before still
+    computes, so that the device waits for no scheduling. Requests whose next step depends on the
+    tokens of this one in more than its input (penalties, grammars) hold that back while they run.
 
     config: as resolved with the model loaded; max_model_len may have come down.
     """
@@ -44,16 +48,21 @@ class EngineCore:
         self._arrivals: dict[str, float] = {}
         self._waits: dict[str, float] = {}
         self._counted = (0, 0, 0)
+        self._running: tuple[Step, LaunchedStep] | None = None
+        self._reads_tokens: set[str] = set()
         # What is loaded stays: collections need not look at it again.
         gc.collect()
         gc.freeze()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_requests or self.grammars.has_pending
+        return self.scheduler.has_requests or self.grammars.has_pending or self._running is not None
 
     def add(self, request: EngineRequest) -> None:
         self._arrivals[request.request_id] = time.monotonic()
+        sampling = request.sampling
+        if sampling.may_edit_logits or sampling.structured_outputs is not None:
+            self._reads_tokens.add(request.request_id)
         if request.sampling.structured_outputs is not None:
             self.grammars.submit(request)
         else:
@@ -66,28 +75,46 @@ class EngineCore:
             self._forget(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """Computes one step; empty when nothing could be scheduled."""
+        """Advances by one step; empty when nothing could be scheduled or it only just began."""
         outputs = self._admit_compiled()
+        if self._reads_tokens:
+            outputs += self._finish_running()
         step = self.scheduler.schedule()
-        if step.is_empty:
+        if step.is_empty and self._running is None:
             if self.grammars.has_pending and not outputs:
                 time.sleep(0.001)  # nothing to do but to wait for a grammar
             return outputs
+        launched = None
+        if not step.is_empty:
+            bitmasks, hopeless = self._bitmasks(step)
+            launched = step, self.runner.launch(step, bitmasks)
+            self._note_waits(step)
+            outputs += [self._refusal(*refused) for refused in hopeless.items()]
+        outputs += self._finish_running()
+        self._running = launched
+        if not self.runner.runs_ahead:
+            outputs += self._finish_running()
+        return outputs
+
+    def _finish_running(self) -> list[EngineOutput]:
+        """What the step that was launched last gives, if its result was not taken yet."""
+        if self._running is None:
+            return []
+        (step, launched), self._running = self._running, None
+        result = launched.result()
+        requests = self.scheduler.requests
+        # Who stopped with the step before, or was aborted since, got a token in vain.
+        takers = [requests[request_id] for request_id in result.tokens if request_id in requests]
+        self.scheduler.update(step, result.tokens)
+        self._follow_grammars(result)
+        return [self._output(request, result) for request in takers]
+
+    def _note_waits(self, step: Step) -> None:
         now = time.monotonic()
         for admission in step.admitted:
             request_id = admission.request.request_id
             if request_id not in self._waits:
                 self._waits[request_id] = now - self._arrivals[request_id]
-        bitmasks, hopeless = self._bitmasks(step)
-        result = self.runner.execute(step, bitmasks)
-        requests = {request_id: self.scheduler.requests[request_id] for request_id in result.tokens}
-        self.scheduler.update(step, result.tokens)
-        self._follow_grammars(result)
-        for request_id, error in hopeless.items():
-            requests.pop(request_id, None)
-            outputs.append(self._refusal(request_id, error))
-        outputs += [self._output(request, result) for request in requests.values()]
-        return outputs
 
     def check_idle(self) -> None:
         """With no request there must be no block in use; AssertionError tells of a leak."""
@@ -159,6 +186,7 @@ class EngineCore:
 
     def _forget(self, request_id: str) -> None:
         self.grammars.forget(request_id)
+        self._reads_tokens.discard(request_id)
         self._arrivals.pop(request_id, None)
         self._waits.pop(request_id, None)
 

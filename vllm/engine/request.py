@@ -62,6 +62,8 @@ class Request:
     """A request inside the engine. The scheduler alone changes it.
 
     num_computed_tokens: how many of all_token_ids have their K and V in block_ids.
+    num_scheduled_tokens: how many more the steps that run at this moment compute.
+    num_pending_tokens: how many next tokens these steps give, not yet in all_token_ids.
     block_hashes: of the leading full blocks, as far as they were needed.
     """
 
@@ -73,6 +75,8 @@ class Request:
     num_prompt_tokens: int
     all_token_ids: list[int]
     num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -94,6 +98,17 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens that no step has taken up yet, the pending ones among them."""
+        total = len(self.all_token_ids) + self.num_pending_tokens
+        return total - self.num_computed_tokens - self.num_scheduled_tokens
+
+    def schedule(self, num_tokens: int) -> None:
+        """A step takes up the next `num_tokens`; the one that takes the last gives a new one."""
+        self.num_scheduled_tokens += num_tokens
+        self.num_pending_tokens += self.num_unscheduled_tokens == 0
 
     @property
     def reads_prefix_cache(self) -> bool:

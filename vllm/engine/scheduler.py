@@ -42,6 +42,9 @@ class Scheduler:
     fill the rest of the step's token budget. A request is admitted when the blocks of all its
     known tokens are free. When a running request finds no block for its next token, the request
     admitted last is preempted: its blocks are released and it is computed anew later.
+
+    `schedule` may be called again before `update` told what the step gave, for one step at most:
+    requests that are sure to end with that one are left out, all others go on.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Scheduler:
 
     def schedule(self) -> Step:
         step = Step()
+        preempted_before = self.num_preemptions
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        if budget > 0 and self.waiting:
+        # Who was preempted just now may still be part of a running step, so must not be admitted.
+        if budget > 0 and self.waiting and self.num_preemptions == preempted_before:
             self._admit_waiting(step, budget)
         if not step.is_empty:
             step.dropped, self._dropped = self._dropped, []
@@ -92,9 +97,13 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, budget)
-            wanted = self._num_blocks_for(request.num_computed_tokens + num_tokens)
-            num_new = wanted - len(request.block_ids)
+            num_pending = request.num_pending_tokens
+            if num_pending and self._ends_by_length(request, num_pending):
+                index += 1
+                continue
+            num_tokens = min(request.num_unscheduled_tokens, budget)
+            start = request.num_computed_tokens + request.num_scheduled_tokens
+            num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
             if num_new > 0:
                 while self.pool.num_free < num_new and self.running[-1] is not request:
                     self._preempt_last()
@@ -105,6 +114,7 @@ class Scheduler:
                 request.block_ids += blocks
                 step.new_blocks[request.request_id] = blocks
             step.num_tokens[request.request_id] = num_tokens
+            request.schedule(num_tokens)
             budget -= num_tokens
             index += 1
         return budget
@@ -119,6 +129,7 @@ class Scheduler:
             self.running.append(request)
             step.admitted.append(Admission(request, request.num_computed_tokens))
             step.num_tokens[request.request_id] = num_tokens
+            request.schedule(num_tokens)
             budget -= num_tokens
 
     def _admit(self, request: Request, budget: int) -> int:
@@ -157,8 +168,10 @@ class Scheduler:
         """
         for request_id, num_tokens in step.num_tokens.items():
             request = self.requests.get(request_id)
-            if request is None:
+            # One that was preempted meanwhile has lost what was computed, but keeps its token.
+            if request is None or request.num_scheduled_tokens == 0:
                 continue
+            request.num_scheduled_tokens -= num_tokens
             before = request.num_computed_tokens
             request.num_computed_tokens = before + num_tokens
             self.prefix_cache.record(request, before)
@@ -167,6 +180,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
+            request.num_pending_tokens -= 1
             if request.max_tokens > 0:
                 request.all_token_ids.append(token)
             if self._check_end(request, token):
@@ -180,9 +194,15 @@ class Scheduler:
         if may_stop and token in request.stop_token_ids:
             self._finish(request, FinishReason.STOP)
             request.stop_reason = token
-        elif num_output >= request.max_tokens or len(request.all_token_ids) >= self.max_model_len:
+        elif self._ends_by_length(request, 0):
             self._finish(request, FinishReason.LENGTH)
         return request.finish_reason is not None
+
+    def _ends_by_length(self, request: Request, num_pending: int) -> bool:
+        """Whether it does with its tokens so far and `num_pending` more."""
+        num_tokens = len(request.all_token_ids) + num_pending
+        num_output = num_tokens - request.num_prompt_tokens
+        return num_output >= request.max_tokens or num_tokens >= self.max_model_len
 
     def finish_early(self, request_id: str, reason: FinishReason) -> None:
         """Ends a request for a cause outside the scheduler, after a step."""
@@ -198,7 +218,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids = []
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_scheduled_tokens = 0
 
     def _remove(self, ended: list[Request]) -> None:
         """Takes ended requests out of the queues and out of the batch."""

@@ -10,7 +10,9 @@ class InputBatch:
     """Row r belongs to one running request; rows are dense, the last one fills a gap.
 
     token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
-    num_computed: int64 [rows]. block_table: int32 [rows, max blocks].
+    num_computed: int64 [rows]. block_table: int32 [rows, max blocks]. sampled_at: int64 [rows],
+    where the device keeps the last token, in the order of the step that sampled it; -1 for a token
+    that is in token_ids. num_tokens counts tokens that are not there yet.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
@@ -22,6 +24,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.sampled_at = np.full(max_num_seqs, -1, np.int64)
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
@@ -34,8 +37,8 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
 
     _ROW_ARRAYS = (
-        "num_blocks", "num_tokens", "num_prompt", "num_computed", "seeds", "temperature", "top_k",
-        "top_p", "min_p", "may_edit_logits", "wants_logprobs",
+        "num_blocks", "num_tokens", "num_prompt", "num_computed", "sampled_at", "seeds",
+        "temperature", "top_k", "top_p", "min_p", "may_edit_logits", "wants_logprobs",
     )  # fmt: skip
 
     def add(self, request: Request, num_computed: int) -> None:
@@ -48,6 +51,7 @@ class InputBatch:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = num_computed
         self.num_blocks[row] = 0
+        self.sampled_at[row] = -1
         self.append_blocks(request.request_id, request.block_ids)
         self.seeds[row] = request.seed % 2**64
         self.temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
@@ -78,9 +82,17 @@ class InputBatch:
         self.block_table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] = start + len(blocks)
 
-    def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """One sampled token for each of `rows`; a full row ends with this step and takes none."""
+    def reserve_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Places of the next token of each of `rows`, which `put_tokens` fills in later.
+
+        A full row ends with this step and takes none: its place is past the end.
+        """
         places = self.num_tokens[rows]
-        fits = places < self.token_ids.shape[1]
+        self.num_tokens[rows] += places < self.token_ids.shape[1]
+        return places
+
+    def put_tokens(self, request_ids: list[str], places: np.ndarray, tokens: np.ndarray) -> None:
+        """The tokens that were reserved; requests that are gone are passed over."""
+        rows = np.array([self.row_of.get(request_id, -1) for request_id in request_ids], np.int64)
+        fits = (rows >= 0) & (places < self.token_ids.shape[1])
         self.token_ids[rows[fits], places[fits]] = tokens[fits]
-        self.num_tokens[rows[fits]] += 1

@@ -48,3 +48,14 @@ class InputBuffers:
         if self._copied is not None:
             self._device.copy_(self._host, non_blocking=True)
             self._copied.record()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of `array` that is valid in stream order; the host waits for nothing.
+
+    torch waits for all work in the stream before it copies from memory that is not pinned.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader import load_model
 from vllm.ops import usable_ops
 from vllm.worker.cuda_graph import CudaGraphs
 from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample
 from vllm.worker.step_inputs import StepInputs
@@ -39,8 +40,37 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way. On a GPU it may still run; the next one can be launched meanwhile.
+
+    places: where each request's token goes in the batch. copied: when `tokens` (host memory) hold
+    them; None where they do at once.
+    """
+
+    batch: InputBatch
+    request_ids: list[str]
+    places: np.ndarray
+    tokens: Tensor
+    copied: torch.cuda.Event | None
+    logprobs: dict[str, TokenLogprobs]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
+
+    def result(self) -> StepResult:
+        """Waits for the step's end. To be called once, in the order of launching."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
+        tokens = dict(zip(self.request_ids, self.tokens.tolist()))
+        return StepResult(tokens, self.logprobs, self.prompt_logprobs)
+
+
 class ModelRunner:
-    """The model with its KV cache and the batch it works on."""
+    """The model with its KV cache and the batch it works on.
+
+    runs_ahead: a step may be launched before the result of the one before it was taken; of two
+    before it, the first must have been.
+    """
 
     def __init__(self, config: VllmConfig, selection: Selection):
         self.device = torch.device(selection.device.kind)
@@ -64,6 +94,11 @@ class ModelRunner:
             self.device,
         )
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.runs_ahead = self.device.type == "cuda"
+        self._copies = [
+            torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=self.runs_ahead)
+            for _ in range(2)
+        ]
         self._graphs: CudaGraphs | None = None
         if self.device.type == "cuda" and not config.model_config.enforce_eager:
             with torch.inference_mode():
@@ -88,10 +123,14 @@ class ModelRunner:
     def _decode_once(self, size: int) -> Tensor:
         return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
 
-    def execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
-        """Computes a step. bitmasks: allowed tokens of requests that follow a grammar."""
+    def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
+        """Starts a step. bitmasks: allowed tokens of requests that follow a grammar.
+
+        Requests whose logits are edited by what they sampled before, and those with a grammar,
+        take part only when the results of all steps before were taken.
+        """
         with torch.inference_mode(), self._cores_for_kernels():
-            return self._execute(step, bitmasks)
+            return self._launch(step, bitmasks)
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:
@@ -108,7 +147,7 @@ class ModelRunner:
         finally:
             torch.set_num_threads(num_threads)
 
-    def _execute(self, step: Step, bitmasks: dict[str, Tensor]) -> StepResult:
+    def _launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
         self._update_batch(step)
         batch = self.batch
         rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
@@ -126,11 +165,12 @@ class ModelRunner:
             hidden = self.model(self._inputs.fill(batch, rows, counts, starts))
             prompt_logprobs = self._report_prompts(hidden, rows, np.cumsum(counts), counts, starts)
             if len(complete):
-                last = torch.from_numpy(np.cumsum(counts)[complete] - 1).to(self.device)
+                last = to_device(np.cumsum(counts)[complete] - 1, self.device)
                 logits = self.model.compute_logits(hidden[last])
         batch.num_computed[rows] = ends
         if len(complete) == 0:
-            return StepResult({}, prompt_logprobs=prompt_logprobs)
+            nothing = np.empty(0, np.int64)
+            return LaunchedStep(batch, [], nothing, self._copies[0][:0], None, {}, prompt_logprobs)
         return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
 
     def _graph_size(self, rows: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> int | None:
@@ -146,14 +186,29 @@ class ModelRunner:
         rows: np.ndarray,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
-    ) -> StepResult:
+    ) -> LaunchedStep:
+        batch, num_rows = self.batch, len(rows)
         tokens, logprobs = sample(logits, self._sampling_batch(rows, bitmasks), self._ops)
-        self.batch.append_tokens(rows, tokens)
-        ids = [self.batch.requests[row].request_id for row in rows]
-        return StepResult(
-            dict(zip(ids, tokens.tolist())),
-            {ids[index]: entry for index, entry in logprobs.items()},
-            prompt_logprobs,
+        self._copies.reverse()
+        host = self._copies[0][:num_rows]
+        host.copy_(tokens, non_blocking=True)
+        copied = None
+        if self.runs_ahead:
+            self._inputs.sampled[:num_rows] = tokens
+            batch.sampled_at.fill(-1)
+            batch.sampled_at[rows] = np.arange(num_rows)
+            if self.device.type == "cuda":
+                copied = torch.cuda.Event()
+                copied.record()
+        ids = [batch.requests[row].request_id for row in rows]
+        return LaunchedStep(
+            batch=batch,
+            request_ids=ids,
+            places=batch.reserve_tokens(rows),
+            tokens=host,
+            copied=copied,
+            logprobs={ids[index]: entry for index, entry in logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _update_batch(self, step: Step) -> None:
@@ -247,7 +302,7 @@ class ModelRunner:
     ) -> list[TokenLogprobs]:
         count = request.sampling.prompt_logprobs
         assert count is not None
-        tokens = torch.from_numpy(targets.astype(np.int64)).to(self.device)
+        tokens = to_device(targets.astype(np.int64), self.device)
         pieces = zip(hidden.split(_PROMPT_LOGITS_ROWS), tokens.split(_PROMPT_LOGITS_ROWS))
         return list(
             chain.from_iterable(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.engine.request import TokenLogprobs
+from vllm.worker.input_buffers import to_device
 
 
 @dataclass(slots=True)
@@ -51,8 +52,11 @@ class SamplingBatch:
 
 def sample(
     logits: Tensor, batch: SamplingBatch, ops: ModuleType
-) -> tuple[np.ndarray, dict[int, TokenLogprobs]]:
-    """logits float32 [S, vocab] (changed in place) -> tokens int64 [S], logprobs by row."""
+) -> tuple[Tensor, dict[int, TokenLogprobs]]:
+    """logits float32 [S, vocab] (changed in place) -> tokens int64 [S], logprobs by row.
+
+    The tokens are on the device of the logits; nothing waits for them unless logprobs are wanted.
+    """
     reported = sorted(batch.num_logprobs)
     raw = logits[reported] if reported else None
     if batch.bitmask is not None:
@@ -67,16 +71,16 @@ def sample(
     )
     tokens = ops.sample_tokens(logits, temperature, top_k, top_p, min_p, draws).to(logits.device)
     if raw is None:
-        return tokens.cpu().numpy(), {}
+        return tokens, {}
     counts = [batch.num_logprobs[row] for row in reported]
     entries = gather_logprobs(raw, tokens[reported], counts)
-    return tokens.cpu().numpy(), dict(zip(reported, entries))
+    return tokens, dict(zip(reported, entries))
 
 
 def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """The arrays as tensors, moved by one copy; wider types first, so that all are aligned."""
-    packed = torch.from_numpy(np.concatenate([array.view(np.uint8) for array in arrays]))
-    pieces = packed.to(device).split([array.nbytes for array in arrays])
+    packed = to_device(np.concatenate([array.view(np.uint8) for array in arrays]), device)
+    pieces = packed.split([array.nbytes for array in arrays])
     return [piece.view(torch.from_numpy(array).dtype) for piece, array in zip(pieces, arrays)]
 
 

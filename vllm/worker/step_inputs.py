@@ -6,11 +6,15 @@ import torch
 from vllm.model_executor.context import ForwardBatch
 from vllm.ops.paged_attention import AttentionBatch
 from vllm.worker.input_batch import InputBatch
-from vllm.worker.input_buffers import InputBuffers
+from vllm.worker.input_buffers import InputBuffers, to_device
 
 
 class StepInputs:
-    """Buffers for a step of any kind, and for decoding ones at addresses that graphs can hold."""
+    """Buffers for a step of any kind, and for decoding ones at addresses that graphs can hold.
+
+    On a GPU a step can be put together before the host knows the tokens that the last one sampled:
+    they are in `sampled` (int64 [max_seqs]), and the input is taken from there on the device.
+    """
 
     def __init__(
         self,
@@ -24,6 +28,7 @@ class StepInputs:
         self._device = device
         self._max_blocks = max_blocks
         self._block_size = block_size
+        self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._buffers = InputBuffers(
             {
                 "input_ids": (np.int64, (max_tokens,)),
@@ -43,7 +48,9 @@ class StepInputs:
                 "input_ids": (np.int64, (max_seqs,)),
                 "positions": (np.int64, (max_seqs,)),
                 "slot_mapping": (np.int64, (max_seqs,)),
+                "sampled_at": (np.int64, (max_seqs,)),
                 "seq_lens": (np.int32, (max_seqs,)),
+                "is_sampled": (np.bool_, (max_seqs,)),
             },
             self._device,
         )
@@ -52,7 +59,9 @@ class StepInputs:
         self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
         shape = (max_seqs, self._max_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._staged_tables = torch.zeros(shape, dtype=torch.int32, device="cpu").pin_memory()
+        self._staged_tables = [
+            torch.zeros(shape, dtype=torch.int32, device="cpu").pin_memory() for _ in range(2)
+        ]
 
     def fill(
         self, batch: InputBatch, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray
@@ -75,14 +84,21 @@ class StepInputs:
         host["slot_mapping"][:num_tokens] = slots + positions % size
         host["seq_lens"][:num_seqs] = seq_lens
         self._buffers.upload()
-        tables = torch.from_numpy(batch.block_table[rows, : -(-max_seq_len // size)])
+        input_ids = device["input_ids"][:num_tokens]
+        pending = np.flatnonzero(batch.sampled_at[rows] >= 0)
+        if len(pending):
+            # Such a request takes part with one token, its last.
+            places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
+            at = to_device(batch.sampled_at[rows[pending]], self._device)
+            input_ids.index_copy_(0, places, self.sampled[at])
+        tables = to_device(batch.block_table[rows, : -(-max_seq_len // size)], self._device)
         return ForwardBatch(
-            input_ids=device["input_ids"][:num_tokens],
+            input_ids=input_ids,
             positions=device["positions"][:num_tokens],
             attention=AttentionBatch(
                 query_start_loc=device["query_start_loc"][: num_seqs + 1],
                 seq_lens=device["seq_lens"][:num_seqs],
-                block_tables=tables.to(self._device),
+                block_tables=tables,
                 slot_mapping=device["slot_mapping"][:num_tokens],
                 max_query_len=int(counts.max()),
                 max_seq_len=max_seq_len,
@@ -119,20 +135,24 @@ class StepInputs:
         blocks = batch.block_table[rows, starts // block_size].astype(np.int64)
         host["slot_mapping"][:num_seqs] = blocks * block_size + starts % block_size
         host["seq_lens"][:num_seqs] = starts + 1
+        host["is_sampled"][:num_seqs] = batch.sampled_at[rows] >= 0
+        host["sampled_at"][:num_seqs] = np.maximum(batch.sampled_at[rows], 0)
         for name, values in host.items():
             values[num_seqs:size] = -1 if name == "slot_mapping" else 0
         self._decode.upload()
-        # Every decoding step ends with reading its tokens, so the copy of the last one is over.
+        # Of the two, the one that the last step but one has read: that step is over.
+        self._staged_tables.reverse()
         used = -(-(int(starts.max()) + 1) // block_size)
-        staged = self._staged_tables.view(-1)[: num_seqs * used].view(num_seqs, used)
+        staged = self._staged_tables[0].view(-1)[: num_seqs * used].view(num_seqs, used)
         np.take(batch.block_table[:, :used], rows, axis=0, out=staged.numpy())
         self._block_tables[:num_seqs, :used].copy_(staged, non_blocking=True)
 
     def decode_batch(self, size: int) -> ForwardBatch:
         """Inputs at fixed addresses for `size` requests of one token."""
         device = self._decode.device
+        sampled = self.sampled[device["sampled_at"][:size]]
         return ForwardBatch(
-            input_ids=device["input_ids"][:size],
+            input_ids=torch.where(device["is_sampled"][:size], sampled, device["input_ids"][:size]),
             positions=device["positions"][:size],
             attention=AttentionBatch(
                 query_start_loc=self._one_each[: size + 1],
