@@ -14,6 +14,8 @@ vllm_cpu_kernel(NAME cpu_attention SOURCES csrc/cpu/kernels/attention.cpp
 vllm_cpu_kernel(NAME cpu_cache_write SOURCES csrc/cpu/kernels/cache_write.cpp
                 ISAS avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_layers SOURCES csrc/cpu/kernels/layers.cpp ISAS avx512 avx2 portable)
+vllm_cpu_kernel(NAME cpu_delta_net SOURCES csrc/cpu/kernels/delta_net.cpp
+                ISAS avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_sampling SOURCES csrc/cpu/kernels/sampling.cpp ISAS avx512 avx2 portable)
 
 # Processor-neutral: the choice of instruction set, threads, plans and exported functions.
@@ -26,6 +28,7 @@ target_sources(vllm_kernels PRIVATE
   csrc/bindings/cpu_linear.cpp
   csrc/bindings/cpu_attention.cpp
   csrc/bindings/cpu_layers.cpp
+  csrc/bindings/cpu_delta_net.cpp
   csrc/bindings/cpu_sampling.cpp)
 
 # A row of the GPU names the file of csrc/bindings that exports it too: where the row is not built,
@@ -58,6 +61,12 @@ vllm_cuda_kernel(NAME sm100_fp8_block_gemm USES_CUTLASS
                  ARCHS 10.0f MIN_CUDA 12.8)
 vllm_cuda_kernel(NAME sm120_fp8_block_gemm USES_CUTLASS
                  SOURCES csrc/gemm/sm120_fp8_block.cu
+                 ARCHS 12.0f MIN_CUDA 12.8)
+vllm_cuda_kernel(NAME sm100_fp8_grouped_gemm USES_CUTLASS
+                 SOURCES csrc/gemm/sm100_fp8_grouped.cu
+                 ARCHS 10.0f MIN_CUDA 12.8)
+vllm_cuda_kernel(NAME sm120_fp8_grouped_gemm USES_CUTLASS
+                 SOURCES csrc/gemm/sm120_fp8_grouped.cu
                  ARCHS 12.0f MIN_CUDA 12.8)
 vllm_cuda_kernel(NAME sm100_nvfp4_gemm USES_CUTLASS
                  SOURCES csrc/gemm/sm100_nvfp4.cu

@@ -1,7 +1,15 @@
 """Tiny random checkpoints of every architecture, written with transformers, and a tokenizer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 96
 
@@ -36,6 +44,29 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+# Two key heads for four value heads, whose sizes are no multiple of sixteen. The norm of a head's
+# output magnifies the rounding of an output close to zero, less so with a larger epsilon.
+_HYBRID = {
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+}
+_HYBRID_MOE = _HYBRID | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
 }
 
 # Name of a test model -> model_type, differences from _COMMON.
@@ -85,6 +116,16 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    "qwen3_5": ("qwen3_5_text", _HYBRID),
+    "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
+    "qwen3_5_moe-multimodal": ("qwen3_5_moe", _HYBRID_MOE),
+}
+# model_type of a multimodal test model -> of the text model in it.
+_MULTIMODAL = {
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
 
@@ -105,6 +146,24 @@ def _mistral3_config(text: dict):
     )
 
 
+def _qwen3_5_config(model_type: str, text: dict):
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    return CONFIG_MAPPING[model_type](
+        text_config=text | {"model_type": _MULTIMODAL[model_type]},
+        vision_config=vision,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        image_token_id=5,
+    )
+
+
 def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
@@ -113,10 +172,10 @@ def build_model(name: str, seed: int = 0, **changes):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
-    if model_type == "mistral3":
-        from transformers import Mistral3ForConditionalGeneration
-
-        model = Mistral3ForConditionalGeneration(_mistral3_config(fields))
+    if model_type in _MULTIMODAL:
+        is_mistral = model_type == "mistral3"
+        config = _mistral3_config(fields) if is_mistral else _qwen3_5_config(model_type, fields)
+        model = AutoModelForImageTextToText.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
     model = model.float().eval()
@@ -124,11 +183,24 @@ def build_model(name: str, seed: int = 0, **changes):
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("A_log"):  # memories of a few to a few hundred tokens
+                parameter.uniform_(-6.0, -1.0)
             elif parameter.ndim == 1:
                 parameter.normal_(0, 0.2)
             else:
                 parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
     return model
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For torch on tiny tensors, where threads wait for one another longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 CORPUS = [

@@ -4,6 +4,7 @@ CPU tensors are computed by torch references: float32 sums of the numbers that t
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ def _fp8_block_gemm(
     out.copy_(product if bias is None else product + bias)
 
 
+def _fp8_block_gemm_grouped(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offsets: Tensor, out: Tensor
+) -> None:
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows = slice(begin, end)
+        _fp8_block_gemm(a[rows], a_scales[rows], b[expert], b_scales[expert], None, out[rows])
+
+
 def _nvfp4_gemm(
     a: Tensor,
     a_scales: Tensor,
@@ -54,6 +63,10 @@ def _nvfp4_values(packed: Tensor, swizzled: Tensor) -> Tensor:
 
 _ARGS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
 register(f"cutlass_fp8_block_gemm({_ARGS}, Tensor? bias, Tensor(a!) out) -> ()", _fp8_block_gemm)
+register(
+    f"cutlass_fp8_block_gemm_grouped({_ARGS}, Tensor offsets, Tensor(a!) out) -> ()",
+    _fp8_block_gemm_grouped,
+)
 register(
     f"cutlass_nvfp4_gemm({_ARGS}, Tensor alpha, Tensor? bias, Tensor(a!) out) -> ()", _nvfp4_gemm
 )

@@ -68,6 +68,9 @@ def _text(text: str) -> str:
 
 _LEVELS = ("debug", "info", "warning", "error")
 _ISAS = ("portable", "avx2", "avx512")
+ALL2ALL_BACKENDS = (
+    "naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency",
+)  # fmt: skip
 _NVFP4_BACKENDS = ("marlin", "cutlass", "flashinfer-cutlass", "flashinfer-trtllm")
 
 VARIABLES: dict[str, Variable] = {
@@ -131,6 +134,12 @@ VARIABLES: dict[str, Variable] = {
         "one of " + ", ".join(_NVFP4_BACKENDS),
         "The backend of NVFP4 linear layers; unset: the selector's choice.",
     ),
+    "VLLM_ALL2ALL_BACKEND": Variable(
+        _choice(*ALL2ALL_BACKENDS),
+        lambda: "allgather_reducescatter",
+        "one of " + ", ".join(ALL2ALL_BACKENDS),
+        "How tokens reach experts on other ranks and their results come back.",
+    ),
     "VLLM_TEST_FORCE_FP8_MARLIN": Variable(
         _tri_state,
         lambda: None,
@@ -161,6 +170,11 @@ def read(name: str) -> Any:
 def is_set(name: str) -> bool:
     """Whether the user set the variable `name` explicitly."""
     return name in VARIABLES and name in os.environ
+
+
+def texts() -> dict[str, str]:
+    """The variables that the user set, as they are: for processes on other machines."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def check_all() -> list[str]:

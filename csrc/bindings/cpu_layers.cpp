@@ -30,7 +30,7 @@ void check_same_shape(const TensorView& tensor, const char* name, const TensorVi
 cpu::NormArgs norm_args(const TensorView& x, const TensorView& weight, double eps) {
   cpu::NormArgs args;
   args.x = rows_or_heads(x, "x");
-  args.residual = {};
+  args.residual = args.gate = {};
   args.num_tokens = x.size(0);
   args.num_heads = x.ndim() == 3 ? x.size(1) : 1;
   args.dim = x.size(x.ndim() - 1);
@@ -44,6 +44,18 @@ cpu::NormArgs norm_args(const TensorView& x, const TensorView& weight, double ep
 // out = x / sqrt(mean(x^2) + eps) * weight over the last dimension; out may be x.
 void rms_norm(TensorView x, TensorView weight, TensorView out, double eps) {
   cpu::NormArgs args = norm_args(x, weight, eps);
+  args.out = rows_or_heads(out, "out");
+  check_same_shape(out, "out", x, "x");
+  check_same_type(args.out.type, out, "out", args.x.type, "x");
+  cpu::kernels().rms_norm(args);
+}
+
+// out = rms_norm(x) * silu(gate).
+void rms_norm_gated(TensorView x, TensorView gate, TensorView weight, TensorView out, double eps) {
+  cpu::NormArgs args = norm_args(x, weight, eps);
+  args.gate = rows_or_heads(gate, "gate");
+  check_same_shape(gate, "gate", x, "x");
+  check_same_type(args.gate.type, gate, "gate", args.x.type, "x");
   args.out = rows_or_heads(out, "out");
   check_same_shape(out, "out", x, "x");
   check_same_type(args.out.type, out, "out", args.x.type, "x");
@@ -110,11 +122,31 @@ void silu_and_mul(TensorView x, TensorView out) {
   cpu::kernels().silu_and_mul(args);
 }
 
+// x [tokens, heads, dim] *= sigmoid(gate), gate of the same shape or [tokens, heads, 1].
+void mul_sigmoid(TensorView x, TensorView gate) {
+  cpu::SigmoidArgs args;
+  args.x = heads_of(x, "x");
+  args.gate = heads_of(gate, "gate");
+  args.num_tokens = x.size(0);
+  args.num_heads = x.size(1);
+  args.dim = x.size(2);
+  check_size(gate, "gate", 0, args.num_tokens, "tokens of x");
+  check_size(gate, "gate", 1, args.num_heads, "heads of x");
+  VLLM_CHECK(gate.size(2) == args.dim || gate.size(2) == 1,
+             "gate: given shape " << shape_name(gate) << "; dimension 2 must be 1 or " << args.dim
+                                  << " (head size of x)");
+  check_same_type(args.gate.type, gate, "gate", args.x.type, "x");
+  args.is_per_head = gate.size(2) == 1;
+  cpu::kernels().mul_sigmoid(args);
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm, fused_add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_embedding, rotary_embedding);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_gated, rms_norm_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mul_sigmoid, mul_sigmoid);
 
 }  // namespace vllm

@@ -120,6 +120,33 @@ void launch_blackwell(const TensorView& a, const gemm::Fp8BlockArgs& args, const
   check_launch(launch(args, num_sms(a), stream_of(a)), name);
 }
 
+// As many bytes of the caller's framework's GPU memory as the products of all experts need between
+// them. It may be given back once they are launched: the framework reuses it in stream order.
+tvm::ffi::Tensor workspace_of(const TensorView& tensor, size_t num_bytes) {
+  const DLDataType byte{kDLUInt, 8, 1};
+  return tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc,
+                                        tvm::ffi::Shape{static_cast<int64_t>(num_bytes)}, byte,
+                                        tensor.device());
+}
+
+void launch_blackwell_grouped(const TensorView& a, const gemm::Fp8BlockArgs& args,
+                              const char* name) {
+  const auto launch =
+      for_gpu(a, name, gemm::launch_sm100_fp8_grouped, gemm::launch_sm120_fp8_grouped);
+  const auto workspace_bytes =
+      for_gpu(a, name, gemm::sm100_fp8_grouped_workspace, gemm::sm120_fp8_grouped_workspace);
+  VLLM_CHECK(args.x_scales_ldk == 1 || args.k <= 128,
+             "a_scales: given strides [" << args.x_scales_ld << ", " << args.x_scales_ldk
+                                         << "]; accepted on this GPU: row-major");
+  VLLM_CHECK(args.is_bf16 && args.is_vector,
+             "out: accepted on this GPU: bfloat16, a multiple of 8 columns, and rows that start at "
+             "multiples of 16 bytes");
+  if (args.m == 0 || args.n == 0 || args.num_experts == 0) return;
+  const int sms = num_sms(a);
+  const tvm::ffi::Tensor workspace = workspace_of(a, workspace_bytes(args, sms));
+  check_launch(launch(args, workspace.data_ptr(), sms, stream_of(a)), name);
+}
+
 // out [m, n] = (a * a_scales) [m, k] * (b * b_scales) [n, k]^T (+ bias [n], float32), in bfloat16
 // or float16. a, b: E4M3; k and the distances between rows: multiples of 16. a_scales: float32 [m,
 // ceil(k / 128)] of any strides, column-major ones are read fastest. b_scales: float32 [ceil(n /
@@ -152,7 +179,8 @@ void sm90_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, Tensor
 
 // Rows [offsets[e], offsets[e + 1]) of a meet b[e] [n, k]; rows of out outside of all are not
 // written. b: [num_experts, n, k] contiguous. offsets: int32 [num_experts + 1] on the GPU,
-// ascending, within [0, m]: nobody checks their values.
+// ascending, within [0, m]: nobody checks their values. On Blackwell (not run on hardware):
+// bfloat16, n % 8 == 0, a_scales row-major; elsewhere, as cutlass_fp8_block_gemm takes them.
 void cutlass_fp8_block_gemm_grouped(TensorView a, TensorView a_scales, TensorView b,
                                     TensorView b_scales, TensorView offsets, TensorView out) {
   check_cuda(b, "b", 3);
@@ -166,7 +194,11 @@ void cutlass_fp8_block_gemm_grouped(TensorView a, TensorView a_scales, TensorVie
   check_contiguous(offsets, "offsets");
   args.offsets = static_cast<const int32_t*>(data_of(offsets));
   const DeviceGuard guard(a);
-  launch_sm90(a, args, nullptr, "cutlass_fp8_block_gemm_grouped");
+  if (generation_of(a) == 9) {
+    launch_sm90(a, args, nullptr, "cutlass_fp8_block_gemm_grouped");
+  } else {
+    launch_blackwell_grouped(a, args, "cutlass_fp8_block_gemm_grouped");
+  }
 }
 
 // E4M3 scales of `rows` rows of k columns in tiles of 128 x 4, all written.

@@ -11,6 +11,7 @@ enum class ElementType : int { kFloat32, kBFloat16, kFloat16, kE4M3 };
 
 inline constexpr int kPanelWidth = 32;  // output columns that one packed weight panel holds
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxTaps = 8;        // of a causal convolution
 inline constexpr int kMaxQueryRows = 96;  // (token, head) rows that share one pass over the keys
 inline constexpr int kMaxSplitRows = 16;  // rows of a query tile whose keys several threads share
 inline constexpr int kKeyTile = 128;      // keys per softmax tile, counted from position 0
@@ -87,7 +88,7 @@ struct CacheWriteArgs {
 };
 
 struct NormArgs {
-  Heads x, residual, out;  // residual.data may be null
+  Heads x, residual, gate, out;  // residual.data and gate.data may be null
   const float* weight;
   int64_t num_tokens, num_heads, dim;
   float eps;
@@ -105,6 +106,41 @@ struct RotaryArgs {
 struct SiluArgs {
   Rows x, out;  // [m, 2 n] -> [m, n]
   int64_t m, n;
+};
+
+// x *= sigmoid(gate), with one gate for each element or for each head.
+struct SigmoidArgs {
+  Heads x, gate;
+  int64_t num_tokens, num_heads, dim;
+  bool is_per_head;
+};
+
+// Requests that carry a state from step to step, each in its slot. One whose sequence is as long as
+// its queries has no step behind it: its state counts as zero, whatever the slot holds.
+struct StateRequests {
+  const int32_t* query_start;  // [num_requests + 1]
+  const int32_t* seq_lens;     // [num_requests]
+  const int32_t* slots;        // [num_requests]
+  int64_t num_requests;
+};
+
+struct ConvArgs {
+  Rows x, out;          // [tokens, channels], one type
+  const float* weight;  // [taps, channels]
+  void* state;          // [slots, taps - 1, channels] of x's type
+  StateRequests requests;
+  int64_t channels, taps;
+};
+
+struct DeltaRuleArgs {
+  Heads query, key;         // [tokens, num_key_heads, key_dim]
+  Heads value, out;         // [tokens, num_value_heads, value_dim]
+  Rows a, b;                // [tokens, num_value_heads]
+  const float* decay_rate;  // [num_value_heads]
+  const float* dt_bias;     // [num_value_heads]
+  float* state;             // [slots, num_value_heads, key_dim, value_dim]
+  StateRequests requests;
+  int64_t num_key_heads, num_value_heads, key_dim, value_dim;
 };
 
 struct SampleArgs {
@@ -126,6 +162,9 @@ struct KernelTable {
   void (*rms_norm)(const NormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*silu_and_mul)(const SiluArgs&);
+  void (*mul_sigmoid)(const SigmoidArgs&);
+  void (*causal_conv1d)(const ConvArgs&);
+  void (*gated_delta_rule)(const DeltaRuleArgs&);
   void (*sample)(const SampleArgs&);
 };
 

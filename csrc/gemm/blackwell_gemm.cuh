@@ -50,7 +50,7 @@ cudaError_t run(typename Gemm::Arguments& args, int num_sms, cudaStream_t stream
 }
 
 template <class Stride>
-Stride row_stride(int64_t distance) {
+CUTE_HOST_DEVICE Stride row_stride(int64_t distance) {
   Stride stride = {};
   cute::get<0>(stride) = distance;
   return stride;

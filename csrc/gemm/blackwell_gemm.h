@@ -12,6 +12,17 @@ namespace vllm::gemm {
 [[gnu::weak]] cudaError_t launch_sm120_fp8_block(const Fp8BlockArgs& args, int num_sms,
                                                  cudaStream_t stream);
 
+// As launch_sm90_fp8_block, with groups and nothing empty. x_scales: x_scales_ldk == 1. weight: ldw
+// == k. Rows of out start at multiples of 16 bytes, n % 8 == 0, bf16 alone (each type doubles the
+// time to compile). workspace: on the GPU, at a multiple of 128, as many bytes as the function
+// before it says.
+[[gnu::weak]] size_t sm100_fp8_grouped_workspace(const Fp8BlockArgs& args, int num_sms);
+[[gnu::weak]] cudaError_t launch_sm100_fp8_grouped(const Fp8BlockArgs& args, void* workspace,
+                                                   int num_sms, cudaStream_t stream);
+[[gnu::weak]] size_t sm120_fp8_grouped_workspace(const Fp8BlockArgs& args, int num_sms);
+[[gnu::weak]] cudaError_t launch_sm120_fp8_grouped(const Fp8BlockArgs& args, void* workspace,
+                                                   int num_sms, cudaStream_t stream);
+
 // out[m, n] = alpha * (a * a_scales) [m, k] * (b * b_scales) [n, k]^T + bias. a, b: pairs of E2M1,
 // rows of k / 2 bytes, k % 32 == 0. Scales: E4M3 per 16 columns, in tiles of 128 rows x 4 scales
 // (nvfp4_utils.cuh); rows filled up to 128, scales to 4.

@@ -51,8 +51,8 @@ SkinnyShape skinny_shape(int m, int n, bool is_quantised, int num_sms) {
   // Rows enough for two thread blocks of 16 on every multiprocessor need fewer warps in each.
   const bool is_short = n <= 2 * 16 * num_sms;
   if (!is_quantised) return {2, is_short ? 16 : 8};  // x is quantised once per thread block
-  if (m <= 8) return {1, is_short ? 16 : 8};
-  return {is_short ? 1 : 2, 8};
+  if (is_short) return {1, 16};
+  return {m <= 8 ? 1 : 2, 8};
 }
 
 cudaError_t launch_skinny_fp8_block(const SkinnyArgs& args, bool is_bf16, SkinnyShape shape,

@@ -22,6 +22,7 @@ namespace vllm::gemm {
 
 constexpr int kBlock = 128;         // columns and rows of W that share a scale
 constexpr float kFp8Max = 448.0f;   // largest E4M3
+constexpr int kMaxWarps = 32;       // of a multiprocessor, at 64 registers a thread
 constexpr float kMinAmax = 1e-10f;  // a token of zeros must not divide by zero
 
 __device__ __forceinline__ uint4 load_streaming(const void* address) {
@@ -51,11 +52,9 @@ __device__ __forceinline__ void widen(uint32_t v, uint32_t& low, uint32_t& high)
       : "r"(v));
 }
 
-__device__ __forceinline__ void widen(const uint4& v, uint32_t (&out)[8]) {
-  widen(v.x, out[0], out[1]);
-  widen(v.y, out[2], out[3]);
-  widen(v.z, out[4], out[5]);
-  widen(v.w, out[6], out[7]);
+// Four of the 16 bytes.
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
 __device__ __forceinline__ float2 to_float2(__nv_bfloat162 v) { return __bfloat1622float2(v); }
@@ -147,7 +146,9 @@ __device__ __forceinline__ void load_token(const uint8_t* x, int column, int k, 
 
 // kTokenTiles: tiles of 8 tokens. kRowTiles: tiles of 16 rows of W per thread block.
 template <typename T, bool kIsQuantised, int kTokenTiles, int kRowTiles, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32) skinny_fp8_block_kernel(const SkinnyArgs args) {
+__global__ void __launch_bounds__(kWarps * 32,
+                                  kRowTiles == 1 && kIsQuantised ? kMaxWarps / kWarps : 1)
+    skinny_fp8_block_kernel(const SkinnyArgs args) {
   constexpr int kRows = 16 * kRowTiles;
   constexpr int kTokens = 8 * kTokenTiles;
   __shared__ float partial[kWarps][kTokens][kRows + 1];
@@ -190,24 +191,21 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_fp8_block_kernel(const Ski
 #endif
     // One tile of rows lies in one block of rows: 128 is a multiple of 16 * kRowTiles.
     const float weight_scale = args.scales[first_row / kBlock * args.lds + block];
-    uint32_t x[kTokenTiles][2][8];
+    uint4 x[kTokenTiles][2];
     float scale[kTokenTiles][2];
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const int token = tile * 8 + group;
       const bool is_token = token < args.m;
-      uint4 q[2];
       float x_scale = 0.0f;
       if constexpr (kIsQuantised) {
         load_token(static_cast<const uint8_t*>(args.x) + token * args.ldx, column, args.k, is_token,
-                   q);
+                   x[tile]);
         if (is_token) x_scale = args.x_scales[token * args.x_scales_ld + block * args.x_scales_ldk];
       } else {
         x_scale = quantise_token(static_cast<const T*>(args.x) + token * args.ldx, column, args.k,
-                                 is_token, q);
+                                 is_token, x[tile]);
       }
-      widen(q[0], x[tile][0]);
-      widen(q[1], x[tile][1]);
       scale[tile][0] = weight_scale * __shfl_sync(~0u, x_scale, quad * 8);
       scale[tile][1] = weight_scale * __shfl_sync(~0u, x_scale, quad * 8 + 4);
     }
@@ -216,15 +214,16 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_fp8_block_kernel(const Ski
       float d[kTokenTiles][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t low[8], high[8];
-        widen(w[r][0][half], low);
-        widen(w[r][1][half], high);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
+        for (int i = 0; i < 4; ++i) {  // widened when they are needed: registers are scarce
+          uint32_t low[2], high[2];
+          widen(word(w[r][0][half], i), low[0], low[1]);
+          widen(word(w[r][1][half], i), high[0], high[1]);
 #pragma unroll
           for (int tile = 0; tile < kTokenTiles; ++tile) {
-            mma_f16(d[tile], low[i], high[i], low[i + 1], high[i + 1], x[tile][half][i],
-                    x[tile][half][i + 1]);
+            uint32_t columns[2];
+            widen(word(x[tile][half], i), columns[0], columns[1]);
+            mma_f16(d[tile], low[0], high[0], low[1], high[1], columns[0], columns[1]);
           }
         }
       }

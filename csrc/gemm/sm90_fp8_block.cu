@@ -67,8 +67,8 @@ constexpr Row row() {
 }
 
 constexpr Row kTable[] = {
-    row<64, 64, true>(),  row<128, 64, true>(),  row<128, 128, true>(),  row<64, 32, false>(),
-    row<64, 64, false>(), row<128, 64, false>(), row<128, 128, false>(), row<256, 128, false>(),
+    row<64, 32, true>(),   row<128, 64, true>(),  row<64, 32, false>(),   row<64, 64, false>(),
+    row<128, 32, false>(), row<128, 64, false>(), row<128, 128, false>(),
 };
 
 // The first row that fits is taken. is_narrow: weights whose tiles of 32 rows do not outnumber the
@@ -81,11 +81,10 @@ struct Choice {
 
 constexpr int kAnyM = 1 << 30, kDeepK = 8192;
 constexpr Choice kChoices[] = {
-    {32, false, false, {64, 64, 1, false}},   {32, true, false, {64, 64, 1, false}},
-    {64, true, false, {64, 32, 1, false}},    {64, false, false, {64, 64, 1, false}},
-    {128, true, true, {128, 64, 2, true}},    {128, true, false, {64, 64, 1, false}},
-    {128, false, false, {128, 64, 1, false}}, {256, true, true, {128, 128, 2, true}},
-    {256, true, false, {128, 64, 1, false}},  {kAnyM, false, false, {128, 128, 1, false}},
+    {64, true, true, {64, 32, 2, true}},         {64, false, false, {64, 32, 1, false}},
+    {128, true, false, {128, 32, 1, false}},     {256, true, false, {128, 64, 1, false}},
+    {128, false, false, {128, 64, 1, false}},    {512, false, false, {128, 128, 1, false}},
+    {kAnyM, false, false, {128, 128, 2, false}},
 };
 
 }  // namespace
@@ -95,11 +94,15 @@ Sm90Tiling sm90_tiling(int m, int n, int k, int num_experts, int num_sms) {
     return m > 64 * num_experts ? Sm90Tiling{128, 128, 1, false} : Sm90Tiling{64, 64, 1, false};
   }
   const bool is_narrow = n <= 32 * num_sms, is_deep = k >= kDeepK;
-  for (const Choice& choice : kChoices) {
-    const bool fits = (is_narrow || !choice.is_narrow) && (is_deep || !choice.is_deep);
-    if (m <= choice.max_m && fits) return choice.tiling;
+  const Choice* choice = kChoices;
+  while (m > choice->max_m || (choice->is_narrow && !is_narrow) || (choice->is_deep && !is_deep)) {
+    ++choice;  // the last one fits all
   }
-  return {128, 128, 1, false};
+  Sm90Tiling tiling = choice->tiling;
+  // Of an odd number of tiles, the last has no neighbour to share x with.
+  const bool is_even = (n + tiling.tile_n - 1) / tiling.tile_n % 2 == 0;
+  if (!tiling.is_split && !is_even) tiling.cluster = 1;
+  return tiling;
 }
 
 cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling, int num_sms,

@@ -3,17 +3,15 @@
 //
 // One warp copies tiles of 128 columns of x and W by TMA into a ring of stages, another their
 // scales; groups of four warps multiply 64 rows each by wgmma, and add each block's product, times
-// its two scales, to float32 sums in registers: while one group adds, the other multiplies.
+// its two scales, to float32 sums in registers, while the tensor cores multiply the next block.
 // Instructions come from CuTe's wrappers; the block-scaled collective of CUTLASS 4.2 reaches
 // neither DeepGEMM nor tiles that suit few tokens (bench_fp8_block_gemm.py has it as a peer).
 //
 // Few tiles: the thread blocks of a cluster divide the columns of K of one tile, and add their sums
 // up through each other's shared memory, in the order of their ranks: no workspace, and the same
-// result every time. Many tiles: thread blocks stay, and the two of a cluster, whose tiles lie
-// beside each other, load each half of x for both.
+// result every time. Many tiles: thread blocks stay, and those of a cluster, whose tiles lie beside
+// each other, load each a part of x for all.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -22,6 +20,7 @@
 #include <cute/arch/mma_sm90.hpp>
 #include <utility>
 
+#include "sm90_fp8_store.cuh"
 #include "sm90_fp8_tiles.cuh"
 #include "tensor_map.h"
 
@@ -41,10 +40,15 @@ struct Ring {
 
 // ---------------------------------------------------------------- multiplying
 
+// Low half of wgmma's descriptor of a tile in shared memory, which counts 16 bytes. In a cluster,
+// the rank of the thread block stands above the 18 bits of the address.
+__device__ __forceinline__ uint32_t wgmma_operand(const uint8_t* tile) {
+  return (cute::cast_smem_ptr_to_uint(tile) & 0x3FFFF) >> 4 | 1 << 16;
+}
+
 // Rows of 128 bytes, swizzled over 128 bytes: eight rows are 1,024 bytes.
-__device__ __forceinline__ uint64_t wgmma_operand(const uint8_t* tile) {
-  const uint64_t address = (cute::cast_smem_ptr_to_uint(tile) & 0x3FFFF) >> 4;
-  return address | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand) {
+  return uint64_t{1024 >> 4 | 1 << 30} << 32 | operand;
 }
 
 template <class Mma, int kSize, size_t... kIndex>
@@ -56,19 +60,17 @@ __device__ __forceinline__ void wgmma(uint64_t x, uint64_t w, float (&acc)[kSize
 
 // acc = x[64, 128] * w[kTileN, 128]^T, begun.
 template <int kTileN>
-__device__ __forceinline__ void begin_multiply(const uint8_t* x, const uint8_t* w,
-                                               float (&acc)[kTileN / 2]) {
+__device__ __forceinline__ void begin_multiply(uint32_t x, uint32_t w, float (&acc)[kTileN / 2]) {
   using Shape = cute::Shape<cute::Int<64>, cute::Int<kTileN>, cute::Int<32>>;
   using Mma = decltype(cute::SM90::GMMA::ss_op_selector<cute::float_e4m3_t, cute::float_e4m3_t,
                                                         float, Shape>());
   static_assert(sizeof(typename Mma::CRegisters) == sizeof(acc));
-  const uint64_t x_operand = wgmma_operand(x), w_operand = wgmma_operand(w);
 #pragma unroll
-  for (float& value : acc) cute::warpgroup_fence_operand(value);
+  for (int i = 0; i < kTileN / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // 32 bytes of each row further
-    wgmma<Mma>(x_operand + 2 * i, w_operand + 2 * i, acc,
+    wgmma<Mma>(wgmma_descriptor(x + 2 * i), wgmma_descriptor(w + 2 * i), acc,
                i == 0 ? cute::SM90::GMMA::ScaleOut::Zero : cute::SM90::GMMA::ScaleOut::One,
                std::make_index_sequence<kTileN / 2>{});
   }
@@ -79,7 +81,7 @@ template <int kSize>
 __device__ __forceinline__ void end_multiply(float (&acc)[kSize]) {
   cute::warpgroup_wait<0>();
 #pragma unroll
-  for (float& value : acc) cute::warpgroup_fence_operand(value);
+  for (int i = 0; i < kSize; ++i) cute::warpgroup_fence_operand(acc[i]);
 }
 
 // sums += acc, scaled. A lane holds, of every 8 columns, two of one row and two of the row 8 below.
@@ -88,107 +90,6 @@ __device__ __forceinline__ void promote(const float (&acc)[kTileN / 2], const fl
                                         float (&sums)[kTileN / 2]) {
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i) sums[i] = fmaf(acc[i], scales[i / 2 % 2], sums[i]);
-}
-
-// ---------------------------------------------------------------- writing
-
-__device__ __forceinline__ uint32_t pack(float low, float high, bool is_bf16) {
-  if (is_bf16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-// Eight neighbouring columns of one row; the row is inside.
-__device__ __forceinline__ void store(const Fp8BlockArgs& args, int row, int column, uint4 values) {
-  uint16_t* out = static_cast<uint16_t*>(args.out) + row * args.ldo + column;
-  if (args.is_vector) {
-    if (column < args.n) *reinterpret_cast<uint4*>(out) = values;
-    return;
-  }
-  const uint16_t* single = reinterpret_cast<const uint16_t*>(&values);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (column + i < args.n) out[i] = single[i];
-  }
-}
-
-// The 16 rows of a warp, through its own shared memory: lanes then write whole lines.
-template <int kTileN>
-__device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile& tile,
-                                           int first_row, const float (&sums)[kTileN / 2],
-                                           uint8_t* staging) {
-  constexpr int kColumns = kStagingColumns<kTileN>, kPitch = kStagingPitch<kTileN>;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int part = 0; part < kTileN / kColumns; ++part) {
-    const int first_column = tile.column + part * kColumns;
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; i += 2) {
-      const int column = i / 4 * 8 + lane % 4 * 2, row = lane / 4 + i / 2 % 2 * 8;
-      float2 bias = make_float2(0.0f, 0.0f);
-      if (args.bias != nullptr) {
-        if (first_column + column < args.n) bias.x = args.bias[first_column + column];
-        if (first_column + column + 1 < args.n) bias.y = args.bias[first_column + column + 1];
-      }
-      const float* pair = sums + part * kColumns / 2 + i;
-      *reinterpret_cast<uint32_t*>(staging + row * kPitch + column * 2) =
-          pack(pair[0] + bias.x, pair[1] + bias.y, args.is_bf16);
-    }
-    __syncwarp();
-    constexpr int kVectors = kColumns / 8;
-#pragma unroll
-    for (int i = lane; i < 16 * kVectors; i += 32) {
-      const int row = i / kVectors, column = i % kVectors * 8;
-      if (first_row + row < tile.row_end) {
-        store(args, first_row + row, first_column + column,
-              *reinterpret_cast<const uint4*>(staging + row * kPitch + column * 2));
-      }
-    }
-    __syncwarp();
-  }
-}
-
-__device__ __forceinline__ float4 load_cluster(const float* own, uint32_t rank) {
-  float4 v;
-  const uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), rank);
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-// Adds up what the thread blocks of a cluster left in `partial`; each writes its share of the tile.
-template <int kTileN, int kPitch, int kThreads>
-__device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile& tile,
-                                            int num_rows, const float* partial, int cluster,
-                                            int rank) {
-  constexpr int kVectors = kTileN / 8;
-  for (int i = rank * kThreads + threadIdx.x; i < num_rows * kVectors; i += cluster * kThreads) {
-    const int row = i / kVectors, column = i % kVectors * 8;
-    float sum[8] = {};
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (tile.column + column + j < args.n) sum[j] = args.bias[tile.column + column + j];
-      }
-    }
-#pragma unroll 4
-    for (int source = 0; source < cluster; ++source) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 v = load_cluster(partial + row * kPitch + column + half * 4, source);
-        sum[half * 4] += v.x, sum[half * 4 + 1] += v.y;
-        sum[half * 4 + 2] += v.z, sum[half * 4 + 3] += v.w;
-      }
-    }
-    const uint4 values = {pack(sum[0], sum[1], args.is_bf16), pack(sum[2], sum[3], args.is_bf16),
-                          pack(sum[4], sum[5], args.is_bf16), pack(sum[6], sum[7], args.is_bf16)};
-    store(args, tile.row + row, tile.column + column, values);
-  }
 }
 
 // ---------------------------------------------------------------- copying
@@ -227,9 +128,11 @@ struct TileCopier {
     uint8_t* target = ring + stage * Layout::kStageBytes;
     if (sharers == 1) {
       cute::SM90_TMA_LOAD_2D::copy(&x_map, barrier, kHint, target, k * kBlockK, x_row);
-    } else {  // two
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-          &x_map, barrier, 3, kHint, target + rank * (Layout::kBytesX / 2), k * kBlockK, x_row);
+    } else {
+      const uint16_t receivers = static_cast<uint16_t>((1 << sharers) - 1);
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&x_map, barrier, receivers, kHint,
+                                             target + rank * (Layout::kBytesX / sharers),
+                                             k * kBlockK, x_row);
     }
   }
 
@@ -349,76 +252,108 @@ __device__ __forceinline__ void copy_scales(const B& block) {
   }
 }
 
-// Named barriers of a thread block; 0 is __syncthreads. Groups that multiply at the same time would
-// add at the same time too: where copying does not set the two apart, they take turns.
-constexpr uint32_t kTurnOfGroup0 = 1, kEndOfGroups = 3;
+constexpr uint32_t kEndOfGroups = 1;  // a named barrier; 0 is __syncthreads
 
-// The 64 rows, step after step, of one group and one stage.
+// What a group of four warps multiplies, 64 rows of x: the tensor cores work on one product while
+// the group adds the one before, which lies in other registers, to its sums.
 template <class B, int kTileN>
-__device__ __forceinline__ void multiply_stage(const B& block, int stage, int warp_row, int group,
-                                               float (&sums)[B::Layout::kSteps][kTileN / 2]) {
+struct Multiplier {
   using Layout = typename B::Layout;
-  using cutlass::arch::NamedBarrier;
-  const int lane = threadIdx.x % 32, group_row = group * Layout::kSteps * kGroupRows;
-  const uint8_t* tiles = block.ring + stage * Layout::kStageBytes;
-  const float* scales = block.scales + stage * Layout::kNumScales;
-  const float w_scale = scales[Layout::kRows];
-#pragma unroll
-  for (int i = 0; i < Layout::kSteps; ++i) {
-    float acc[kTileN / 2];
-    if (Layout::kTakesTurns) NamedBarrier::sync(Layout::kMathThreads, kTurnOfGroup0 + group);
-    begin_multiply<kTileN>(tiles + (group_row + i * kGroupRows) * kBlockK, tiles + Layout::kBytesX,
-                           acc);
-    if (Layout::kTakesTurns) NamedBarrier::arrive(Layout::kMathThreads, kTurnOfGroup0 + 1 - group);
-    const int row = warp_row + i * kGroupRows + lane / 4;
-    const float both[2] = {scales[row] * w_scale, scales[row + 8] * w_scale};
-    end_multiply(acc);
-    if (i + 1 == Layout::kSteps && lane < block.sharers) {
-      block.empty[stage].arrive(Layout::kSplits ? block.rank : lane);
-    }
-    promote<kTileN>(acc, both, sums[i]);
-  }
-}
+  using Product = float[kTileN / 2];
+  const B& block;
+  const int warp;
+  const uint32_t x_operand = wgmma_operand(block.ring + warp / 4 * kGroupRows * kBlockK);
+  const uint32_t w_operand = wgmma_operand(block.ring + Layout::kBytesX);
+  Ring<Layout::kNumStages> place = {};  // of the next stage
+  int stage = 0;                        // that is being multiplied
+  Product sums;
 
+  __device__ __forceinline__ void await_stage() { block.full[place.stage].wait(place.phase); }
+
+  __device__ __forceinline__ void begin(Product& product) {
+    stage = place.stage;
+    const int offset = stage * (Layout::kStageBytes / 16);
+    begin_multiply<kTileN>(x_operand + offset, w_operand + offset, product);
+    place.advance();
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.0f;
+  }
+
+  // Adds the product of a stage, and gives the stage back to who fills it.
+  __device__ __forceinline__ void add(const Product& product, const float (&scales)[2], int ended) {
+    const int lane = threadIdx.x % 32;
+    if (lane < block.sharers) block.empty[ended].arrive(Layout::kSplits ? block.rank : lane);
+    promote<kTileN>(product, scales, sums);
+  }
+
+  // Of the two rows of which a lane holds a part.
+  __device__ __forceinline__ void load_scales(float (&scales)[2]) const {
+    const float* all = block.scales + stage * Layout::kNumScales;
+    const int row = warp * 16 + threadIdx.x % 32 / 4;
+    const float w_scale = all[Layout::kRows];
+    scales[0] = all[row] * w_scale, scales[1] = all[row + 8] * w_scale;
+  }
+
+  // From one stage to the next.
+  __device__ __forceinline__ void turn(Product& product, Product& next) {
+    float scales[2];
+    load_scales(scales);
+    await_stage();
+    end_multiply(product);
+    const int ended = stage;
+    begin(next);
+    add(product, scales, ended);
+  }
+
+  __device__ __forceinline__ void end(Product& product) {
+    float scales[2];
+    load_scales(scales);
+    end_multiply(product);
+    add(product, scales, stage);
+  }
+};
+
+// What ptxas (13.0) wants to leave wgmma asynchronous, which its C75xx messages and
+// WARPGROUP.DEPBAR in the machine code tell: an accumulator that is on its way at the end of a loop
+// is waited for by wait_group 0 alone, and begun at one place before the loop and at one in it.
 template <class B, int kTileN>
 __device__ __forceinline__ void multiply_tiles(const B& block, int warp) {
   using Layout = typename B::Layout;
-  using cutlass::arch::NamedBarrier;
-  const int lane = threadIdx.x % 32, group = warp / 4;
-  const int warp_row = group * Layout::kSteps * kGroupRows + warp % 4 * 16;
   wait_for_previous_kernel();
   typename B::Walk tiles(block.args, block.cluster, block.rank);
   Tile tile = {};
-  Ring<Layout::kNumStages> place;
-  if (Layout::kTakesTurns && group == 1) {
-    NamedBarrier::arrive(Layout::kMathThreads, kTurnOfGroup0);
-  }
+  Multiplier<B, kTileN> multiplier{block, warp};
+  const int num_k = block.last_k - block.first_k;
   for (int index = block.first_index; tiles.at(index, tile); index += block.step) {
-    float sums[Layout::kSteps][kTileN / 2] = {};
-    for (int k = block.first_k; k < block.last_k; ++k, place.advance()) {
-      block.full[place.stage].wait(place.phase);
-      multiply_stage<B, kTileN>(block, place.stage, warp_row, group, sums);
-    }
-    if constexpr (Layout::kSplits) {
-      // All groups are done with the stages before one writes over them.
-      NamedBarrier::sync(Layout::kMathThreads, kEndOfGroups);
-      float* partial = reinterpret_cast<float*>(block.ring);
-#pragma unroll
-      for (int i = 0; i < kTileN / 2; i += 2) {
-        const int column = i / 4 * 8 + lane % 4 * 2, row = warp_row + lane / 4 + i / 2 % 2 * 8;
-        *reinterpret_cast<float2*>(partial + row * Layout::kPartialPitch + column) =
-            make_float2(sums[0][i], sums[0][i + 1]);
+    float even[kTileN / 2], odd[kTileN / 2];
+    multiplier.clear();
+    if (num_k > 0) {
+      multiplier.await_stage();
+      multiplier.begin(even);
+#pragma unroll 1
+      for (int i = (num_k - 1) / 2; i > 0; --i) {
+        multiplier.turn(even, odd);
+        multiplier.turn(odd, even);
       }
-      break;
-    } else {
-#pragma unroll
-      for (int i = 0; i < Layout::kSteps; ++i) {
-        store_warp<kTileN>(block.args, tile, tile.row + warp_row + i * kGroupRows, sums[i],
-                           block.staging + warp * 16 * kStagingPitch<kTileN>);
+      if (num_k % 2 == 0) {
+        multiplier.turn(even, odd);
+        multiplier.end(odd);
+      } else {
+        multiplier.end(even);
       }
     }
+    if constexpr (Layout::kSplits) break;
+    store_warp<kTileN>(block.args, tile, tile.row + warp * 16, multiplier.sums,
+                       block.staging + warp * 16 * kStagingPitch<kTileN>);
   }
-  if (Layout::kTakesTurns && group == 0) NamedBarrier::sync(Layout::kMathThreads, kTurnOfGroup0);
+  if constexpr (Layout::kSplits) {
+    // All groups are done with the stages before one writes over them.
+    cutlass::arch::NamedBarrier::sync(Layout::kMathThreads, kEndOfGroups);
+    store_partial<kTileN, Layout>(block.ring, warp, multiplier.sums);
+  }
 }
 
 template <int kTileM, int kTileN, int kStages, bool kIsSplit>

@@ -24,8 +24,8 @@ struct Fp8BlockArgs {
 };
 
 // How the product is cut. A thread block computes tile_m x tile_n outputs; `cluster` thread blocks
-// work together: they share the columns of K of one tile (is_split), or they compute tiles one
-// below the other and load each weight once.
+// work together: they divide the columns of K of one tile (is_split), or they compute tiles beside
+// each other and load each row of x once.
 struct Sm90Tiling {
   int tile_m, tile_n, cluster;
   bool is_split;

@@ -8,9 +8,8 @@
 namespace vllm::gemm {
 
 constexpr int kBlockK = 128;    // columns that share a scale: bytes of a row in one stage
-constexpr int kGroupRows = 64;  // rows of one wgmma
+constexpr int kGroupRows = 64;  // rows of one wgmma, which four warps share
 constexpr int kGroupThreads = 128;
-constexpr int kMaxGroups = 2;    // of four warps; taller tiles give each of them more rows
 constexpr int kBandRows = 2048;  // whose tiles run together, so that W is read from L2
 
 // Columns of a tile that a warp writes at a time, through 16 rows in shared memory. Rows are 16
@@ -25,13 +24,11 @@ struct Sm90Layout {
   static_assert(kBlockK % kTileN == 0, "a tile must lie in one row of blocks");
   static constexpr int kRows = kTileM, kNumStages = kStages;
   static constexpr bool kSplits = kIsSplit;
-  static constexpr int kNumGroups = kTileM > kGroupRows ? kMaxGroups : 1;
-  static constexpr bool kTakesTurns = kIsSplit && kNumGroups == 2;
-  static constexpr int kSteps = kTileM / kGroupRows / kNumGroups;  // of 64 rows, of each group
+  static constexpr int kNumGroups = kTileM / kGroupRows;
   static constexpr int kMathThreads = kNumGroups * kGroupThreads;
   static constexpr int kMathWarps = kMathThreads / 32;
   // Where a thread needs more than 168 registers, four warps that need few give theirs up.
-  static constexpr bool kMovesRegisters = kTileM > kGroupRows && !kIsSplit;
+  static constexpr bool kMovesRegisters = kNumGroups > 1 && (kTileN > 64);
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? kGroupThreads : 64);
   static constexpr int kBytesX = kTileM * kBlockK, kBytesW = kTileN * kBlockK;
   static constexpr int kNumScales = kTileM + 1;  // of a stage: x's, then W's

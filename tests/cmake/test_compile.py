@@ -18,6 +18,8 @@ FP8 = sorted((CSRC / "quantization/w8a8").glob("*.cu"))
 NATIVE = ("100a", "100f", "103a", "120a", "120f", "121a")
 SOFTWARE = ("90a", "120", "121")
 INSTRUCTION = "cvt.rn.satfinite.e2m1x2.f32"
+# The selector with which the software alone moves signs (nvfp4_utils.cuh).
+SOFTWARE_SELECTOR = "0xFDB9"
 # What a conversion in software consists of, and packing bytes around the instruction does not.
 ARITHMETIC = {"abs", "add", "and", "fma", "max", "min", "selp", "setp", "shr", "sub", "xor"}
 
@@ -76,16 +78,16 @@ def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
 def test_the_fp4_quantisers_convert_as_their_target_can(ptx, arch):
     assert FP4, "csrc/quantization/fp4 holds no kernels"
     converting = [text for (file, target), text in ptx.items() if target == arch and file in FP4]
-    assert any(INSTRUCTION in text for text in converting) == (arch in NATIVE)
-    if arch in SOFTWARE:
-        assert not any("e2m1x2" in text for text in converting)
+    assert any("e2m1x2" in text for text in converting) == (arch in NATIVE)
+    assert any(SOFTWARE_SELECTOR in text for text in converting) == (arch in SOFTWARE)
 
 
-@pytest.mark.parametrize("arch", ("100f", "120", "120a", "120f", "121", "121a"))
+@pytest.mark.parametrize("arch", NATIVE + SOFTWARE)
 def test_machine_code_keeps_what_the_ptx_says(nvcc, nvdisasm, tmp_path, arch):
     sass = output_of(nvdisasm, compile_for(nvcc, arch, DRIVER, tmp_path, "cubin"))
-    instructions = re.findall(r"\bF2FP\.\S*E2M1\S*", sass)
-    assert len(instructions) == (16 if arch in NATIVE else 0)
+    conversions = re.findall(r"\bF2FP\.\S*E2M1\S*", sass)
+    roundings = re.findall(r"\bHMNMX2\b", sass)  # one for each pair of values, in software
+    assert (len(conversions), len(roundings)) == ((16, 0) if arch in NATIVE else (0, 16))
 
 
 @pytest.mark.parametrize("arch", NATIVE + SOFTWARE)

@@ -24,7 +24,7 @@ STDLIB_ONLY = (
     "vllm/platforms/libraries.py",
     "vllm/utils/deep_gemm.py",
 )
-TAKES_TORCH = ("vllm/kernels/tensors.py", "vllm/kernels/triton/")
+TAKES_TORCH = ("vllm/kernels/activations.py", "vllm/kernels/tensors.py", "vllm/kernels/triton/")
 TORCH_FREE = (
     *STDLIB_ONLY,
     "vllm/engine/block_pool.py",

@@ -244,7 +244,7 @@ def test_code_that_comes_with_a_model_does_not_run_unless_trusted(folder):
         ({"block_size": 7}, "--block-size 7"),
         ({"num_gpu_blocks_override": 1}, "num-gpu-blocks-override 1"),
         ({"max_model_len": 512, "num_gpu_blocks_override": 4}, "holds 64 tokens"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"tensor_parallel_size": 4}, "--tensor-parallel-size 4"),
         ({"linear_backend": "cpuu"}, "did you mean cpu"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"hf_overrides": {"a.b": 1}}, "nested"),

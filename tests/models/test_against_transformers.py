@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, VOCAB
-from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
+from tiny_models import ARCHITECTURES, VOCAB, one_thread
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vllm import LLM, SamplingParams
 
@@ -24,16 +24,22 @@ def as_inputs(token_lists):
 
 
 def reference(folder, name):
-    cls = Mistral3ForConditionalGeneration if name == "mistral3" else AutoModelForCausalLM
+    is_multimodal = name in ("mistral3", "qwen3_5-multimodal", "qwen3_5_moe-multimodal")
+    cls = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
+@one_thread()
 def reference_greedy(model, tokens: list[int], count: int = NUM_GREEDY) -> list[int]:
-    tokens = list(tokens)
+    chosen: list[int] = []
+    cache = None
     for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[-count:]
+        new = tokens if cache is None else chosen[-1:]
+        output = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        chosen.append(int(output.logits[0, -1].argmax()))
+    return chosen
 
 
 def load(folder, **options) -> LLM:
@@ -75,7 +81,7 @@ def test_logits_at_every_prompt_position_match(checkpoint, name):
         captured.clear()
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         generate(llm, [tokens], params)
-        with torch.inference_mode():
+        with torch.inference_mode(), one_thread():
             wanted = model(torch.tensor([tokens])).logits[0]
         ours = torch.cat(captured)
         assert ours.shape == wanted.shape
@@ -88,7 +94,9 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     assert generate(load(checkpoint(name)), prompts()) == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"]
+)
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
     llm = load(checkpoint(name), max_num_batched_tokens=13)
     assert generate(llm, prompts()) == expected(name)
@@ -104,7 +112,7 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     assert [o.outputs[0].token_ids for o in again] == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)

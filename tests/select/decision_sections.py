@@ -13,11 +13,12 @@ from selection_cases import (
     kv_quant,
     linear,
     moe,
+    timed,
 )
 
 from vllm.kernels import registry
 from vllm.kernels.problem import LinearProblem, MoEProblem
-from vllm.kernels.spec import Decision, Measured
+from vllm.kernels.spec import Decision, Timings
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,13 @@ _UNMET = (
     "VLLM_USE_DEEP_GEMM=1",
     "VLLM_USE_DEEP_GEMM=1 --on-unmet fallback",
 )
-_RESULT = "results/example.json"
-_MEASURED: dict[str, Measured | None] = {
+_MEASURED: dict[str, Timings | None] = {
     "nothing": None,
-    "triton": Measured(((None, "triton"),), _RESULT),
-    "deep_gemm": Measured(((None, "deep_gemm"),), _RESULT),
-    "triton<=64|cutlass": Measured(((64, "triton"), (None, "cutlass")), _RESULT),
-    "cutlass<=64|deep_gemm": Measured(((64, "cutlass"), (None, "deep_gemm")), _RESULT),
-    "unknown<=64|cutlass": Measured(((64, "unknown"), (None, "cutlass")), _RESULT),
+    "triton": timed(triton=(1, 8192), deep_gemm=(1, 0), cutlass=(1, 0)),
+    "deep_gemm": timed(deep_gemm=(1, 8192), cutlass=(1, 0)),
+    "triton to 64, then cutlass": timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=(1, 0)),
+    "cutlass to 64, then deep_gemm": timed(cutlass=(1, 64), deep_gemm=(65, 8192)),
+    "triton alone": timed(triton=(1, 8192)),
 }
 
 
@@ -301,7 +301,7 @@ _LINEAR_SECTIONS = [
             "device": ("80", "90", "100"),
         },
         lambda measured, wishes, model, device: ask(
-            linear(), device, "all", wishes, model, measured=_MEASURED[measured]
+            linear(), device, "all", wishes, model, timings=_MEASURED[measured]
         ),
     ),
 ]

@@ -20,7 +20,7 @@ from vllm.kernels.problem import (
     WeightFormat,
 )
 from vllm.kernels.select import select
-from vllm.kernels.spec import NATIVE, Decision, Device, Lib, Libs, Measured, Policy
+from vllm.kernels.spec import NATIVE, Decision, Device, Lib, Libs, Policy, Timings
 
 DEVICES = ("75", "80", "89", "90", "100", "103", "110", "120", "121", "cpu")
 MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "llama")
@@ -132,14 +132,29 @@ def ask(
     wishes: str = "-",
     model: str = "llama",
     layer: str = "model.layers.0.mlp.down_proj",
-    measured: Measured | None = None,
+    timings: Timings | None = None,
 ) -> Decision:
     """What is chosen for one layer of a model on a machine, as the engine asks it."""
     known = LIBS[libs] if isinstance(libs, str) else libs
     policy = policy_of(wishes, model, device)
     specs = registry.specs(problem.family)
-    measurements = () if measured is None else (measured,)
-    return select(problem, parse_device(device), known, policy, specs, layer, measurements)
+    return select(problem, parse_device(device), known, policy, specs, layer, timings)
+
+
+TOKENS = (1, 8, 64, 512, 4096)
+SLOW = 100.0
+
+
+def timed(**ranges: tuple[int, int]) -> Timings:
+    """A table in which each backend takes 10 us from its first to its last number of tokens, and
+    SLOW otherwise; `flashinfer_cutlass` is flashinfer-cutlass."""
+    us = {
+        name if name == "deep_gemm" else name.replace("_", "-"): tuple(
+            10.0 if first <= m <= last else SLOW for m in TOKENS
+        )
+        for name, (first, last) in ranges.items()
+    }
+    return Timings("tuned/example.json", TOKENS, tuple(us.items()))
 
 
 def whys(decision: Decision, backend: str) -> list[str]:

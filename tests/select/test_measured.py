@@ -1,102 +1,269 @@
 """What was measured fastest goes ahead of the default order, and behind everything else."""
 
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection_cases import ask, linear, moe
+from selection_cases import LIBS, TOKENS, ask, linear, moe, timed
 from selection_strategies import devices, excluding, linears, models, some_libs
 
-from vllm.kernels.spec import Measured
+from vllm.kernels import registry
+from vllm.kernels.explain import Report, parse_report, report
+from vllm.kernels.render import expectation_of, outcome, page
+from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Timings, Why
+from vllm.kernels.tune_splits import MAX_PARTS, PART_COST, TOLERANCE, best_split, expected
 
 LISTED = "qwen3_5_moe_text"
-RESULT = "benchmarks/results/example.json"
-SPLIT = Measured(((64, "triton"), (None, "cutlass")), RESULT)
-_BACKENDS = st.sampled_from(["deep_gemm", "cutlass", "flashinfer-cutlass", "triton", "marlin"])
+ALWAYS, NEVER = (1, 8192), (1, 0)
+SPLIT = timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=NEVER)
+SMALL_FIRST = timed(skinny=(1, 8), deep_gemm=(9, 8192), cutlass=(9, 8192))
 
 
-def winner(backend: str) -> Measured:
-    return Measured(((None, backend),), RESULT)
-
-
-@st.composite
-def measurements(draw) -> Measured:
-    backends = draw(st.lists(_BACKENDS, min_size=1, max_size=3, unique=True))
-    limits = [16, 64, 256][: len(backends) - 1]
-    return Measured(tuple(zip([*limits, None], backends)), RESULT)
-
-
-def split_name(measured: Measured) -> str:
-    return "|".join(name if limit is None else f"{name}<={limit}" for limit, name in measured.parts)
-
-
-def test_the_winner_is_chosen_by_rank_6_with_its_evidence():
-    decision = ask(linear(), "90", measured=winner("triton"))
+def test_the_fastest_is_chosen_by_rank_6_with_the_table_that_says_so():
+    decision = ask(linear(), "90", timings=timed(triton=ALWAYS, deep_gemm=NEVER))
     assert decision.chosen == "triton"
-    assert decision.origin.rank == 6 and RESULT in decision.origin.text
+    assert decision.origin.rank == 6 and "tuned/example.json" in decision.origin.text
     assert decision.candidates[0].backend == "triton"
 
 
-def test_a_split_is_one_candidate_with_its_thresholds():
-    decision = ask(linear(), "90", measured=SPLIT)
+def test_two_that_win_for_different_numbers_of_tokens_are_one_candidate_with_its_limits():
+    decision = ask(linear(), "90", timings=SPLIT)
     assert decision.chosen == "triton<=64|cutlass" and decision.origin.rank == 6
-    assert decision.winner.parts == SPLIT.parts
+    assert decision.winner.parts == ((64, "triton"), (None, "cutlass"))
     assert decision.candidates[1].backend == "deep_gemm"  # the default order follows
 
 
-def test_a_winner_that_cannot_run_is_passed_over_with_its_reasons():
-    decision = ask(linear(n=4080), "90", measured=winner("deep_gemm"))
-    assert decision.chosen == "cutlass" and decision.origin.rank == 7
-    assert [reason.why for reason in decision.candidates[0].reasons] == ["shape"]
+def test_a_kernel_for_few_tokens_serves_those_and_is_no_choice_by_itself():
+    decision = ask(linear(), "90", timings=SMALL_FIRST)
+    assert decision.chosen == "skinny<=8|deep_gemm"
+    alone = next(c for c in decision.candidates if c.backend == "skinny")
+    assert [reason.why for reason in alone.reasons] == ["shape"]
+    assert ask(linear(m_range=(1, 8)), "90", timings=SMALL_FIRST).chosen == "skinny"
 
 
-def test_a_split_of_which_one_cannot_run_is_passed_over_with_the_reasons_of_that_one():
-    decision = ask(linear(), "90", "no native", measured=SPLIT)
-    assert decision.chosen == "deep_gemm" and decision.origin.rank == 7
-    split = decision.candidates[0]
-    assert [reason.why for reason in split.reasons] == ["library"]
-    assert split.reasons[0].text.startswith("cutlass: ")
+@pytest.mark.parametrize(
+    ("libs", "chosen"),
+    [
+        ("all", "skinny<=8|deep_gemm"),
+        ("flashinfer", "skinny<=8|cutlass"),
+        ("no native", "deep_gemm"),
+    ],
+)
+def test_what_cannot_run_here_is_left_out_of_the_split(libs, chosen):
+    decision = ask(linear(), "90", libs, timings=SMALL_FIRST)
+    assert (decision.chosen, decision.origin.rank) == (chosen, 6)
 
 
-def test_exclusions_beat_measurements():
+def test_sizes_that_the_fastest_does_not_take_go_to_the_next():
+    decision = ask(linear(n=4080), "90", timings=timed(deep_gemm=ALWAYS, cutlass=NEVER))
+    assert decision.chosen == "cutlass"
+
+
+def test_a_table_that_lacks_the_first_of_the_default_order_proves_nothing():
+    for timings in (timed(triton=ALWAYS), timed(retired=ALWAYS, triton=NEVER), Timings("", (), ())):
+        decision = ask(linear(), "90", timings=timings)
+        assert (decision.chosen, decision.origin.rank) == ("deep_gemm", 7)
+
+
+def test_exclusions_beat_measurements_and_are_named():
+    timings = timed(deep_gemm=ALWAYS, cutlass=NEVER)
     for wish, model, rank in (("-", LISTED, 5), ("VLLM_USE_DEEP_GEMM=0", "llama", 3)):
-        decision = ask(linear(), "100", "all", wish, model, measured=winner("deep_gemm"))
+        decision = ask(linear(), "100", "all", wish, model, timings=timings)
         assert decision.chosen == "cutlass" and decision.origin.rank == rank
 
 
-def test_an_exclusion_that_breaks_a_split_decides():
-    split = Measured(((64, "deep_gemm"), (None, "flashinfer-trtllm")), RESULT)
-    decision = ask(moe(), "100", "all", "-", LISTED, measured=split)
-    assert decision.chosen == "flashinfer-trtllm" and decision.origin.rank == 5
-
-
-def test_a_forced_backend_beats_measurements():
-    decision = ask(linear(), "90", "all", "--linear-backend marlin", measured=SPLIT)
-    assert decision.chosen == "marlin" and decision.origin.rank == 2
+def test_an_exclusion_that_changes_a_split_decides():
+    decision = ask(linear(), "90", "all", "VLLM_USE_DEEP_GEMM=0", timings=SMALL_FIRST)
+    assert decision.chosen == "skinny<=8|cutlass" and decision.origin.rank == 3
+    assert decision.candidates[0].backend == "skinny<=8|deep_gemm"
     assert [reason.why for reason in decision.candidates[0].reasons] == ["policy"]
 
 
-def test_a_measurement_of_a_backend_that_is_gone_changes_nothing():
-    gone = Measured(((64, "retired"), (None, "deep_gemm")), RESULT)
-    for device in ("90", "100"):
-        assert ask(linear(), device, measured=gone) == ask(linear(), device)
+def test_an_exclusion_of_what_is_slow_anyway_decides_nothing():
+    timings = timed(cutlass=ALWAYS, deep_gemm=NEVER)
+    decision = ask(linear(), "90", "all", "VLLM_USE_DEEP_GEMM=0", timings=timings)
+    assert decision.chosen == "cutlass" and decision.origin.rank == 6
 
 
-@settings(max_examples=300, deadline=None)
-@given(linears(), devices, some_libs(), models, excluding, measurements())
-def test_a_measurement_changes_the_order_and_nothing_else(
-    problem, device, libs, model, wish, measured
-):
+def test_a_forced_backend_beats_measurements_and_its_cost_is_told():
+    decision = ask(linear(), "90", "all", "--linear-backend marlin", timings=SPLIT)
+    assert decision.chosen == "marlin" and decision.origin.rank == 2
+    assert expectation_of(decision) is None  # nobody measured it
+    forced = ask(linear(), "90", "all", "--linear-backend cutlass", timings=SMALL_FIRST)
+    choice = expectation_of(forced)
+    assert choice.worst_regret == pytest.approx(9) and choice.worst_tokens == 1
+    assert choice.fastest_there == "skinny" and choice.us[0] == (1, 100.0)
+    assert outcome(forced).endswith(f"{choice.mean_regret:.1%} slower than the fastest measured")
+
+
+def test_what_is_broken_here_is_no_measure_of_regret():
+    timings = timed(deep_gemm=ALWAYS, cutlass=NEVER)
+    choice = expectation_of(ask(linear(), "90", "flashinfer", timings=timings))
+    assert choice.mean_regret == choice.worst_regret == 0
+
+
+def test_only_the_tokens_that_are_expected_count():
+    timings = timed(triton=(1, 8), deep_gemm=(9, 8192))
+    assert ask(linear(m_range=(1, 8)), "90", timings=timings).chosen == "triton"
+    assert ask(linear(m_range=(512, 4096)), "90", timings=timings).chosen == "deep_gemm"
+
+
+@settings(max_examples=200, deadline=None)
+@given(linears(), devices, some_libs(), models, excluding, st.data())
+def test_a_measurement_changes_the_order_and_nothing_else(problem, device, libs, model, wish, data):
+    timings = data.draw(tables())
     usual = ask(problem, device, libs, wish, model)
-    decision = ask(problem, device, libs, wish, model, measured=measured)
-    usual_candidates = {c.backend: c for c in usual.candidates}
-    for candidate in decision.candidates:
-        if not candidate.parts:
-            assert candidate == usual_candidates[candidate.backend]
-    measured_one = decision.candidates[0]
-    assert measured_one.backend == split_name(measured)
-    against = [r for _, name in measured.parts for r in usual_candidates[name].reasons]
-    assert [r.why for r in measured_one.reasons] == [r.why for r in against]
-    if against:
-        assert decision.chosen == usual.chosen
-        assert decision.origin.rank != 6
-    else:
-        assert decision.chosen == measured_one.backend
+    decision = ask(problem, device, libs, wish, model, timings=timings)
+    plain = [c for c in decision.candidates if not c.parts]
+    assert sorted(plain, key=repr) == sorted(usual.candidates, key=repr)
+    assert (decision.chosen is None) == (usual.chosen is None)
+    if decision.chosen is not None:
+        free = {c.backend for c in plain if not c.reasons} | {"skinny"}
+        used = {name for _, name in decision.winner.parts} or {decision.chosen}
+        assert used <= free
+        assert used == {usual.chosen} or decision.origin.rank <= 6
+
+
+# ---------------------------------------------------------------- splits
+
+_NAMES = ("deep_gemm", "cutlass", "skinny", "triton", "torch")
+_TIMES = st.none() | st.floats(1, 1000)
+
+
+@st.composite
+def tables(draw, times=_TIMES, most_tokens=8, most_names=5) -> Timings:
+    tokens = sorted(draw(st.sets(st.integers(1, 8192), min_size=1, max_size=most_tokens)))
+    names = draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=most_names, unique=True))
+    us = tuple((name, tuple(draw(times) for _ in tokens)) for name in names)
+    return Timings("table.json", tuple(tokens), us)
+
+
+def cost_of(timings: Timings, able, parts) -> float:
+    """What a split costs by its definition: logarithms over the fastest, and PART_COST a part."""
+    from math import log
+
+    us, limits = dict(timings.us), dict(able)
+    total = PART_COST * (len(parts) - 1)
+    for i, m in enumerate(timings.tokens):
+        times = {
+            name: row[i]
+            for name, row in us.items()
+            if name in limits and row[i] is not None and (limits[name] is None or m <= limits[name])
+        }
+        if times:
+            own = times.get(next(b for limit, b in parts if limit is None or m <= limit), inf)
+            best = min(times.values())
+            total += 0 if own <= best * TOLERANCE else log(own / best)
+    return total
+
+
+def every_split(tokens, names):
+    for count in range(1, MAX_PARTS + 1):
+        yield from _splits(tokens, names, count)
+
+
+def _splits(tokens, names, count):
+    if count == 1:
+        yield from (((None, name),) for name in names)
+        return
+    for i, limit in enumerate(tokens[:-1]):
+        for name in names:
+            for rest in _splits(tokens[i + 1 :], names, count - 1):
+                if rest[0][1] != name:
+                    yield ((limit, name), *rest)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(st.floats(1, 1000), most_tokens=5, most_names=3))
+def test_no_other_split_costs_less(timings):
+    able = tuple((name, 16 if name == "skinny" else None) for name, _ in timings.us)
+    found = best_split(timings, able, (1, 8192))
+    lasting = {name for name, limit in able if limit is None}
+    allowed = [
+        parts
+        for parts in every_split(timings.tokens, [name for name, _ in able])
+        if parts[-1][1] in lasting
+    ]
+    least = min((cost_of(timings, able, parts) for parts in allowed), default=inf)
+    assert (cost_of(timings, able, found) if found else inf) == pytest.approx(least)
+    assert len(found) <= MAX_PARTS
+
+
+def test_nothing_is_split_for_noise_or_for_a_gain_at_a_single_count():
+    tokens = (1, 8, 64)
+    noisy = Timings("", tokens, (("a", (10, 10, 10)), ("b", (9.8, 10.2, 9.8))))
+    small = Timings("", tokens, (("a", (10, 10, 10)), ("b", (9.6, 11, 11))))
+    large = Timings("", tokens, (("a", (10, 10, 10)), ("b", (9, 11, 11))))
+    able = (("a", None), ("b", None))
+    assert best_split(noisy, able, (1, 64)) == best_split(small, able, (1, 64)) == ((None, "a"),)
+    assert best_split(large, able, (1, 64)) == ((1, "b"), (None, "a"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables())
+def test_regret_is_never_negative_and_the_mean_is_at_most_the_worst(timings):
+    names = [name for name, _ in timings.us]
+    for name in names:
+        choice = expected(timings, ((None, name),), names, (1, 8192))
+        if choice is not None:
+            assert 0 <= choice.mean_regret <= choice.worst_regret + 1e-9
+            assert choice.worst_tokens in timings.tokens
+
+
+# ---------------------------------------------------------------- shown
+
+
+def test_a_page_and_the_json_tell_the_table_what_to_expect_and_the_regret():
+    decision = ask(linear(), "90", "all", "--linear-backend cutlass", timings=SMALL_FIRST)
+    values = Report(Device.parse("sm_90"), LIBS["all"], {}, [("a", decision)])
+    shown = " ".join(page(values).split())
+    assert "100 us for M = 1" in shown and "skinny for M = 1" in shown
+    content = json.loads(json.dumps(report(*values)))
+    assert report(*parse_report(content)) == content
+    told = content["decisions"][0]
+    assert told["timings"]["us"]["skinny"] == [10.0, 10.0, 100.0, 100.0, 100.0]
+    assert told["expected"]["worst_regret"] == pytest.approx(9)
+    assert parse_report(content).records == [("a", decision)]
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def quarantined(backend: str, problem, why: Why = Why.LIBRARY) -> Libs:
+    entry = Quarantined(backend, problem.size_key, Reason(why, "killed by SIGSEGV"))
+    return replace(LIBS["all"], quarantined=frozenset({entry}))
+
+
+def test_a_kernel_that_failed_here_is_rejected_for_that_problem_with_what_happened():
+    for why in (Why.LIBRARY, Why.NUMERICS):
+        libs = quarantined("deep_gemm", linear(), why)
+        decision = ask(linear(), "90", libs, timings=timed(deep_gemm=ALWAYS, cutlass=NEVER))
+        assert decision.chosen == "cutlass"
+        reasons = next(c.reasons for c in decision.candidates if c.backend == "deep_gemm")
+        assert reasons == (Reason(why, "killed by SIGSEGV"),)
+        assert ask(linear(n=1024), "90", libs).chosen == "deep_gemm"
+
+
+def test_a_kernel_that_failed_here_is_refused_when_it_is_asked_for():
+    libs = quarantined("deep_gemm", linear())
+    assert ask(linear(), "90", libs, "--linear-backend deep_gemm").chosen is None
+    assert ask(linear(), "90", libs, "VLLM_USE_DEEP_GEMM=1").chosen is None
+
+
+def test_experts_are_split_by_what_was_measured_too():
+    timings = timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=NEVER)
+    decision = ask(moe(), "90", timings=timings)
+    assert (decision.chosen, decision.origin.rank) == ("triton<=64|cutlass", 6)
+    assert expectation_of(decision).worst_regret == 0
+    forced = ask(moe(), "90", "all", "--moe-backend deep_gemm", timings=timings)
+    assert expectation_of(forced).worst_regret == pytest.approx(9)
+
+
+def test_only_linear_problems_are_quarantined():
+    libs = quarantined("deep_gemm", linear())
+    assert ask(moe(), "90", libs) == ask(moe(), "90")
+    assert all(name in registry.backend_names("linear") for name, _ in SPLIT.us)
+    assert set(TOKENS) == set(SPLIT.tokens)

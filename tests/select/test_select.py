@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, whys
+from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, timed, whys
 
 from vllm.errors import ConfigError
-from vllm.kernels.spec import Lib, Libs, Measured
+from vllm.kernels.spec import Lib, Libs
 
 QWEN3_5 = "qwen3_5_moe_text"
 # What each expert-free layer of Qwen3.5-35B-A3B-FP8 asks for, and its experts.
@@ -127,7 +127,7 @@ def test_a_weight_over_the_error_budget_goes_to_the_next_kernel():
 # ---------------------------------------------------------------- each rank over the next
 
 LAYER = "model.layers.0.mlp.down_proj"
-MEASURED = Measured(((None, "deep_gemm"),), "benchmarks/results/example.json")
+ALWAYS, NEVER = (1, 8192), (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,10 @@ def test_each_rank_wins_over_the_next(wishes, stronger, without, weaker):
 
 
 def test_the_model_rule_wins_over_what_was_measured_and_that_over_the_default_order():
-    fastest = Measured(((None, "triton"),), "benchmarks/results/example.json")
-    assert outcome(ask(DENSE, "100", model=QWEN3_5, measured=MEASURED)) == ("cutlass", 5)
-    assert outcome(ask(DENSE, "100", measured=fastest)) == ("triton", 6)
+    deep_gemm = timed(deep_gemm=ALWAYS, cutlass=NEVER)
+    triton = timed(triton=ALWAYS, deep_gemm=NEVER)
+    assert outcome(ask(DENSE, "100", model=QWEN3_5, timings=deep_gemm)) == ("cutlass", 5)
+    assert outcome(ask(DENSE, "100", timings=triton)) == ("triton", 6)
     assert outcome(ask(DENSE, "100")) == ("deep_gemm", 7)
 
 

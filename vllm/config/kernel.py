@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
+from vllm.kernels.emulate import Emulated
 from vllm.kernels.policy import FLAGS, Wishes
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ ON_UNMET = ("error", "fallback")
 @dataclass(frozen=True)
 class KernelConfig:
     """kernel: `PATTERN=BACKEND` for layers whose name matches. linear_backend, moe_backend,
-    attention_backend: for every layer of the kind; None lets the selector choose. on_unmet: what
+    attention_backend: for every layer of the kind; None lets the selector choose, `emulate:` is
+    explained in vllm/kernels/emulate.py. on_unmet: what
     happens where a backend that was asked for cannot run. require_native: refuse weight-only and
     emulated kernels for weights with a native one. max_requant_error: most relative Frobenius
     error that re-quantising a weight at load may cause. dump_decisions: a file for the decisions.
@@ -34,7 +36,8 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         for family, name in self._backends():
-            registry.check_backend_name(family, name, FLAGS[family])
+            if Emulated.parse(family, name) is None:
+                registry.check_backend_name(family, name, FLAGS[family])
         if self.on_unmet not in ON_UNMET:
             raise ConfigError(
                 f"--on-unmet {self.on_unmet!r}: it takes {', '.join(ON_UNMET)}"

@@ -28,6 +28,12 @@ _SIZE_LIMITS = {
     "num_experts_per_tok": 4096,
     "moe_intermediate_size": 1 << 20,
     "decoder_sparse_step": 1024,
+    "shared_expert_intermediate_size": 1 << 20,
+    "linear_num_key_heads": 4096,
+    "linear_num_value_heads": 4096,
+    "linear_key_head_dim": 256,
+    "linear_value_head_dim": 256,
+    "linear_conv_kernel_dim": 8,
 }
 
 
@@ -56,6 +62,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
+    debug_numerics: bool = False
     seed: int = 0
     generation: dict[str, Any] = field(default_factory=dict)
 
@@ -67,6 +74,11 @@ class ModelConfig:
     @property
     def vocab_size(self) -> int:
         return int(self.hf_text_config.vocab_size)
+
+    @property
+    def has_recurrent_states(self) -> bool:
+        """Whether layers keep a state of each request instead of its keys and values."""
+        return "linear_attention" in (getattr(self.hf_text_config, "layer_types", None) or [])
 
     @property
     def ties_embeddings(self) -> bool:
@@ -105,6 +117,7 @@ class ModelConfig:
         trust_remote_code: bool = False,
         skip_tokenizer_init: bool = False,
         enforce_eager: bool = False,
+        debug_numerics: bool = False,
         hf_overrides: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> "ModelConfig":
@@ -128,7 +141,8 @@ class ModelConfig:
             load_format=load_format,
             trust_remote_code=trust_remote_code,
             skip_tokenizer_init=skip_tokenizer_init,
-            enforce_eager=enforce_eager,
+            enforce_eager=enforce_eager or debug_numerics,
+            debug_numerics=debug_numerics,
             seed=seed,
             generation=_read_json(path / "generation_config.json", required=False),
         )

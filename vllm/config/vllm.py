@@ -4,14 +4,14 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
-from vllm.config.parallel import ParallelConfig
+from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import get_logger
 from vllm.utils.deep_gemm import is_deep_gemm_supported, should_auto_disable_deep_gemm
@@ -43,6 +43,12 @@ class VllmConfig:
 
             object.__setattr__(self, "quant_config", quantization_config_of(self.model_config))
         object.__setattr__(self, "quant_config", self._with_model_rule())
+        if self.model_config.hf_config is not None:
+            check_parallel(self.parallel_config, self.model_config.hf_text_config)
+        if self.model_config.has_recurrent_states and self.cache_config.enable_prefix_caching:
+            # A state holds all tokens of its request: others that begin alike cannot share it.
+            cache_config = replace(self.cache_config, enable_prefix_caching=False)
+            object.__setattr__(self, "cache_config", cache_config)
 
     def _with_model_rule(self) -> "QuantizationConfig | None":
         """An undecided `use_deep_gemm` becomes False for a model that loses accuracy by it.

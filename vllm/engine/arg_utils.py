@@ -19,6 +19,7 @@ from vllm.config import (
 from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
+from vllm.config.parallel import EXECUTOR_BACKENDS
 from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS
 from vllm.errors import ConfigError, did_you_mean
 from vllm.platforms.installed import installed_device
@@ -83,7 +84,29 @@ class EngineArgs:
         action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
-    tensor_parallel_size: int = _arg(1, "Devices that share each layer.", type=int)
+    debug_numerics: bool = _arg(
+        False, "Look at the output of every layer, and name the first that is NaN or infinite when "
+        "a request fails for that; slow, and without CUDA graphs.",
+    )  # fmt: skip
+    tensor_parallel_size: int = _arg(1, "Devices that share each layer.", type=int, short="-tp")
+    pipeline_parallel_size: int = _arg(
+        1, "Groups of devices in a row, each with some of the layers.", type=int, short="-pp"
+    )
+    data_parallel_size: int = _arg(
+        1, "Engines that each serve some of the requests.", type=int, short="-dp"
+    )
+    enable_expert_parallel: bool = _arg(
+        False, "Deal whole experts out over tensor- and data-parallel devices; see "
+        "VLLM_ALL2ALL_BACKEND.",
+    )  # fmt: skip
+    distributed_executor_backend: str | None = _arg(
+        None, "Where ranks run: mp on this machine, ray on a Ray cluster; default: mp, and uni "
+        "(in the engine's process) for one rank.", choices=EXECUTOR_BACKENDS,
+    )  # fmt: skip
+    distributed_timeout_seconds: float = _arg(
+        ParallelConfig.distributed_timeout_seconds,
+        "Longest that one rank waits for another before the engine gives up.", type=float,
+    )  # fmt: skip
     kernel: Sequence[str] | None = _arg(
         None, "PATTERN=BACKEND: the kernel backend of layers whose name matches; repeatable.",
         action="append", metavar="PATTERN=BACKEND",
@@ -129,9 +152,18 @@ class EngineArgs:
             if f.name == "model":
                 continue
             options = dict(f.metadata)
+            names = ["--" + f.name.replace("_", "-"), *filter(None, [options.pop("short", None)])]
             if f.type is bool:
                 options["action"] = "store_true"
-            group.add_argument("--" + f.name.replace("_", "-"), default=f.default, **options)
+            group.add_argument(*names, default=f.default, **options)
+
+    def _wants_prefix_caching(self, model_config: ModelConfig) -> bool:
+        if self.enable_prefix_caching and model_config.has_recurrent_states:
+            raise ConfigError(
+                f"--enable-prefix-caching: {model_config.model_type} keeps recurrent states, which "
+                f"requests that begin alike cannot share; leave the flag out"
+            )
+        return self.enable_prefix_caching is not False
 
     def create_engine_config(self) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError."""
@@ -151,6 +183,7 @@ class EngineArgs:
             trust_remote_code=self.trust_remote_code,
             skip_tokenizer_init=self.skip_tokenizer_init,
             enforce_eager=self.enforce_eager,
+            debug_numerics=self.debug_numerics,
             hf_overrides=self.hf_overrides,
             seed=self.seed,
         )
@@ -165,7 +198,7 @@ class EngineArgs:
                 num_blocks=self.num_gpu_blocks_override,
                 kv_cache_dtype=self.kv_cache_dtype,
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                enable_prefix_caching=self.enable_prefix_caching is not False,
+                enable_prefix_caching=self._wants_prefix_caching(model_config),
             ),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -175,7 +208,7 @@ class EngineArgs:
                     else self.max_num_batched_tokens
                 ),
             ),
-            parallel_config=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel_config=self._parallel_config(),
             kernel_config=KernelConfig(
                 kernel=(self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ()),
                 linear_backend=self.linear_backend,
@@ -186,4 +219,14 @@ class EngineArgs:
                 max_requant_error=self.max_requant_error,
                 dump_decisions=self.dump_decisions and Path(self.dump_decisions),
             ),
+        )
+
+    def _parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            distributed_executor_backend=self.distributed_executor_backend,
+            distributed_timeout_seconds=self.distributed_timeout_seconds,
         )

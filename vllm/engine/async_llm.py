@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import multiprocessing
+import socket
 import tempfile
 import time
 from collections.abc import AsyncGenerator
@@ -19,9 +20,9 @@ from vllm.config import VllmConfig
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.metrics import Metrics, RequestStats
+from vllm.engine.metrics import Metrics, RequestStats, SchedulerStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
-from vllm.engine.request import EngineOutput
+from vllm.engine.request import EngineOutput, EngineRequest
 from vllm.errors import EngineDeadError, QueueFullError, RequestError, VllmError
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
@@ -31,28 +32,54 @@ from vllm.utils.tokenizer import load_tokenizer
 logger = get_logger(__name__)
 
 _STOP_SECONDS = 5.0
+# What an engine says before it ends may come after its end was noticed.
+_LAST_WORDS_SECONDS = 0.2
 
 
 class EngineProcess:
-    """The engine's process and the sockets to it. Starts at once; loads while others import."""
+    """An engine's process and the sockets to it. Starts at once; loads while others import.
 
-    def __init__(self, args: EngineArgs):
+    stats: of its scheduler after its last step. num_in_flight: requests that it was given.
+    """
+
+    def __init__(self, args: EngineArgs, seat: process.Seat):
+        self.seat = seat
+        self.stats = SchedulerStats(0, 0, 0.0)
+        self.num_in_flight = 0
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
         self.context = zmq.asyncio.Context()
         self.sender = self.context.socket(zmq.PUSH)
         self.receiver = self.context.socket(zmq.PULL)
-        for socket, address in zip((self.sender, self.receiver), self.addresses):
-            socket.set_hwm(0)
-            socket.bind(address)
+        for wire, address in zip((self.sender, self.receiver), self.addresses):
+            wire.set_hwm(0)
+            wire.bind(address)
         spawn = multiprocessing.get_context("spawn")
         self.process: BaseProcess = spawn.Process(
-            target=process.run_engine, args=(args, *self.addresses), name="vllm-engine"
+            target=process.run_engine, args=(args, *self.addresses, seat), name="vllm-engine"
         )
         self.process.start()
 
     async def send(self, message: process.ToEngine) -> None:
         await self.sender.send(process.encode(message))
+
+    async def wait_ready(self) -> process.Ready:
+        """Returns when the model is loaded; raises the error that prevented it."""
+        receive = asyncio.ensure_future(self.receiver.recv())
+        end = asyncio.ensure_future(self.wait_end())
+        await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
+        if not receive.done():
+            await asyncio.wait((receive,), timeout=0.5)  # its last words may still be on the way
+        end.cancel()
+        if not receive.done():
+            receive.cancel()
+            code = self.process.exitcode
+            raise EngineDeadError(f"the engine process ended while loading (exit code {code})")
+        message = process.decoder().decode(receive.result())
+        if isinstance(message, process.Failed):
+            raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
+        assert isinstance(message, process.Ready)
+        return message
 
     async def wait_end(self) -> None:
         """Returns when the process is gone."""
@@ -78,6 +105,7 @@ class _Flight:
     """A request whose caller waits. `news` is set when its state has changed."""
 
     state: RequestState
+    engine: EngineProcess
     arrival: float
     news: asyncio.Event = field(default_factory=asyncio.Event)
     first_token: float | None = None
@@ -88,14 +116,15 @@ class AsyncLLM:
     """`generate` yields a request's outputs; closing the generator aborts the request."""
 
     def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
-        self._engine = EngineProcess(args)
+        self._engines = _start_engines(args)
         try:
             self.vllm_config: VllmConfig = args.create_engine_config()
             model = self.vllm_config.model_config
             self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
-            self._engine.process.kill()
-            self._engine.close()
+            for engine in self._engines:
+                engine.process.kill()
+                engine.close()
             raise
         self.metrics = (
             Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
@@ -106,7 +135,7 @@ class AsyncLLM:
         self._outputs = OutputProcessor(self.tokenizer)
         self._flights: dict[str, _Flight] = {}
         self._kernels: dict[str, Any] = {}
-        self._num_waiting = 0
+        self._num_sent = 0
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -120,29 +149,21 @@ class AsyncLLM:
 
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
-        receive = asyncio.ensure_future(self._engine.receiver.recv())
-        end = asyncio.ensure_future(self._engine.wait_end())
-        await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
-        if not receive.done():
-            await asyncio.wait((receive,), timeout=0.5)  # its last words may still be on the way
-        end.cancel()
-        if not receive.done():
-            receive.cancel()
-            code = self._engine.process.exitcode
-            raise EngineDeadError(f"the engine process ended while loading (exit code {code})")
-        decoder = process.decoder()
-        message = decoder.decode(receive.result())
-        if isinstance(message, process.Failed):
-            raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
-        assert isinstance(message, process.Ready)
-        self._adopt(message)
-        self._tasks = [
-            asyncio.create_task(self._read_outputs()),
-            asyncio.create_task(self._watch_process()),
-        ]
+        waits = [asyncio.ensure_future(engine.wait_ready()) for engine in self._engines]
+        try:
+            ready = await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._adopt(ready[0], min(message.max_model_len for message in ready))
+        for engine in self._engines:
+            self._tasks += [
+                asyncio.create_task(self._read_outputs(engine)),
+                asyncio.create_task(self._watch_process(engine)),
+            ]
 
-    def _adopt(self, ready: process.Ready) -> None:
-        model = dataclasses.replace(self.model_config, max_model_len=ready.max_model_len)
+    def _adopt(self, ready: process.Ready, max_model_len: int) -> None:
+        model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
         self._inputs = InputProcessor(model, self.tokenizer)
         self._kernels = ready.kernels
@@ -171,10 +192,13 @@ class AsyncLLM:
         self._check_queue(sampling_params.n)
         if request_id in self._flights:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        flight = _Flight(self._outputs.add(request_id, given, sampling_params), time.monotonic())
-        self._flights[request_id] = flight
+        # Ties go to the engine that comes first, so a server without load uses one of them.
+        engine = min(self._engines, key=lambda engine: engine.num_in_flight)
+        state = self._outputs.add(request_id, given, sampling_params)
+        flight = self._flights[request_id] = _Flight(state, engine, time.monotonic())
+        engine.num_in_flight += 1
         try:
-            await self._engine.send(process.Add(given.requests))
+            await self._hand_out(engine, given.requests)
             while True:
                 await flight.news.wait()
                 flight.news.clear()
@@ -190,6 +214,15 @@ class AsyncLLM:
         finally:
             self._leave(request_id, flight)
 
+    async def _hand_out(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
+        self._num_sent += 1
+        number = self._num_sent
+        await engine.send(process.Add(requests, number))
+        if engine.seat.meeting is not None:  # they compute together or not at all
+            for other in self._engines:
+                if other is not engine:
+                    await other.send(process.Wake(number))
+
     def _check_alive(self) -> None:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
@@ -198,7 +231,7 @@ class AsyncLLM:
         """Sequences beyond those that can run are waiting, wherever they are just now."""
         if self._max_waiting is None:
             return
-        running = self.vllm_config.scheduler_config.max_num_seqs
+        running = self.vllm_config.scheduler_config.max_num_seqs * len(self._engines)
         in_flight = sum(flight.state.params.n for flight in self._flights.values())
         waiting = in_flight + num_sequences - running
         if waiting > self._max_waiting:
@@ -210,32 +243,38 @@ class AsyncLLM:
 
     def _leave(self, request_id: str, flight: _Flight) -> None:
         self._flights.pop(request_id, None)
+        flight.engine.num_in_flight -= 1
         running = self._outputs.remove(request_id)
         if running and not self.is_dead:
             # zmq queues without blocking (no high-water mark), also from a generator being closed.
-            self._engine.sender.send(process.encode(process.Abort(running)))
+            flight.engine.sender.send(process.encode(process.Abort(running)))
         if self.metrics is not None:
             self.metrics.record_finished(self._request_stats(flight))
 
-    async def _read_outputs(self) -> None:
+    async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
         try:
             while True:
-                message = decoder.decode(await self._engine.receiver.recv())
+                message = decoder.decode(await engine.receiver.recv())
+                if isinstance(message, process.Failed):
+                    self._die(self._named(engine, message.message))
+                    return
                 assert isinstance(message, process.Outputs)
-                await self._take_outputs(message)
+                await self._take_outputs(engine, message)
                 # recv does not wait while messages are queued; others must get their turn.
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
             self._die(f"outputs could not be processed ({error!r}); restart the server")
 
-    async def _take_outputs(self, message: process.Outputs) -> None:
+    async def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
+        engine.stats = message.stats
         if self.metrics is not None:
-            self.metrics.record_step(message.stats)
+            others = [other.stats for other in self._engines if other is not engine]
+            self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
-            await self._engine.send(process.Abort(to_abort))
+            await engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
             flight = self._flights[state.request_id]
@@ -269,30 +308,54 @@ class AsyncLLM:
             n=state.params.n,
         )
 
-    async def _watch_process(self) -> None:
-        await self._engine.wait_end()
-        code = self._engine.process.exitcode
-        self._die(f"the engine process died (exit code {code}); restart the server")
-        logger.error("%s", self.dead_reason)
+    async def _watch_process(self, engine: EngineProcess) -> None:
+        await engine.wait_end()
+        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        code = engine.process.exitcode
+        self._die(self._named(engine, f"the engine process died (exit code {code})"))
+
+    def _named(self, engine: EngineProcess, reason: str) -> str:
+        which = f"data-parallel engine {engine.seat.rank}: " if len(self._engines) > 1 else ""
+        return f"{which}{reason}; restart the server"
 
     def _die(self, reason: str) -> None:
-        """No output comes any more: tells everybody who waits for one."""
+        """No output comes any more: tells everybody who waits for one. The first reason stays."""
+        if not self.is_dead:
+            logger.error("%s", reason)
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
         for flight in self._flights.values():
             flight.news.set()
         self._dead.set()
 
     async def shutdown(self) -> None:
-        """Ends the engine process; requests in flight end with EngineDeadError."""
+        """Ends the engine processes; requests in flight end with EngineDeadError."""
+        # It reads no message before the model is loaded, nor while it waits for one that died.
+        is_deaf = self.is_dead or not self._tasks
         if not self.is_dead:
-            self._die("the server is shutting down")
-        is_loading = not self._tasks
+            self._end("the server is shutting down")
         for task in self._tasks:
             task.cancel()
-        engine = self._engine
-        if is_loading:
-            engine.process.kill()  # it reads no message before the model is loaded
-        elif engine.process.is_alive():
-            await engine.send(process.Stop())
-        await asyncio.to_thread(engine.process.join, _STOP_SECONDS)
-        engine.close()
+        for engine in self._engines:
+            if is_deaf:
+                engine.process.kill()
+            elif engine.process.is_alive():
+                await engine.send(process.Stop())
+        for engine in self._engines:
+            await asyncio.to_thread(engine.process.join, _STOP_SECONDS)
+            engine.close()
+
+
+def _start_engines(args: EngineArgs) -> list[EngineProcess]:
+    """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
+    num_engines = max(1, args.data_parallel_size)
+    if num_engines == 1 or not args.enable_expert_parallel:
+        return [EngineProcess(args, process.Seat(rank)) for rank in range(num_engines)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = listener.getsockname()
+        return [
+            EngineProcess(args, process.Seat(rank, meeting, listener if rank == 0 else None))
+            for rank in range(num_engines)
+        ]

@@ -63,6 +63,11 @@ class BlockPool:
             self._by_hash[content] = block
             self._hash_of[block] = content
 
+    def forget(self, blocks: list[int]) -> None:
+        """Makes blocks unfindable; who has them already keeps them."""
+        for block in blocks:
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         content = self._hash_of[block]
         if content is not None:

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,11 +12,14 @@ from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.engine.scheduler import Scheduler, Step
 from vllm.engine.structured_output import GrammarError, StructuredOutputs
-from vllm.kernels.policy import make_policy, set_variables
-from vllm.kernels.selection import Selection
+from vllm.executor.base import Address, Launched, make_executor
 from vllm.logger import get_logger
-from vllm.platforms.probe import probe_device, probe_libs
-from vllm.worker.model_runner import LaunchedStep, ModelRunner, StepResult
+from vllm.worker.model_runner import ModelRunner, StepResult
+
+if TYPE_CHECKING:
+    from vllm.distributed.lock_step import LockStep
+    from vllm.executor.uniproc import UniprocExecutor
+    from vllm.kernels.selection import Selection
 
 logger = get_logger(__name__)
 
@@ -30,16 +34,22 @@ class EngineCore:
     config: as resolved with the model loaded; max_model_len may have come down.
     """
 
-    def __init__(self, config: VllmConfig):
+    def __init__(
+        self,
+        config: VllmConfig,
+        lock_step: "LockStep | None" = None,
+        meeting: "Address | None" = None,
+    ):
+        """lock_step: the engines to compute with, whose ranks meet at `meeting`."""
         if (native := _native.status()).state != "present":
             logger.warning("The native kernels are %s, and torch is far slower: %s",
                            native.state, native.text)  # fmt: skip
-        self.selection = _selection(config)
-        self.runner = ModelRunner(config, self.selection)
-        self.config = config = self.runner.config
+        self.lock_step = lock_step
+        self.executor = make_executor(config, meeting)
+        self.config = config = self.executor.config
         self.scheduler = Scheduler(
             config.scheduler_config,
-            self.runner.num_blocks,
+            self.executor.num_blocks,
             config.cache_config.block_size,
             config.model_config.max_model_len,
             config.cache_config.enable_prefix_caching,
@@ -48,7 +58,7 @@ class EngineCore:
         self._arrivals: dict[str, float] = {}
         self._waits: dict[str, float] = {}
         self._counted = (0, 0, 0)
-        self._running: tuple[Step, LaunchedStep] | None = None
+        self._running: tuple[Step, Launched] | None = None
         self._reads_tokens: set[str] = set()
         # What is loaded stays: collections need not look at it again.
         gc.collect()
@@ -57,6 +67,28 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_requests or self.grammars.has_pending or self._running is not None
+
+    @property
+    def runner(self) -> "ModelRunner":
+        """Of an engine whose one rank is in this process."""
+        return self._own_rank.runner
+
+    @property
+    def selection(self) -> "Selection":
+        """The same."""
+        return self._own_rank.selection
+
+    @property
+    def _own_rank(self) -> "UniprocExecutor":
+        from vllm.executor.uniproc import UniprocExecutor
+
+        assert isinstance(self.executor, UniprocExecutor)
+        return self.executor
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `step` must be called even without work, for the sake of other engines."""
+        return self.lock_step is not None and self.lock_step.is_running
 
     def add(self, request: EngineRequest) -> None:
         self._arrivals[request.request_id] = time.monotonic()
@@ -80,19 +112,23 @@ class EngineCore:
         if self._reads_tokens:
             outputs += self._finish_running()
         step = self.scheduler.schedule()
-        if step.is_empty and self._running is None:
+        if self.lock_step is not None:
+            num_tokens = sum(step.num_tokens.values())
+            step.token_counts = self.lock_step.agree(num_tokens, self.has_work)
+        is_computed = not step.is_empty or any(step.token_counts)
+        if not is_computed and self._running is None:
             if self.grammars.has_pending and not outputs:
                 time.sleep(0.001)  # nothing to do but to wait for a grammar
             return outputs
         launched = None
-        if not step.is_empty:
+        if is_computed:
             bitmasks, hopeless = self._bitmasks(step)
-            launched = step, self.runner.launch(step, bitmasks)
+            launched = step, self.executor.launch(step, bitmasks)
             self._note_waits(step)
             outputs += [self._refusal(*refused) for refused in hopeless.items()]
         outputs += self._finish_running()
         self._running = launched
-        if not self.runner.runs_ahead:
+        if not self.executor.runs_ahead:
             outputs += self._finish_running()
         return outputs
 
@@ -102,12 +138,13 @@ class EngineCore:
             return []
         (step, launched), self._running = self._running, None
         result = launched.result()
+        outputs = [self._fail(*broken) for broken in result.broken.items()]
         requests = self.scheduler.requests
         # Who stopped with the step before, or was aborted since, got a token in vain.
         takers = [requests[request_id] for request_id in result.tokens if request_id in requests]
         self.scheduler.update(step, result.tokens)
         self._follow_grammars(result)
-        return [self._output(request, result) for request in takers]
+        return outputs + [self._output(request, result) for request in takers]
 
     def _note_waits(self, step: Step) -> None:
         now = time.monotonic()
@@ -166,6 +203,12 @@ class EngineCore:
         self.abort([request_id])
         return EngineOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
 
+    def _fail(self, request_id: str, error: str) -> EngineOutput:
+        """Ends a request whose numbers went wrong; nobody else gets to read them."""
+        logger.error("Request %s failed: %s", request_id, error)
+        self.scheduler.forget_cached(request_id)
+        return self._refusal(request_id, error)
+
     def _output(self, request: Request, result: StepResult) -> EngineOutput:
         request_id = request.request_id
         is_prompt_only = request.max_tokens == 0
@@ -189,10 +232,3 @@ class EngineCore:
         self._reads_tokens.discard(request_id)
         self._arrivals.pop(request_id, None)
         self._waits.pop(request_id, None)
-
-
-def _selection(config: VllmConfig) -> Selection:
-    device = probe_device()
-    wishes = config.kernel_config.wishes(config.quant_config)
-    policy = make_policy(wishes, set_variables(), config.model_config.model_type, device)
-    return Selection(device, probe_libs(), policy)

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.engine.core import EngineCore
 from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.output_processor import OutputProcessor
-from vllm.errors import RequestError
+from vllm.errors import ConfigError, RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.tokenizer import load_tokenizer
@@ -16,6 +16,12 @@ class LLMEngine:
     """add_request, then step until nothing is unfinished."""
 
     def __init__(self, config: VllmConfig):
+        num_engines = config.parallel_config.data_parallel_size
+        if num_engines > 1:
+            raise ConfigError(
+                f"data_parallel_size = {num_engines}: LLM drives one engine; several serve "
+                f"requests together behind `vllm serve --data-parallel-size {num_engines}`"
+            )
         self.core = EngineCore(config)
         self.config = self.core.config
         model = self.config.model_config

@@ -1,7 +1,7 @@
 """What the engine counts, under the names that dashboards of this field already use."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +40,16 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+
+    def with_others(self, others: "Sequence[SchedulerStats]") -> "SchedulerStats":
+        """Of several engines together, of which only this one has counts that are new."""
+        every = (self, *others)
+        return replace(
+            self,
+            num_running=sum(stats.num_running for stats in every),
+            num_waiting=sum(stats.num_waiting for stats in every),
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in every) / len(every),
+        )
 
 
 @dataclass(frozen=True, slots=True)

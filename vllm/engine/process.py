@@ -1,11 +1,14 @@
 """The engine in a process of its own, and the messages to and from it (msgspec over ZMQ)."""
 
 import ctypes
+import dataclasses
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ import zmq
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest
-from vllm.errors import VllmError
+from vllm.errors import EngineDeadError, VllmError
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -24,7 +27,16 @@ _IDLE_POLL_MS = 1000
 
 
 class Add(msgspec.Struct, tag="add"):
+    """number: how many of these were sent to all engines together, this one counted."""
+
     requests: list[EngineRequest]
+    number: int
+
+
+class Wake(msgspec.Struct, tag="wake"):
+    """Another engine got requests; see LockStep."""
+
+    number: int
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -43,7 +55,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The model could not be loaded; message says why. is_user_error: no bug of ours."""
+    """The model could not be loaded, or a rank is gone; message says why. is_user_error: no bug of
+    ours."""
 
     message: str
     is_user_error: bool
@@ -54,11 +67,21 @@ class Outputs(msgspec.Struct, tag="outputs"):
     stats: SchedulerStats
 
 
-ToEngine = Add | Abort | Stop
+ToEngine = Add | Wake | Abort | Stop
 FromEngine = Ready | Failed | Outputs
 
 
-def run_engine(args: EngineArgs, inbox: str, outbox: str) -> None:
+@dataclass(frozen=True)
+class Seat:
+    """Which of `data_parallel_size` engines this is. meeting: where the ranks of engines in lock
+    step meet, None for engines on their own; listener: its socket, for the first engine."""
+
+    rank: int = 0
+    meeting: tuple[str, int] | None = None
+    listener: socket.socket | None = None
+
+
+def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
     """Body of the engine process: loads the model, then serves until told to stop.
 
     inbox and outbox are ZMQ addresses that the parent has bound. An exception after loading ends
@@ -71,19 +94,25 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str) -> None:
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
     sender = context.socket(zmq.PUSH)
-    for socket, address in ((receiver, inbox), (sender, outbox)):
-        socket.set_hwm(0)
-        socket.connect(address)
+    for wire, address in ((receiver, inbox), (sender, outbox)):
+        wire.set_hwm(0)
+        wire.connect(address)
     loop = _EngineLoop(receiver, sender)
     try:
-        loop.load(args)
+        loop.load(args, seat)
     except Exception as error:
-        is_user_error = isinstance(error, VllmError)
-        message = str(error) if is_user_error else traceback.format_exc()
+        is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
+        message = str(error) if isinstance(error, VllmError) else traceback.format_exc()
         loop.send(Failed(message, is_user_error))
         context.destroy(linger=2000)
         sys.exit(2 if is_user_error else 1)
-    loop.run()
+    try:
+        loop.run()
+    except EngineDeadError as error:
+        loop.send(Failed(str(error), is_user_error=False))
+        context.destroy(linger=2000)
+        sys.exit(1)
+    loop.core.executor.shutdown()
     context.destroy(linger=0)
 
 
@@ -104,22 +133,39 @@ class _EngineLoop:
     def send(self, message: FromEngine) -> None:
         self._sender.send(self._encoder.encode(message))
 
-    def load(self, args: EngineArgs) -> None:
+    def load(self, args: EngineArgs, seat: Seat) -> None:
         from vllm.engine.core import EngineCore
 
-        self.core = EngineCore(args.create_engine_config())
-        kernels = self.core.selection.to_json()
+        config = args.create_engine_config()
+        parallel = dataclasses.replace(config.parallel_config, data_parallel_rank=seat.rank)
+        config = dataclasses.replace(config, parallel_config=parallel)
+        lock_step = None
+        if seat.meeting is not None:
+            from vllm.distributed import world
+            from vllm.distributed.lock_step import LockStep
+
+            self._store = (
+                world.host_store(seat.listener)
+                if seat.listener is not None
+                else world.find_store(seat.meeting)
+            )
+            timeout = parallel.distributed_timeout_seconds
+            lock_step = LockStep(self._store, seat.rank, parallel.data_parallel_size, timeout)
+        self.core = EngineCore(config, lock_step, seat.meeting)
+        kernels = self.core.executor.kernels()
         self.send(Ready(self.core.config.model_config.max_model_len, kernels))
 
     def run(self) -> None:
         core = self.core
         told_idle = True
         while True:
-            if not self._receive(0 if core.has_work else _IDLE_POLL_MS):
+            is_busy = core.has_work or core.is_awaited
+            if not self._receive(0 if is_busy else _IDLE_POLL_MS):
                 return
-            if core.has_work:
+            had_work = core.has_work
+            if had_work or core.is_awaited:
                 outputs = core.step()
-                if outputs or not core.has_work:
+                if outputs or (had_work and not core.has_work):
                     self.send(Outputs(outputs, core.stats()))
                 told_idle = False
             elif not told_idle:
@@ -132,6 +178,8 @@ class _EngineLoop:
         if os.getppid() != self._parent:
             return False
         if not self._receiver.poll(timeout_ms):
+            if timeout_ms:
+                self.core.executor.check_alive()
             return True
         while True:
             try:
@@ -142,10 +190,13 @@ class _EngineLoop:
                 return False
             self._act(message)
 
-    def _act(self, message: Add | Abort) -> None:
+    def _act(self, message: Add | Wake | Abort) -> None:
         if isinstance(message, Abort):
             self.core.abort(message.request_ids)
-        else:
+            return
+        if self.core.lock_step is not None:
+            self.core.lock_step.hear(message.number)
+        if isinstance(message, Add):
             for request in message.requests:
                 self.core.add(request)
 

@@ -23,12 +23,14 @@ class Step:
 
     num_tokens: how many tokens to compute, by request, in batch order. new_blocks: block ids
     that requests already in the batch got. dropped: ids that left the batch since the last step.
+    token_counts: tokens that each data-parallel engine computes, where they do so in lock step.
     """
 
     admitted: list[Admission] = field(default_factory=list)
     num_tokens: dict[str, int] = field(default_factory=dict)
     new_blocks: dict[str, list[int]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    token_counts: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -81,6 +83,12 @@ class Scheduler:
         if request is not None:
             self._finish(request, FinishReason.ABORT)
             self._remove([request])
+
+    def forget_cached(self, request_id: str) -> None:
+        """Lets no later request find the blocks of this one; unknown ids are no error."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.pool.forget(request.block_ids)
 
     def schedule(self) -> Step:
         step = Step()

@@ -35,7 +35,7 @@ _RANKS = (
     (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
     (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),
     (RANK_MODEL_RULE, "the model rule", "models that DeepGEMM's UE8M0 scales cost accuracy"),
-    (RANK_MEASURED, "what was measured fastest", "a chip and sizes with a committed result"),
+    (RANK_MEASURED, "what was measured fastest", "a chip and sizes in a [table](tuning.md)"),
     (DEFAULT_ORDER.rank, "the default order", "the order of the tables below"),
 )
 _HAS_RUN = {"cpu", "sm_90", "sm_9x"}
@@ -299,7 +299,12 @@ def _run(command: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "vllm.entrypoints.cli.main", *words.split()[1:]],
         cwd=folder,
-        env={"COLUMNS": "100", "PYTHONPATH": root, "PYTHONIOENCODING": "utf-8"},
+        env={
+            "COLUMNS": "100",
+            "PYTHONPATH": root,
+            "PYTHONIOENCODING": "utf-8",
+            "VLLM_CACHE_ROOT": str(folder),  # no table of this machine's user
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -22,8 +22,20 @@ from vllm.kernels.problem import (
     Problem,
     WeightFormat,
 )
-from vllm.kernels.render import log_lines, outcome, table
-from vllm.kernels.spec import Candidate, Decision, Device, Lib, Libs, Origin, Reason, Scales, Why
+from vllm.kernels.render import expectation, log_lines, outcome, table
+from vllm.kernels.spec import (
+    Candidate,
+    Decision,
+    Device,
+    Lib,
+    Libs,
+    Origin,
+    Reason,
+    Scales,
+    Timings,
+    Why,
+)
+from vllm.kernels.tune_splits import Expected
 
 __all__ = ["Report", "log_lines", "outcome", "parse_report", "report", "table"]
 
@@ -82,16 +94,32 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "layers": list(layers),
         "problem": _problem_json(decision.problem),
         "chosen": decision.chosen,
+        **({"emulated": str(decision.device)} if decision.is_emulated else {}),
         "origin": {"rank": decision.origin.rank, "text": decision.origin.text},
         "candidates": [_candidate_json(candidate) for candidate in decision.candidates],
+        **_timings_json(decision),
     }
+
+
+def _timings_json(decision: Decision) -> dict[str, Any]:
+    """What was measured, and what follows from it for the choice."""
+    timings = decision.timings
+    if timings is None:
+        return {}
+    measured = {
+        "source": timings.source,
+        "tokens": list(timings.tokens),
+        "us": {backend: list(us) for backend, us in timings.us},
+    }
+    choice = expectation(decision.candidates, decision.chosen, decision.problem, timings)
+    return {"timings": measured, "expected": choice and _fields_json(choice)}
 
 
 def _problem_json(problem: Problem) -> dict[str, Any]:
     return {"family": problem.family, "text": str(problem), **_fields_json(problem)}
 
 
-def _fields_json(value: Problem | Fit) -> dict[str, Any]:
+def _fields_json(value: Problem | Fit | Expected) -> dict[str, Any]:
     return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 
@@ -227,14 +255,32 @@ def _ledger(node: _Node) -> Ledger:
 
 
 def _decision(node: _Node, device: Device) -> Decision:
-    node.allow("layers", "problem", "chosen", "origin", "candidates")
+    node.allow(
+        *("layers", "problem", "chosen", "emulated", "origin", "candidates", "timings", "expected")
+    )
+    is_emulated = "emulated" in node.fields()
+    if is_emulated:
+        device = node["emulated"].parsed(Device.parse)
     candidates = node["candidates"].tuple_of(_candidate)
     chosen = node["chosen"].optional(_Node.text)
     if chosen is not None and chosen not in {candidate.backend for candidate in candidates}:
         raise node["chosen"].error("is none of the candidates")
     node["origin"].allow("rank", "text")
     origin = Origin(node["origin"]["rank"].integer(), node["origin"]["text"].text())
-    return Decision(_problem(node["problem"]), device, chosen, origin, candidates)
+    timings = _timings(node["timings"]) if "timings" in node.fields() else None
+    problem = _problem(node["problem"])
+    return Decision(problem, device, chosen, origin, candidates, timings, is_emulated)
+
+
+def _timings(node: _Node) -> Timings:
+    node.allow("source", "tokens", "us")
+    tokens = node["tokens"].tuple_of(_Node.integer)
+    rows = node["us"]
+    us = tuple(
+        (name, rows[name].tuple_of(lambda item: item.optional(_Node.number), len(tokens)))
+        for name in rows.fields()
+    )
+    return Timings(node["source"].text(), tokens, us)
 
 
 def _problem(node: _Node) -> Problem:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from vllm.kernels.problem import Problem
-from vllm.kernels.spec import Candidate, Decision, Origin, Why
+from vllm.kernels.spec import Candidate, Decision, Origin, Timings, Why
 
 Record = tuple[str, Decision]
 Row = tuple[str, ...]
@@ -13,10 +13,11 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """The layers that ask for one and the same problem."""
+    """The layers that ask for one and the same problem; timings: what was measured of it."""
 
     layers: tuple[str, ...]
     problem: Problem
+    timings: Timings | None = None
 
     @property
     def patterns(self) -> list[str]:
@@ -68,7 +69,8 @@ def stories(records: Iterable[Record]) -> list[Story]:
     for decision, layers in by_decision(records).items():
         candidates = tuple(map(_without_moot_reasons, decision.candidates))
         key = (decision.problem.family, decision.chosen, decision.origin, candidates)
-        told.setdefault(key, []).append(Group(tuple(layers), decision.problem))
+        group = Group(tuple(layers), decision.problem, decision.timings)
+        told.setdefault(key, []).append(group)
     return [
         Story(chosen, origin, candidates, tuple(groups))
         for (_, chosen, origin, candidates), groups in told.items()

@@ -96,6 +96,11 @@ class LinearProblem:
     def format(self) -> str:
         return self.weight.kind
 
+    @property
+    def size_key(self) -> str:
+        """What a measurement is filed under: `fp8-block[128x128]:4096x12288 bf16`."""
+        return f"{self.weight}:{self.n}x{self.k} {self.dtype}"
+
     def __str__(self) -> str:
         merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
         return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
@@ -112,6 +117,7 @@ class MoEProblem:
     """
 
     family: ClassVar[str] = "moe"
+    m_range: ClassVar[tuple[int, int]] = (1, 8192)
 
     num_experts: int
     top_k: int
@@ -128,6 +134,12 @@ class MoEProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    @property
+    def size_key(self) -> str:
+        """What a measurement is filed under: experts, intermediate, hidden and top_k."""
+        sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}x{self.top_k}"
+        return f"{self.weight}:{sizes} {self.dtype}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"

@@ -14,6 +14,8 @@ from vllm.kernels import registry
 from vllm.kernels.problem import ActScheme, LinearProblem, Problem, WeightFormat
 from vllm.kernels.render import EXPECTED_TOKENS
 from vllm.kernels.spec import NATIVE, Device, KernelSpec, Lib, Libs
+from vllm.kernels.tune_quarantine import with_quarantine
+from vllm.kernels.tune_table import Table, find_tables
 
 # Chips that exist, and GPUs that have them.
 CHIPS = {
@@ -88,7 +90,8 @@ def libs_of(text: str | None, device: Device) -> Libs:
         from vllm.platforms.libraries import installed_libs, native_lib
 
         native = native_lib()
-        return Libs.of([*installed_libs().libs, registry.built(), *([native] if native else [])])
+        here = Libs.of([*installed_libs().libs, registry.built(), *([native] if native else [])])
+        return with_quarantine(here, device)
     every = _every_lib(device)
     if text == "all":
         return Libs.of(every.values())
@@ -104,6 +107,16 @@ def libs_of(text: str | None, device: Device) -> Libs:
                 )
             libs[lib.name] = lib
     return Libs.of(libs.values())
+
+
+def tables_of(text: str | None, device: Device) -> tuple[Table, ...]:
+    """What was measured on the chip `text` names, with any number of SMs; on this machine's where
+    it is None."""
+    if text is not None:
+        return find_tables(device, None)
+    from vllm.platforms.installed import installed_num_sms
+
+    return find_tables(device, installed_num_sms())
 
 
 def _every_lib(device: Device) -> dict[str, Lib]:

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.spec import BUILD, KernelSpec, Lib
+from vllm.kernels.spec import BUILD, Decision, KernelSpec, Lib
 
 ORDER: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -48,6 +48,13 @@ def backend(name: str) -> ModuleType:
     return import_module(f"vllm.kernels.backends.{name.partition('-')[0]}")
 
 
+def maker(decision: Decision, name: str | None = None) -> ModuleType:
+    """The module that makes the kernel of a decision, or of the part `name` of a split."""
+    if decision.is_emulated:
+        return backend("emulation")
+    return backend(name or decision.winner.backend)
+
+
 @cache
 def specs(family: str) -> tuple[KernelSpec, ...]:
     """Every kernel of the family, in order of preference."""
@@ -66,9 +73,11 @@ def backend_names(family: str) -> list[str]:
 
 def has_code(spec: KernelSpec) -> bool:
     """Whether this build can run the kernel: its backend has a maker for the family, and for one of
-    its formats where the maker takes only some (the module's MAKES, by family)."""
+    its formats where the maker takes only some (the module's MAKES, by backend and family, or by
+    family for all backends of the module)."""
     module = backend(spec.backend)
-    made = getattr(module, "MAKES", {}).get(spec.family, spec.formats)
+    makes = getattr(module, "MAKES", {})
+    made = makes.get(f"{spec.backend}/{spec.family}", makes.get(spec.family, spec.formats))
     return hasattr(module, spec.family) and not spec.formats.isdisjoint(made)
 
 

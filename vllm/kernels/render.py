@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from vllm.kernels.layer_groups import Group, Record, Story, compress, stories
+from vllm.kernels.layer_groups import Record, Story, compress, stories
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
     BUILD,
@@ -16,8 +16,10 @@ from vllm.kernels.spec import (
     Lib,
     Libs,
     Scales,
+    Timings,
     Why,
 )
+from vllm.kernels.tune_splits import TOLERANCE, Expected, expected
 
 if TYPE_CHECKING:
     from vllm.kernels.explain import Report
@@ -39,6 +41,7 @@ KINDS: dict[str, str] = {
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
 _MOOT = "Of a kernel that does not take the format, only that is shown; --json has every reason."
+_SHOWN_TOKENS = (1, 16, 128, 1024, 8192)
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 # ---------------------------------------------------------------- one line
@@ -48,7 +51,14 @@ def outcome(decision: Decision) -> str:
     """One line: what was chosen for the problem, by whom, or that nothing was."""
     if decision.chosen is None:
         return f"{decision.problem} on {decision.device}: no kernel ({decision.origin.text})"
-    return f"{decision.problem} -> {decision.chosen} ({decision.origin.text})"
+    chosen = decision.chosen
+    if decision.is_emulated:
+        chosen += f" of {decision.device}, emulated"
+    text = f"{decision.problem} -> {chosen} ({decision.origin.text})"
+    choice = expectation_of(decision)
+    if choice is None or choice.mean_regret < TOLERANCE - 1:
+        return text
+    return f"{text}: {choice.mean_regret:.1%} slower than the fastest measured"
 
 
 def log_lines(records: Iterable[Record]) -> list[str]:
@@ -104,6 +114,40 @@ def split_text(parts: Sequence[tuple[int | None, str]]) -> str:
         f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
         for limit, backend in parts
     )
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+def expectation(
+    candidates: Sequence[Candidate],
+    chosen: str | None,
+    problem: Problem,
+    timings: Timings | None,
+) -> Expected | None:
+    """What the chosen kernel is expected to take, beside all that policy alone keeps away."""
+    if chosen is None or timings is None or not isinstance(problem, LinearProblem | MoEProblem):
+        return None
+    able = {
+        c.backend for c in candidates if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
+    }
+    parts = next(c.parts for c in candidates if c.backend == chosen) or ((None, chosen),)
+    return expected(timings, parts, able, problem.m_range)
+
+
+def expectation_of(decision: Decision) -> Expected | None:
+    return expectation(decision.candidates, decision.chosen, decision.problem, decision.timings)
+
+
+def expectation_text(choice: Expected) -> str:
+    """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest, at most 2.1% (cutlass for M = 96)`"""
+    shown = [pair for pair in choice.us if pair[0] in _SHOWN_TOKENS] or [choice.us[0]]
+    times = ", ".join(f"{us:.3g} for {'M = ' * (i == 0)}{m}" for i, (m, us) in enumerate(shown))
+    text = f"{times.replace(' ', ' us ', 1)}; {choice.mean_regret:.1%} over the fastest measured"
+    if not choice.worst_regret:
+        return text
+    worst = f"{choice.fastest_there} for M = {choice.worst_tokens}"
+    return f"{text}, at most {choice.worst_regret:.1%} ({worst})"
 
 
 # ---------------------------------------------------------------- tables
@@ -228,7 +272,7 @@ def _story(story: Story, name_width: int, width: int, bold: bool) -> list[str]:
     title = f"{story.chosen or 'NO KERNEL'} for {story.num_layers} {story.family} layer{plural}"
     lines = [_strong(title, bold)]
     lines += _indented(columns(["why", why(story)], [3], width - 2))
-    lines += _indented(_group_lines(story.groups, width - 2))
+    lines += _indented(_group_lines(story, width - 2))
     candidates = _candidate_lines(
         story.candidates, story.chosen, story.groups[0].problem, width - 2, name_width
     )
@@ -253,19 +297,24 @@ def why(story: Story) -> str:
     return f"{text}\ncut scale blocks are {fit.how}: {total} a rank{layers}"
 
 
-def _group_lines(groups: Sequence[Group], width: int) -> list[str]:
-    """Layers, how many, and what they ask: in columns where that fits, else in two lines each."""
+def _group_lines(story: Story, width: int) -> list[str]:
+    """Layers, how many, and what they ask: in columns where that fits, else in two lines each.
+    Where that was measured, what the choice is expected to take."""
+    groups = story.groups
     rows = [(group.patterns, f"{len(group.layers)} x", asks(group.problem)) for group in groups]
     names = max(len(name) for patterns, _, _ in rows for name in patterns)
     counts = max(len(count) for _, count, _ in rows)
     texts = max(len(text) for _, _, text in rows)
     lines = []
-    for patterns, count, text in rows:
+    for group, (patterns, count, text) in zip(groups, rows):
         number = f"{count:>{counts}}"
         if counts + names + texts + 4 <= width:
             lines += columns([number, "\n".join(patterns), text], [counts, names], width)
         else:
             lines += columns([number, "\n".join([*patterns, f"  {text}"])], [counts], width)
+        choice = expectation(story.candidates, story.chosen, group.problem, group.timings)
+        if choice is not None:
+            lines += columns(["", f"  {expectation_text(choice)}"], [counts], width)
     return lines
 
 

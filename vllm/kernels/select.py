@@ -22,11 +22,14 @@ from vllm.kernels.spec import (
     Measured,
     Origin,
     Override,
+    Parts,
     Policy,
     Reason,
     Scales,
+    Timings,
     Why,
 )
+from vllm.kernels.tune_splits import best_split
 
 
 def select(
@@ -36,13 +39,14 @@ def select(
     policy: Policy,
     specs: Sequence[KernelSpec],
     layer: str = "",
-    measured: Sequence[Measured] = (),
+    timings: Timings | None = None,
 ) -> Decision:
     """Chooses the first candidate that nothing speaks against; keeps all with all reasons.
 
-    Order: what was measured fastest (best first), then the order of `specs`. A forced backend is
-    chosen, or the decision has `chosen=None`, unless the policy lets it fall back: to the next
-    strongest wish, if there is one. ConfigError where two wishes of one rank disagree.
+    Order: what `timings` of this problem on this chip show to be fastest of what can run here,
+    then the order of `specs`. A forced backend is chosen, or the decision has `chosen=None`,
+    unless the policy lets it fall back: to the next strongest wish, if there is one. ConfigError
+    where two wishes of one rank disagree.
     """
     by_backend: dict[str, list[KernelSpec]] = {}
     for spec in specs:
@@ -52,18 +56,19 @@ def select(
     fits = (_fit_of(problem, False), _fit_of(problem, True))
     case = _Case(problem, problem.format, fits, device, libs, policy, forced)
     candidates = [_candidate(own, case) for own in by_backend.values()]
-    # What was measured with a backend that is not among the specs any more says nothing.
-    known = [m for m in measured if all(name in by_backend for _, name in m.parts)]
-    if known:
-        candidates = _put_measured_first(known, candidates, by_backend, case)
     if forced is None:
+        measured = _measured(timings, candidates, by_backend, case) if timings else []
+        if measured:
+            first = [candidate for _, candidate in measured]
+            moved = set(map(id, first))
+            candidates = [*first, *(c for c in candidates if id(c) not in moved)]
         chosen = _first_free(candidates)
-        origin = _origin_of(chosen, candidates, policy, problem, known)
-        return Decision(problem, device, chosen, origin, tuple(candidates))
+        origin = _origin_of(chosen, candidates, policy, problem, [m for m, _ in measured])
+        return Decision(problem, device, chosen, origin, tuple(candidates), timings)
     if _must_obey(forced, policy, candidates):
-        return _obeyed(problem, device, forced, candidates)
+        return replace(_obeyed(problem, device, forced, candidates), timings=timings)
     weaker = replace(policy, overrides=tuple(o for o in policy.overrides if o is not forced))
-    decision = select(problem, device, libs, weaker, specs, layer, measured)
+    decision = select(problem, device, libs, weaker, specs, layer, timings)
     if any(override.origin == decision.origin for override in weaker.overrides):
         return decision
     origin = Origin(forced.origin.rank, f"{forced.origin.text} cannot run here, fell back")
@@ -106,6 +111,8 @@ def _candidate(specs: Sequence[KernelSpec], case: _Case) -> Candidate:
     if case.format not in spec.formats:
         taken = frozenset().union(*(other.formats for other in specs))
         reasons.append(Reason(Why.FORMAT, f"takes {_names(taken)}, not {case.format}"))
+    if case.libs.quarantined:
+        reasons += _quarantine_reasons(spec, problem, case.libs)
     if scales not in ("", Scales.FLOAT32):
         reasons += _requant_reasons(spec, problem, case.device, policy, scales)
     if policy.requires_native and _is_not_native(spec, problem, act):
@@ -183,6 +190,14 @@ def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason
         return []
     text = f"this build has no {' or '.join(wanted)} code of {' or '.join(spec.native)}"
     return [Reason(Why.LIBRARY, text if wanted else f"has no code for {device}")]
+
+
+def _quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[Reason]:
+    """How this kernel failed here before, for this very problem."""
+    if not isinstance(problem, LinearProblem):
+        return []
+    key = (spec.backend, problem.size_key)
+    return [q.reason for q in libs.quarantined if (q.backend, q.size_key) == key]
 
 
 def serves(arch: str, device: Device) -> bool:
@@ -357,33 +372,59 @@ def _obeyed(
 # ---------------------------------------------------------------- the decision
 
 
-def _put_measured_first(
-    measured: Sequence[Measured],
-    candidates: list[Candidate],
+def _measured(
+    timings: Timings,
+    candidates: Sequence[Candidate],
     by_backend: Mapping[str, Sequence[KernelSpec]],
     case: _Case,
-) -> list[Candidate]:
-    """The measured winners, alone or as splits of several, ahead of the default order."""
-    first = []
-    for one in measured:
-        if len(one.parts) > 1:
-            first.append(_split(one, by_backend, case))
-        else:
-            first.append(next(c for c in candidates if c.backend == one.parts[0][1]))
-    return [*first, *(c for c in candidates if c not in first)]
+) -> list[tuple[Measured, Candidate]]:
+    """The fastest split of what could run but for policy, then the fastest of what may run.
+
+    Empty where the first in the default order was not measured: nothing is known to beat it.
+    """
+    if not isinstance(case.problem, LinearProblem | MoEProblem):
+        return []
+    timed = {backend for backend, _ in timings.us}
+    judged: dict[str, Candidate] = {}
+    could: list[tuple[str, int | None]] = []
+    for candidate in candidates:
+        limit = None
+        if candidate.reasons and candidate.backend in timed:
+            candidate, limit = _for_few_tokens(candidate, by_backend[candidate.backend], case)
+        if not candidate.reasons or all(r.why is Why.POLICY for r in candidate.reasons):
+            could.append((candidate.backend, limit))
+            judged[candidate.backend] = candidate
+    may = [able for able in could if not judged[able[0]].reasons]
+    found: dict[Parts, tuple[Measured, Candidate]] = {}
+    for able in (could, may) if len(may) < len(could) else (may,):
+        first = next((backend for backend, limit in able if limit is None), None)
+        parts = best_split(timings, tuple(able), case.problem.m_range) if first in timed else ()
+        if parts:
+            measured = Measured(parts, timings.source)
+            found[parts] = measured, _split(measured, judged)
+    return list(found.values())
 
 
-def _split(
-    measured: Measured, by_backend: Mapping[str, Sequence[KernelSpec]], case: _Case
-) -> Candidate:
-    """One candidate of several kernels, each judged for the numbers of tokens it would serve."""
-    parts, start = [], 1
-    for limit, backend in measured.parts:
-        problem = case.problem
-        if isinstance(problem, LinearProblem) and limit is not None:
-            problem = replace(problem, m_range=(start, limit))
-            start = limit + 1
-        parts.append(_candidate(by_backend[backend], case._replace(problem=problem)))
+def _for_few_tokens(
+    candidate: Candidate, specs: Sequence[KernelSpec], case: _Case
+) -> tuple[Candidate, int | None]:
+    """The candidate as judged for the most tokens that its kernel takes in a call, and how many;
+    itself and None for a kernel that takes any number."""
+    problem = case.problem
+    if not isinstance(problem, LinearProblem):
+        return candidate, None
+    limits = [s.max_tokens for s in specs if s.max_tokens and case.format in s.formats]
+    if not limits or limits[0] >= problem.m_range[1]:
+        return candidate, None
+    few = replace(problem, m_range=(min(problem.m_range[0], limits[0]), limits[0]))
+    return _candidate(specs, case._replace(problem=few)), limits[0]
+
+
+def _split(measured: Measured, judged: Mapping[str, Candidate]) -> Candidate:
+    """One candidate of the kernels in `measured`, each as judged for the tokens it would serve."""
+    parts = [judged[backend] for _, backend in measured.parts]
+    if len(parts) == 1:
+        return parts[0]
     reasons = tuple(
         Reason(reason.why, f"{part.backend}: {reason.text}")
         for part in dict.fromkeys(parts)

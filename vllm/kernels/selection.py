@@ -1,11 +1,14 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
-from vllm.kernels import explain, registry, rules
+from vllm.kernels import explain, registry
 from vllm.kernels.ledger import Ledger
 from vllm.kernels.policy import set_variables
 from vllm.kernels.problem import Problem
@@ -20,6 +23,7 @@ from vllm.kernels.spec import (
     Origin,
     Policy,
 )
+from vllm.kernels.tune_table import Table, timings_of
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -28,13 +32,25 @@ logger = get_logger(__name__)
 class Selection:
     """Asks `select` once per distinct problem and remembers which layers each answer covers.
 
-    records: (layer, decision) in the order of asking. ledger: what was re-quantised at load.
+    tables: what was measured on this chip, the strongest first. is_emulated: the chip is not at
+    hand. emulated: by family, who chooses instead of this one. records: (layer, decision) in the
+    order of asking. ledger: what was re-quantised at load.
     """
 
-    def __init__(self, device: Device, libs: Libs, policy: Policy):
+    def __init__(
+        self,
+        device: Device,
+        libs: Libs,
+        policy: Policy,
+        tables: Sequence[Table] = (),
+        is_emulated: bool = False,
+    ):
         self.device = device
         self.libs = libs
         self.policy = policy
+        self.tables = tables
+        self.is_emulated = is_emulated
+        self.emulated: dict[str, Selection] = {}
         self.records: list[tuple[str, Decision]] = []
         self.ledger = Ledger()
         self._by_layer = [override for override in policy.overrides if override.pattern != "*"]
@@ -49,14 +65,22 @@ class Selection:
 
     def decide(self, layer: str, problem: Problem) -> Decision:
         """The same, with `chosen=None` instead of an error."""
+        elsewhere = self.emulated.get(problem.family)
+        decision = elsewhere.decide(layer, problem) if elsewhere else self._decide(layer, problem)
+        self.records.append((layer, decision))
+        return decision
+
+    def _decide(self, layer: str, problem: Problem) -> Decision:
         key = (problem, tuple(override.matches(layer) for override in self._by_layer))
         decision = self._decided.get(key)
         if decision is None:
             specs = registry.specs(problem.family)
-            measured = rules.measured(self.device, problem)
-            decision = select(problem, self.device, self.libs, self.policy, specs, layer, measured)
+            timings = timings_of(self.tables, problem)
+            if self.is_emulated:
+                problem = replace(problem, dtype="bf16")  # as GPUs serve, whatever is served here
+            decision = select(problem, self.device, self.libs, self.policy, specs, layer, timings)
+            decision = replace(decision, is_emulated=self.is_emulated)
             self._decided[key] = decision
-        self.records.append((layer, decision))
         return decision
 
     def exceeds_budget(self, requant_error: float) -> bool:
@@ -94,7 +118,9 @@ class Selection:
     def _asked(self) -> dict[Origin, list[tuple[str, Decision]]]:
         """By origin of the overrides: the backend each asks for, and the layers it means."""
         asked: dict[Origin, list[tuple[str, Decision]]] = {}
-        for override in self.policy.overrides:
+        own = (o for o in self.policy.overrides if o.family not in self.emulated)
+        others = (selection.policy.overrides for selection in self.emulated.values())
+        for override in chain(own, *others):
             specs = registry.specs(override.family)
             asked.setdefault(override.origin, []).extend(
                 (override.backend, decision)

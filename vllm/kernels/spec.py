@@ -120,13 +120,24 @@ BUILD = "build"
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A linear kernel that failed when it was tried here, for one `LinearProblem.size_key`."""
+
+    backend: str
+    size_key: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class Libs:
     """The libraries of a machine; one that is not listed is absent. Order does not matter.
 
-    Where `build` is not listed, every declared backend counts as built.
+    Where `build` is not listed, every declared backend counts as built. quarantined: kernels that
+    failed on this machine with these very libraries.
     """
 
     libs: frozenset[Lib] = frozenset()
+    quarantined: frozenset[Quarantined] = frozenset()
 
     @classmethod
     def of(cls, libs: Iterable[Lib]) -> "Libs":
@@ -260,14 +271,27 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The backends that measured fastest for one problem, split by the number of tokens.
+class Timings:
+    """What was measured for one problem on one kind of chip.
 
-    parts: (largest M, backend), ascending; the last has None for no limit. evidence: the committed
-    result that says so.
+    us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
+    says; None where that was not measured. source: which table says so, and how old it is.
     """
 
-    parts: tuple[tuple[int | None, str], ...]
+    source: str
+    tokens: tuple[int, ...]
+    us: tuple[tuple[str, tuple[float | None, ...]], ...]
+
+
+Parts = tuple[tuple[int | None, str], ...]
+"""(largest M, backend), ascending; the last has None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The backends that measured fastest for one problem, split by the number of tokens."""
+
+    parts: Parts
     evidence: str
 
     @property
@@ -294,7 +318,7 @@ class Candidate:
     reasons: tuple[Reason, ...] = ()
     scales: str = ""
     fit: "Fit | None" = None
-    parts: tuple[tuple[int | None, str], ...] = ()
+    parts: Parts = ()
 
     @property
     def is_lossy(self) -> bool:
@@ -304,13 +328,19 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The choice for one problem, with every candidate in order of preference."""
+    """The choice for one problem, with every candidate in order of preference.
+
+    timings: what a table says about this problem on this chip, None where nobody measured.
+    is_emulated: `device` is not at hand; the chosen kernel's numbers are computed on what is.
+    """
 
     problem: Problem
     device: Device
     chosen: str | None
     origin: Origin
     candidates: tuple[Candidate, ...] = field(default=())
+    timings: Timings | None = None
+    is_emulated: bool = False
 
     @property
     def winner(self) -> Candidate:

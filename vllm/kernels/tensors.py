@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from math import gcd
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,12 +12,14 @@ from vllm.kernels.problem import WeightFormat
 from vllm.utils.math_utils import cdiv
 
 NVFP4_GROUP = 16
-LinearKernel: TypeAlias = Callable[[Tensor], Tensor]
-"""x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes."""
+LinearKernel: TypeAlias = Callable[[Any], Tensor]
+"""x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes. x is a Tensor, or
+what the kernel's own `input_quant` made of one (vllm.kernels.activations)."""
 
 MoEKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, hidden], weights float32 [T, top_k], ids int64 [T, top_k]) -> y [T, hidden] of x's dtype:
-the sum, for each token, of its experts' results times their weights."""
+the sum, for each token, of its experts' results times their weights. An id of -1 stands for an
+expert of another rank and adds nothing."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,10 @@ class LinearTensors:
     column in the low nibble. nvfp4: scales float8_e4m3fn [N, K / 16], global_scales float32
     [shards], w = E2M1(code) * scale * global scale. int4-group: scales float32 [N, K / group],
     zero_points uint8 [N, K / group] or None for 8 everywhere, w = (code - zero point) * scale.
+
+    A rank's part of a larger weight may begin inside a scale block: by row_offsets rows in each
+    shard (() for none anywhere) and by column_offset columns. Its scales are those of all blocks
+    that it touches.
     """
 
     format: WeightFormat
@@ -43,6 +50,13 @@ class LinearTensors:
     input_scale: Tensor | None = None
     global_scales: Tensor | None = None
     zero_points: Tensor | None = None
+    row_offsets: tuple[int, ...] = ()
+    column_offset: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it begins inside a scale block."""
+        return bool(self.row_offsets) or self.column_offset > 0
 
     @property
     def is_packed(self) -> bool:
@@ -50,8 +64,9 @@ class LinearTensors:
 
     @property
     def block_k(self) -> int:
-        """Columns of the weight that share one scale."""
-        return columns_per_scale(self.format, self.weight.shape[1])
+        """Columns of the weight that share one of `row_scales`."""
+        block = columns_per_scale(self.format, self.weight.shape[1])
+        return gcd(block, self.column_offset) if self.column_offset else block
 
     def row_scales(self) -> Tensor | None:
         """Scales repeated to one row per row of weight: float32 [N, K blocks].
@@ -67,12 +82,25 @@ class LinearTensors:
             return self.scales
         rows = []
         start = 0
-        for num_rows in self.shard_rows:
+        for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):
             per_scale = rows_per_scale(self.format, num_rows)
-            stop = start + cdiv(num_rows, per_scale)
-            rows.append(self.scales[start:stop].repeat_interleave(per_scale, 0)[:num_rows])
+            stop = start + cdiv(offset + num_rows, per_scale)
+            repeated = self.scales[start:stop].repeat_interleave(per_scale, 0)
+            rows.append(repeated[offset : offset + num_rows])
             start = stop
-        return torch.cat(rows)
+        return torch.cat(rows)[:, self._columns_of_scales()]
+
+    def offsets_of_shards(self) -> tuple[int, ...]:
+        """row_offsets, with zeros where there are none."""
+        return self.row_offsets or (0,) * len(self.shard_rows)
+
+    def _columns_of_scales(self) -> "Tensor | slice":
+        """Which column of `scales` each column of `row_scales` repeats."""
+        if not self.column_offset:
+            return slice(None)
+        assert self.scales is not None
+        places = torch.arange(0, self.weight.shape[1], self.block_k, device=self.scales.device)
+        return (places + self.column_offset) // self.format.block[1]
 
 
 @dataclass(slots=True)
@@ -83,6 +111,9 @@ class MoETensors:
     down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
     [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
     for weights without. Their input scales, of a static activation scheme: float32 [E, shards].
+
+    A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
+    down by column_offset columns.
     """
 
     format: WeightFormat
@@ -92,10 +123,29 @@ class MoETensors:
     down_scales: Tensor | None = None
     gate_up_input_scales: Tensor | None = None
     down_input_scales: Tensor | None = None
+    row_offset: int = 0
+    column_offset: int = 0
 
     @property
     def num_experts(self) -> int:
         return self.gate_up.shape[0]
+
+    def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
+        """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
+        _, hidden, inner = self.down.shape
+        offsets = (self.row_offset,) * 2 if self.row_offset else ()
+        return (
+            LinearTensors(
+                self.format, self.gate_up, (inner, inner), self.gate_up_scales, row_offsets=offsets
+            ),
+            LinearTensors(
+                self.format,
+                self.down,
+                (hidden,),
+                self.down_scales,
+                column_offset=self.column_offset,
+            ),
+        )
 
     def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of one expert, as two linear layers; views, no copies."""
@@ -105,6 +155,8 @@ class MoETensors:
             shard_rows: tuple[int, ...],
             scales: Tensor | None,
             inputs: Tensor | None,
+            row_offset: int = 0,
+            column_offset: int = 0,
         ) -> LinearTensors:
             return LinearTensors(
                 self.format,
@@ -112,12 +164,17 @@ class MoETensors:
                 shard_rows,
                 None if scales is None else scales[index],
                 input_scale=None if inputs is None else inputs[index].max(),
+                row_offsets=(row_offset,) * len(shard_rows) if row_offset else (),
+                column_offset=column_offset,
             )
 
         _, hidden, inner = self.down.shape
+        halves, whole = (inner, inner), (hidden,)
+        gate_up = (self.gate_up, halves, self.gate_up_scales, self.gate_up_input_scales)
+        down = (self.down, whole, self.down_scales, self.down_input_scales)
         return (
-            linear(self.gate_up, (inner, inner), self.gate_up_scales, self.gate_up_input_scales),
-            linear(self.down, (hidden,), self.down_scales, self.down_input_scales),
+            linear(*gate_up, row_offset=self.row_offset),
+            linear(*down, column_offset=self.column_offset),
         )
 
 

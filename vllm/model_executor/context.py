@@ -1,12 +1,13 @@
 """What a model is built with; handed to every layer, so that none asks a global."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vllm.distributed.parallel import Parallel
 from vllm.kernels.selection import Selection
 from vllm.ops.paged_attention import AttentionBatch
 
@@ -19,7 +20,8 @@ class ModelContext:
     """hf_config: the text model's config. dtype: of activations. weight_dtype: in which weights
     that are not quantised are kept. ops: the small kernels (norms, rotary, activations) of the
     device. kv_cache_format: short name of the cache's type. max_model_len: positions to serve.
-    ties_embeddings: the output projection uses the embedding's weight.
+    ties_embeddings: the output projection uses the embedding's weight. parallel: the ranks that
+    share the model with this one.
     """
 
     hf_config: Any
@@ -31,6 +33,7 @@ class ModelContext:
     kv_cache_format: str
     max_model_len: int
     ties_embeddings: bool
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
     chosen = FORMATS[format_name](_num_columns(checkpoint, wanted))
     with new_folder(target) as folder:
         _copy_other_files(source, folder)
-        _write_config(source, folder, chosen.config)
+        _write_config(source, folder, chosen.with_ignored(_kept_weights(checkpoint, wanted)))
         _write_weights(checkpoint, folder, wanted, chosen.quantise)
 
 
@@ -99,6 +99,17 @@ def _linear_weights(source: Path, checkpoint: Checkpoint) -> tuple[set[str], set
 
 def _stored(cls: type[nn.Module], checkpoint: Checkpoint, ours: set[str]) -> set[str]:
     return {name for name in checkpoint.infos if cls.slot_name(name) in ours}
+
+
+def _kept_weights(checkpoint: Checkpoint, wanted: set[str]) -> list[str]:
+    """Names, without `.weight`, of the other matrices but embeddings: other readers of the
+    checkpoint may take each of them for a linear layer."""
+    names = (
+        name.removesuffix(".weight")
+        for name, info in checkpoint.infos.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and name not in wanted
+    )
+    return sorted(name for name in names if not name.endswith("embed_tokens"))
 
 
 def _num_columns(checkpoint: Checkpoint, weights: set[str]) -> dict[str, int]:

@@ -4,7 +4,7 @@
 needs calibration: activations are scaled when they are there (FP8) or not quantised (4 bits).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,11 @@ class Format:
 
     config: dict[str, Any]
     quantise: Callable[[str, Tensor], dict[str, Tensor]]
+
+    def with_ignored(self, names: Sequence[str]) -> dict[str, Any]:
+        """The config, with `names` among the layers that are not quantised."""
+        field = "ignore" if "ignore" in self.config else "modules_to_not_convert"
+        return self.config | {field: list(dict.fromkeys([*self.config[field], *names]))}
 
 
 def fp8_block(num_columns: NumColumns) -> Format:

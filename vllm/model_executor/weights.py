@@ -1,7 +1,7 @@
 """Where checkpoint tensors go: every layer declares its slots, the loader fills them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,12 +13,25 @@ class Slot:
     """One tensor a layer takes from the checkpoint.
 
     shape: what the checkpoint must hold (() matches (1,) too). dtypes: which types it may have;
-    the first is the one random weights are made in. write: copies it to its place.
+    the first is the one random weights are made in. write: copies it to its place. region: the
+    part of the tensor that `write` gets, () for all of it; nothing else of it is read. others:
+    slots that take other parts of the same tensor.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     write: Callable[[Tensor], None]
+    region: tuple[slice, ...] = ()
+    others: tuple["Slot", ...] = ()
+
+    def take(self, tensor: Tensor) -> None:
+        """Writes its parts of the checkpoint's tensor."""
+        for slot in (self, *self.others):
+            slot.write(tensor[slot.region] if slot.region else tensor)
+
+    def with_other(self, other: "Slot") -> "Slot":
+        assert (other.shape, other.dtypes) == (self.shape, self.dtypes)
+        return replace(self, others=(*self.others, other))
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,6 +60,14 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
         if isinstance(module, HasSlots):
             slots.update(module.slots())
     return slots
+
+
+def elsewhere(model: nn.Module) -> frozenset[str]:
+    """Names of layers that are of this model but on other ranks: what its modules list as theirs
+    in `elsewhere`."""
+    return frozenset(
+        name for module in model.modules() for name in getattr(module, "elsewhere", ())
+    )
 
 
 def kernel_layers(model: nn.Module) -> Iterator[HasKernel]:

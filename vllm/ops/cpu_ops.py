@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm import _native
+from vllm.model_executor.layers.fused_moe.router import route as route_experts
+
+__all__ = ["route_experts"]
 
 _library = _native.load()
 _linear_pack = _library.linear_pack
@@ -21,6 +24,10 @@ _rms_norm = _library.rms_norm
 _fused_add_rms_norm = _library.fused_add_rms_norm
 _rotary_embedding = _library.rotary_embedding
 _silu_and_mul = _library.silu_and_mul
+_rms_norm_gated = _library.rms_norm_gated
+_mul_sigmoid = _library.mul_sigmoid
+_causal_conv1d = _library.causal_conv1d
+_gated_delta_rule = _library.gated_delta_rule
 _reshape_and_cache = _library.reshape_and_cache
 _paged_attention = _library.paged_attention
 _sample_tokens = _library.sample_tokens
@@ -123,6 +130,16 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     _fused_add_rms_norm(x, residual, weight, eps)
 
 
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x, weight, eps) * silu(gate), rounded once; `gate` has the shape of `x`."""
+    if out is None:
+        out = x.new_empty(x.shape)
+    _rms_norm_gated(x, gate, weight, out, eps)
+    return out
+
+
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -164,6 +181,14 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1].
+
+    Both may have strides between tokens and heads.
+    """
+    _mul_sigmoid(x, gate)
+
+
 def routed_experts(
     x: Tensor,
     topk_weights: Tensor,
@@ -174,14 +199,17 @@ def routed_experts(
 
     `topk_ids` int64 [tokens, k] are distinct indices into `experts`, the pairs of gate-up [2 i, n]
     and down [n, i]; an expert gives down(silu_and_mul(gate_up(x))) in x's type. `topk_weights`
-    float32 [tokens, k]. The sum is in float32, in the order of the columns.
+    float32 [tokens, k]. An id of -1 adds nothing. The sum is in float32, in the order of the
+    columns.
     """
     num_tokens, top_k = topk_ids.shape
     chosen = topk_ids.flatten()
     by_expert = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=len(experts)).tolist()
+    num_absent, *counts = torch.bincount(chosen + 1, minlength=len(experts) + 1).tolist()
+    absent, *rows_of = by_expert.split([num_absent, *counts])
     results = x.new_empty((num_tokens * top_k, x.shape[1]))
-    for (gate_up, down), rows in zip(experts, by_expert.split(counts), strict=True):
+    results[absent] = 0
+    for (gate_up, down), rows in zip(experts, rows_of, strict=True):
         if len(rows):
             results[rows] = linear(silu_and_mul(linear(x[rows // top_k], gate_up)), down)
     total = torch.zeros(x.shape)
@@ -250,6 +278,65 @@ def paged_attention(
         k_scale,
         v_scale,
     )
+    return out
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
+
+    out[t, c] = silu(sum over j of weight[j, c] * x[t - taps + 1 + j, c]), `weight` float32 [taps,
+    channels], up to 8 taps. Where that reaches back before this step it reads `state` [slots,
+    taps - 1, channels] in x's type, the last inputs of the request in slot `state_slots[r]`
+    (int32 [requests]), and then leaves its own last inputs there. Requests are given as for
+    `paged_attention`, each with at least one token; one with seq_lens[r] tokens in this step
+    starts from zeros, whatever its slot holds. Slots of requests must differ.
+    """
+    if out is None:
+        out = x.new_empty(x.shape)
+    _causal_conv1d(x, weight, state, state_slots, query_start_loc, seq_lens, out)
+    return out
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay_rate: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of Gated DeltaNet (arXiv 2412.06464) over the tokens of each request.
+
+    `query`, `key` [tokens, key heads, key_dim]; `value` [tokens, value heads, value_dim], whose
+    head h goes with key head h // (value heads / key heads); `a`, `b` [tokens, value heads];
+    `decay_rate`, `dt_bias` float32 [value heads]. Per token and value head, in float32:
+
+        q, k = query / |query| / sqrt(key_dim), key / |key|        (lengths sqrt(sum + 1e-6))
+        S = exp(-decay_rate * softplus(a + dt_bias)) * S           S [key_dim, value_dim]
+        S = S + k (outer product) sigmoid(b) * (value - S.T k)
+        out = S.T q                                                out [tokens, value heads, ...]
+
+    S is `state[state_slots[r], h]` (float32 [slots, value heads, key_dim, value_dim]), taken and
+    left as `causal_conv1d` does with its own. Head sizes up to 256.
+    """
+    if out is None:
+        out = value.new_empty(value.shape)
+    requests = state_slots, query_start_loc, seq_lens
+    _gated_delta_rule(query, key, value, a, b, decay_rate, dt_bias, state, *requests, out)
     return out
 
 

@@ -3,7 +3,9 @@
 The functions of `torch_ops` but those of attention and the KV cache, which its backends own, and
 two more. Tensors are on one GPU. Every call is one launch on torch's current stream, waits for
 nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the first tensor
-at every call.
+at every call. The router and the gated delta-net are Triton kernels, the latter several launches
+for steps with more than one token of a request; without Triton they are those of `torch_ops`, of
+which such steps wait for the device.
 
 Importing this module loads the library and raises `NativeLibraryError` if it cannot. Wrong
 arguments raise ValueError naming the argument, what was given and what is accepted; values on the
@@ -16,6 +18,15 @@ import torch
 from torch import Tensor
 
 from vllm import _native
+from vllm.ops.torch_ops import mul_sigmoid, rms_norm_gated
+
+try:
+    from vllm.kernels.triton.delta_rule import causal_conv1d, gated_delta_rule
+    from vllm.kernels.triton.moe_rows import route as route_experts
+except ImportError:
+    from vllm.ops.torch_ops import causal_conv1d, gated_delta_rule, route_experts
+
+__all__ = ["causal_conv1d", "gated_delta_rule", "mul_sigmoid", "rms_norm_gated", "route_experts"]
 
 _library = _native.load()
 _rms_norm = _library.cuda_rms_norm

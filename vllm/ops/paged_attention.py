@@ -32,14 +32,16 @@ class AttentionBatch:
     query_start_loc: int32 [R + 1], first token of each request. seq_lens: int32 [R], keys of
     each request, those of this step included. block_tables: int32 [R, max blocks].
     slot_mapping: int64 [T], block * block_size + offset where each token's K and V go; negative
-    for a token that fills up a captured graph. max_query_len, max_seq_len: bounds that kernels
-    size their grids by, which a captured graph cannot read from the device.
+    for a token that fills up a captured graph. state_slots: int32 [R], where each request's
+    recurrent states are; 0 is nobody's, for what fills up a graph. max_query_len, max_seq_len:
+    bounds that kernels size their grids by, which a captured graph cannot read from the device.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     slot_mapping: Tensor
+    state_slots: Tensor
     max_query_len: int
     max_seq_len: int
 
@@ -76,7 +78,7 @@ class PagedAttention:
             "dim": self.problem.head_dim,
         }
         self.k_cache, self.v_cache = (
-            _zeros(tuple(sizes[axis] for axis in axes), self.dtype, device)
+            zeros_on_demand(tuple(sizes[axis] for axis in axes), self.dtype, device)
             for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
         )
 
@@ -101,7 +103,7 @@ class PagedAttention:
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On the CPU, zeros whose pages the system provides at first use; torch.zeros writes them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.model_executor.layers.fused_moe.router import route as route_experts
+from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
+
+__all__ = ["causal_conv1d", "gated_delta_rule", "route_experts"]
+
 USES_TORCH_THREADS = True
 
 
@@ -62,6 +67,14 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     rms_norm(residual, weight, eps, out=x)
 
 
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x, weight, eps) * silu(gate), rounded once."""
+    normed = rms_norm(x.float(), weight, eps)
+    return _deliver((normed * torch.nn.functional.silu(gate.float())).to(x.dtype), out)
+
+
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -109,6 +122,11 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [tokens, 2 n] -> [tokens, n] = silu(x[:, :n]) * x[:, n:]."""
     gate, up = x.float().chunk(2, -1)
     return _deliver((torch.nn.functional.silu(gate) * up).to(x.dtype), out)
+
+
+def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1]."""
+    x.copy_(x.float() * torch.sigmoid(gate.float()))
 
 
 def routed_experts(

@@ -10,6 +10,21 @@ class CpuPlatform(Platform):
     device_type = "cpu"
 
 
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name() -> str:
+    """As its vendor calls it; "CPU" where Linux does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "CPU")
+
+
 def available_memory() -> int:
     """Bytes this process may still take: the smaller of free RAM and the cgroup's remainder."""
     free = _meminfo_available()

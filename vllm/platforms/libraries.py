@@ -1,20 +1,24 @@
 """The GPU libraries a machine may have: absent, broken (with its own error), or which version.
 
 Two levels. `installed_libs` reads package metadata and imports nothing: for explaining choices on
-any machine. `working_libs` imports each library and tries what is known to break, because a library
-can install, import, and fail at its first call.
+any machine. `working_libs` tries each library in a process of its own (`trial.py`): it can install,
+import, and fail, fault or hang at its first call.
 """
 
 import re
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from vllm import _native
-from vllm.kernels.spec import NATIVE, Lib, Libs
+from vllm.kernels.spec import NATIVE, Device, Lib, Libs
+from vllm.platforms import trial
+from vllm.platforms.installed import installed_device
+from vllm.platforms.interface import DeviceCapability
 
 # Module, which is also our name for the library -> distributions that install it.
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -34,12 +38,14 @@ def installed_libs() -> Libs:
 
 
 def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:
-    """What works here, found by importing and trying each of `modules`; the others are as
-    installed. Starts CUDA where there is a GPU."""
-    states = [
-        library_state(lib.name) if lib.name in modules else lib for lib in installed_libs().libs
-    ]
-    return Libs.of([state for state in states if state is not None])
+    """What works here, found by trying each of `modules`; the others are as installed."""
+    installed = installed_libs().libs
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        tried = list(
+            pool.map(library_state, [lib.name for lib in installed if lib.name in modules])
+        )
+    others = [lib for lib in installed if lib.name not in modules]
+    return Libs.of([*others, *(state for state in tried if state is not None)])
 
 
 def native_lib() -> Lib | None:
@@ -69,21 +75,32 @@ def library_state(module: str, distributions: tuple[str, ...] | None = None) -> 
     """The library that imports as `module`: None where it is absent, else its version and the
     architectures it carries, or the error that makes it unusable.
 
-    distributions: names it may be installed under; None for those in DISTRIBUTIONS. Asked once per
-    process: importing a broken library a second time can do worse than fail.
+    distributions: names it may be installed under; None for those in DISTRIBUTIONS. It is imported
+    and tried in another process, once; nothing is imported here.
     """
     found = _installed(module, DISTRIBUTIONS[module] if distributions is None else distributions)
     if found is None:
         return None
-    try:
-        imported = import_module(module)
-        if module in _TRIALS:
-            _TRIALS[module](imported, found.archs)
-    except Exception as error:  # whatever a foreign library raises makes it unusable
+    key = _trial_key(found)
+    if key and trial.remembers(key):
+        return found
+    result = trial.try_library(module, found.archs)
+    if "broken" in result:
         version = f"version {found.version}, " if found.version else ""
-        return Lib(module, broken=f"{version}{_one_line(error)}")
-    version = found.version or _public_version(str(getattr(imported, "__version__", "")))
-    return Lib(module, version, found.archs)
+        return Lib(module, broken=f"{version}{result['broken']}")
+    if key:
+        trial.remember(key)
+    return Lib(module, found.version or _public_version(result["version"]), found.archs)
+
+
+def _trial_key(lib: Lib) -> str:
+    """What a trial's result depends on; "" where a library does not say its version."""
+    folder = _package_folder(lib.name)
+    if not lib.version or folder is None:
+        return ""
+    changed = (folder / "__init__.py").stat().st_mtime_ns
+    torch_version = _distribution_version("torch")
+    return f"{lib} at {folder} of {changed}, torch {torch_version}, {installed_device()}"
 
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
@@ -116,11 +133,11 @@ def _public_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """The error and what caused it: a library that does not load often says why only there."""
     text = " ".join(str(error).split())[:300]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{line} <- {_one_line(error.__cause__)}" if error.__cause__ is not None else line
+    return f"{line} <- {one_line(error.__cause__)}" if error.__cause__ is not None else line
 
 
 # ---------------------------------------------------------------- DeepGEMM
@@ -142,14 +159,12 @@ def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
     Builds against another torch import and then fail right here ("dim == 2 or dim == 3"), and so
     does a machine without nvcc, which the library compiles its kernels with.
     """
+    if installed_device().kind == "cpu":
+        return
     import torch
 
-    from vllm.kernels.spec import Device
-    from vllm.platforms.interface import DeviceCapability
     from vllm.utils.deep_gemm import transform_sf_into_required_layout
 
-    if not torch.cuda.is_available():
-        return
     device = Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
     has_kernels = device.arch == "sm_90" or device.family == "sm_10x"
     if not has_kernels and not (device.family == "sm_12x" and "sm120" in archs):
@@ -165,4 +180,4 @@ def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
 
 
 _ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {"deep_gemm": _deep_gemm_archs}
-_TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {"deep_gemm": _try_deep_gemm}
+TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {"deep_gemm": _try_deep_gemm}

@@ -9,6 +9,8 @@ from vllm import _native, envs
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
+from vllm.kernels.tune_quarantine import with_quarantine
+from vllm.platforms.cpu import cpu_name, num_cores
 from vllm.platforms.interface import DeviceCapability
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
 
@@ -29,13 +31,33 @@ def probe_device() -> Device:
 
 
 @cache
+def probe_num_sms() -> int:
+    """Multiprocessors of the device; of a CPU the cores that this process may use."""
+    import torch
+
+    if probe_device().kind == "cuda":
+        return int(torch.cuda.get_device_properties().multi_processor_count)
+    return num_cores()
+
+
+def device_name() -> str:
+    """As its vendor calls it."""
+    import torch
+
+    if probe_device().kind == "cuda":
+        return str(torch.cuda.get_device_name())
+    return cpu_name()
+
+
+@cache
 def probe_libs() -> Libs:
-    """What kernels may be built on. On a GPU, libraries that a kernel of this build uses are
-    imported and tried; importing the others would only delay the start."""
+    """What kernels may be built on, and which of them failed here before. On a GPU, libraries that
+    a kernel of this build uses are tried; trying the others would only delay the start."""
     is_cpu = probe_device().kind == "cpu"
     found = installed_libs() if is_cpu else working_libs(registry.used_libs())
     native = _native_lib()
-    return Libs.of([*found.libs, registry.built(), *([native] if native else [])])
+    libs = Libs.of([*found.libs, registry.built(), *([native] if native else [])])
+    return with_quarantine(libs, probe_device())
 
 
 def _native_lib() -> Lib | None:

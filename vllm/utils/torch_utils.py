@@ -1,8 +1,12 @@
-"""Names of dtypes and seeds."""
+"""Names of dtypes, seeds, and what to say when a GPU is full."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from vllm.errors import ConfigError
 
 # Names users write -> torch dtype -> short name used by the kernel selector.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,3 +27,13 @@ def set_random_seed(seed: int) -> None:
     """Seeds Python's and torch's global generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def naming_the_knob(knob: str) -> Iterator[None]:
+    """Turns a GPU that is full into a ConfigError that says which option to change, and how."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        raise ConfigError(f"not enough GPU memory: {first}; change {knob}") from error

@@ -12,7 +12,8 @@ class InputBatch:
     token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
     num_computed: int64 [rows]. block_table: int32 [rows, max blocks]. sampled_at: int64 [rows],
     where the device keeps the last token, in the order of the step that sampled it; -1 for a token
-    that is in token_ids. num_tokens counts tokens that are not there yet.
+    that is in token_ids. num_tokens counts tokens that are not there yet. state_slots: int32
+    [rows], from 1 to the number of rows; a request keeps its slot when its row moves.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
@@ -25,6 +26,8 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampled_at = np.full(max_num_seqs, -1, np.int64)
+        self.state_slots = np.zeros(max_num_seqs, np.int32)
+        self._free_state_slots = list(range(max_num_seqs, 0, -1))
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
@@ -37,8 +40,8 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
 
     _ROW_ARRAYS = (
-        "num_blocks", "num_tokens", "num_prompt", "num_computed", "sampled_at", "seeds",
-        "temperature", "top_k", "top_p", "min_p", "may_edit_logits", "wants_logprobs",
+        "num_blocks", "num_tokens", "num_prompt", "num_computed", "sampled_at", "state_slots",
+        "seeds", "temperature", "top_k", "top_p", "min_p", "may_edit_logits", "wants_logprobs",
     )  # fmt: skip
 
     def add(self, request: Request, num_computed: int) -> None:
@@ -52,6 +55,7 @@ class InputBatch:
         self.num_computed[row] = num_computed
         self.num_blocks[row] = 0
         self.sampled_at[row] = -1
+        self.state_slots[row] = self._free_state_slots.pop()
         self.append_blocks(request.request_id, request.block_ids)
         self.seeds[row] = request.seed % 2**64
         self.temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
@@ -63,6 +67,7 @@ class InputBatch:
 
     def drop(self, request_id: str) -> None:
         row = self.row_of.pop(request_id)
+        self._free_state_slots.append(int(self.state_slots[row]))
         last = len(self.requests) - 1
         moved = self.requests.pop()
         if row == last:

@@ -1,5 +1,6 @@
 """Size and allocation of the KV cache."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,19 +23,30 @@ _GRAPH_BYTES = 1 * _GIB
 
 
 def allocate_kv_cache(
-    model: nn.Module, config: VllmConfig, device: torch.device, peak_bytes: int = 0
+    model: nn.Module,
+    config: VllmConfig,
+    device: torch.device,
+    peak_bytes: int = 0,
+    promised_bytes: int = 0,
+    agree: Callable[[float], float] = float,
 ) -> int:
     """Gives every attention layer its part of the cache; returns the number of blocks.
 
     peak_bytes: memory of a GPU that the largest step needs beyond what is allocated now.
+    promised_bytes: memory of the CPU that is spoken for without being taken yet. agree: the least
+    number of all ranks, given that of this one.
     """
     kernels = [module.kernel for module in model.modules() if isinstance(module, Attention)]
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
-    if num_blocks is None and device.type == "cpu":
-        num_blocks = _num_blocks_on_cpu(kernels, config)
+    if num_blocks is None and not kernels:
+        # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
+        num_blocks = _most_blocks(config)
+    elif num_blocks is None and device.type == "cpu":
+        num_blocks = _num_blocks_on_cpu(kernels, config, promised_bytes)
     elif num_blocks is None:
         num_blocks = _num_blocks_on_gpu(kernels, config, peak_bytes)
+    num_blocks = int(agree(num_blocks))
     for kernel in kernels:
         kernel.allocate(num_blocks, block_size, device)
     size = num_blocks * sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
@@ -82,12 +94,14 @@ def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_b
     return left // block_bytes
 
 
-def _num_blocks_on_cpu(kernels: list[PagedAttention], config: VllmConfig) -> int:
+def _num_blocks_on_cpu(
+    kernels: list[PagedAttention], config: VllmConfig, promised_bytes: int
+) -> int:
     """As many as all requests can use at their longest, within the memory there is."""
     block_size = config.cache_config.block_size
     block_bytes = sum(kernel.block_bytes(block_size) for kernel in kernels)
     space = envs.VLLM_CPU_KVCACHE_SPACE
-    free = available_memory()
+    free = max(0, available_memory() - promised_bytes)
     if space is not None:
         if space * _GIB > free:
             raise ConfigError(
@@ -95,6 +109,12 @@ def _num_blocks_on_cpu(kernels: list[PagedAttention], config: VllmConfig) -> int
                 f"memory that are free"
             )
         return int(space * _GIB) // block_bytes
-    longest = cdiv(config.model_config.max_model_len, block_size)
-    wanted = longest * config.scheduler_config.max_num_seqs
-    return min(wanted, min(_DEFAULT_LIMIT, free // 2) // block_bytes)
+    ranks = config.parallel_config
+    num_ranks = ranks.num_engine_ranks * ranks.data_parallel_size
+    return min(_most_blocks(config), min(_DEFAULT_LIMIT, free // 2 // num_ranks) // block_bytes)
+
+
+def _most_blocks(config: VllmConfig) -> int:
+    """All requests at their longest."""
+    longest = cdiv(config.model_config.max_model_len, config.cache_config.block_size)
+    return longest * config.scheduler_config.max_num_seqs

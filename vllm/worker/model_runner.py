@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.distributed.parallel import Parallel
 from vllm.engine.request import Request, TokenLogprobs
 from vllm.engine.scheduler import Step
 from vllm.kernels.selection import Selection
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import load_model
 from vllm.ops import usable_ops
+from vllm.utils.startup import StartupReport
+from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.cuda_graph import CudaGraphs
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
+from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
 from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample
+from vllm.worker.state_cache import allocate_states
 from vllm.worker.step_inputs import StepInputs
 
 # Rows of logits made at once for prompt logprobs: a prompt times a vocabulary can be gigabytes.
@@ -32,12 +37,13 @@ class StepResult:
     """tokens: the next token by request. logprobs: by request, where asked for.
 
     prompt_logprobs: by request, once, with the step that completes the prompt; the first token
-    of a prompt has none.
+    of a prompt has none. broken: why requests got no token; their logits were not finite.
     """
 
     tokens: dict[str, int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -45,7 +51,7 @@ class LaunchedStep:
     """A step on its way. On a GPU it may still run; the next one can be launched meanwhile.
 
     places: where each request's token goes in the batch. copied: when `tokens` (host memory) hold
-    them; None where they do at once.
+    them; None where they do at once. watch: of the layers, where --debug-numerics is set.
     """
 
     batch: InputBatch
@@ -55,6 +61,7 @@ class LaunchedStep:
     copied: torch.cuda.Event | None
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
+    watch: NumericsWatch | None = None
 
     def result(self) -> StepResult:
         """Waits for the step's end. To be called once, in the order of launching."""
@@ -62,7 +69,18 @@ class LaunchedStep:
             self.copied.synchronize()
         self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
         tokens = dict(zip(self.request_ids, self.tokens.tolist()))
-        return StepResult(tokens, self.logprobs, self.prompt_logprobs)
+        broken = {}
+        if BROKEN in tokens.values():
+            reason = self._what_broke()
+            broken = {name: reason for name, token in tokens.items() if token == BROKEN}
+            tokens = {name: token for name, token in tokens.items() if token != BROKEN}
+        return StepResult(tokens, self.logprobs, self.prompt_logprobs, broken)
+
+    def _what_broke(self) -> str:
+        text = "the model's logits for the next token are NaN or infinite"
+        if self.watch is None:
+            return f"{text}; start with --debug-numerics to learn in which layer that begins"
+        return f"{text}; the first output that is not finite is that of {self.watch.first}"
 
 
 class ModelRunner:
@@ -72,13 +90,31 @@ class ModelRunner:
     before it, the first must have been.
     """
 
-    def __init__(self, config: VllmConfig, selection: Selection):
+    def __init__(
+        self,
+        config: VllmConfig,
+        selection: Selection,
+        report: StartupReport,
+        parallel: Parallel | None = None,
+    ):
+        """parallel: the ranks that share the model with this one; None: it is alone."""
+        self._parallel = parallel = parallel or Parallel()
         self.device = torch.device(selection.device.kind)
         self._ops = usable_ops(selection.device.kind)
         with torch.inference_mode():
-            self.model = load_model(config, selection)
-            peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
-            self.num_blocks = allocate_kv_cache(self.model, config, self.device, peak_bytes)
+            with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
+                self.model = load_model(config, selection, parallel)
+                parallel.meet("loaded")
+            debugs = config.model_config.debug_numerics
+            self._watch = NumericsWatch(self.model) if debugs else None
+            with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
+                state_bytes = allocate_states(self.model, config, self.device)
+                peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
+            knob = "--gpu-memory-utilization (lower)"
+            with report.phase("KV cache"), naming_the_knob(knob):
+                self.num_blocks = allocate_kv_cache(
+                    self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
+                )
         self.config = config = fit_max_model_len(config, self.num_blocks)
         scheduler = config.scheduler_config
         self.batch = InputBatch(
@@ -100,8 +136,13 @@ class ModelRunner:
             for _ in range(2)
         ]
         self._graphs: CudaGraphs | None = None
-        if self.device.type == "cuda" and not config.model_config.enforce_eager:
-            with torch.inference_mode():
+        is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
+        if self.device.type == "cuda" and not is_eager:
+            with (
+                torch.inference_mode(),
+                report.phase("CUDA graphs"),
+                naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
+            ):
                 self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
 
     def _peak_bytes(self, config: VllmConfig) -> int:
@@ -114,6 +155,7 @@ class ModelRunner:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
+        self._parallel.token_counts = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
         hidden = self.model(inputs.padding(num_tokens))
         self.model.compute_logits(hidden[:num_seqs])
@@ -150,6 +192,11 @@ class ModelRunner:
     def _launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
         self._update_batch(step)
         batch = self.batch
+        # An engine without requests computes a token of padding with the others.
+        self._parallel.token_counts = tuple(max(1, count) for count in step.token_counts)
+        if step.is_empty:
+            self.model(self._inputs.padding(1))
+            return self._without_tokens({})
         rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
         counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
         starts = batch.num_computed[rows]
@@ -169,9 +216,12 @@ class ModelRunner:
                 logits = self.model.compute_logits(hidden[last])
         batch.num_computed[rows] = ends
         if len(complete) == 0:
-            nothing = np.empty(0, np.int64)
-            return LaunchedStep(batch, [], nothing, self._copies[0][:0], None, {}, prompt_logprobs)
+            return self._without_tokens(prompt_logprobs)
         return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
+
+    def _without_tokens(self, prompt_logprobs: dict[str, list[TokenLogprobs]]) -> LaunchedStep:
+        nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
+        return LaunchedStep(self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs)
 
     def _graph_size(self, rows: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> int | None:
         """The captured graph that serves this step; None for a step that has to run eagerly."""
@@ -188,10 +238,10 @@ class ModelRunner:
         prompt_logprobs: dict[str, list[TokenLogprobs]],
     ) -> LaunchedStep:
         batch, num_rows = self.batch, len(rows)
-        tokens, logprobs = sample(logits, self._sampling_batch(rows, bitmasks), self._ops)
+        tokens, reported, logprobs = self._next_tokens(logits, rows, bitmasks)
         self._copies.reverse()
         host = self._copies[0][:num_rows]
-        host.copy_(tokens, non_blocking=True)
+        host.copy_(reported, non_blocking=True)
         copied = None
         if self.runs_ahead:
             self._inputs.sampled[:num_rows] = tokens
@@ -209,7 +259,22 @@ class ModelRunner:
             copied=copied,
             logprobs={ids[index]: entry for index, entry in logprobs.items()},
             prompt_logprobs=prompt_logprobs,
+            watch=self._watch,
         )
+
+    def _next_tokens(
+        self, logits: Tensor, rows: np.ndarray, bitmasks: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[int, TokenLogprobs]]:
+        """What the last stage samples, on all stages, for the next step to read; the same with
+        broken ones marked, as the last stage knows them; and logprobs. The tensor-parallel ranks
+        of a stage have the same logits, and so draw the same tokens."""
+        stages = self._parallel.pipeline
+        if not stages.is_last:
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            tokens = stages.broadcast(tokens, stages.size - 1)
+            return tokens, tokens, {}
+        tokens, logprobs = sample(logits, self._sampling_batch(rows, bitmasks), self._ops)
+        return stages.broadcast(tokens, stages.size - 1), mark_broken(logits, tokens), logprobs
 
     def _update_batch(self, step: Step) -> None:
         for request_id in step.dropped:
@@ -300,6 +365,8 @@ class ModelRunner:
     def _prompt_entries(
         self, hidden: Tensor, targets: np.ndarray, request: Request
     ) -> list[TokenLogprobs]:
+        if not self._parallel.pipeline.is_last:
+            return []
         count = request.sampling.prompt_logprobs
         assert count is not None
         tokens = to_device(targets.astype(np.int64), self.device)

@@ -36,6 +36,7 @@ class StepInputs:
                 "slot_mapping": (np.int64, (max_tokens,)),
                 "query_start_loc": (np.int32, (max_seqs + 1,)),
                 "seq_lens": (np.int32, (max_seqs,)),
+                "state_slots": (np.int32, (max_seqs,)),
             },
             device,
         )
@@ -50,6 +51,7 @@ class StepInputs:
                 "slot_mapping": (np.int64, (max_seqs,)),
                 "sampled_at": (np.int64, (max_seqs,)),
                 "seq_lens": (np.int32, (max_seqs,)),
+                "state_slots": (np.int32, (max_seqs,)),
                 "is_sampled": (np.bool_, (max_seqs,)),
             },
             self._device,
@@ -83,6 +85,7 @@ class StepInputs:
         host["positions"][:num_tokens] = positions
         host["slot_mapping"][:num_tokens] = slots + positions % size
         host["seq_lens"][:num_seqs] = seq_lens
+        host["state_slots"][:num_seqs] = batch.state_slots[rows]
         self._buffers.upload()
         input_ids = device["input_ids"][:num_tokens]
         pending = np.flatnonzero(batch.sampled_at[rows] >= 0)
@@ -100,6 +103,7 @@ class StepInputs:
                 seq_lens=device["seq_lens"][:num_seqs],
                 block_tables=tables,
                 slot_mapping=device["slot_mapping"][:num_tokens],
+                state_slots=device["state_slots"][:num_seqs],
                 max_query_len=int(counts.max()),
                 max_seq_len=max_seq_len,
             ),
@@ -111,6 +115,7 @@ class StepInputs:
         device["slot_mapping"].fill_(-1)
         device["query_start_loc"][1] = num_tokens
         device["seq_lens"][0] = 1
+        device["state_slots"][0] = 0
         return ForwardBatch(
             input_ids=device["input_ids"][:num_tokens],
             positions=device["positions"][:num_tokens],
@@ -119,6 +124,7 @@ class StepInputs:
                 seq_lens=device["seq_lens"][:1],
                 block_tables=torch.zeros_like(device["seq_lens"][:1])[:, None],
                 slot_mapping=device["slot_mapping"][:num_tokens],
+                state_slots=device["state_slots"][:1],
                 max_query_len=num_tokens,
                 max_seq_len=num_tokens,
             ),
@@ -135,6 +141,7 @@ class StepInputs:
         blocks = batch.block_table[rows, starts // block_size].astype(np.int64)
         host["slot_mapping"][:num_seqs] = blocks * block_size + starts % block_size
         host["seq_lens"][:num_seqs] = starts + 1
+        host["state_slots"][:num_seqs] = batch.state_slots[rows]
         host["is_sampled"][:num_seqs] = batch.sampled_at[rows] >= 0
         host["sampled_at"][:num_seqs] = np.maximum(batch.sampled_at[rows], 0)
         for name, values in host.items():
@@ -159,6 +166,7 @@ class StepInputs:
                 seq_lens=device["seq_lens"][:size],
                 block_tables=self._block_tables[:size],
                 slot_mapping=device["slot_mapping"][:size],
+                state_slots=device["state_slots"][:size],
                 max_query_len=1,
                 max_seq_len=self._max_blocks * self._block_size,
             ),

@@ -1,5 +1,5 @@
-// Row-wise layers: RMS norm, rotary embedding, SiLU gate. Each row is computed alone, its sums in
-// one fixed order of sixteen-lane vectors.
+// Row-wise layers: RMS norm, rotary embedding, SiLU and sigmoid gates. Each row is computed alone,
+// its sums in one fixed order of sixteen-lane vectors.
 #include "parallel.h"
 
 namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
@@ -23,6 +23,10 @@ int lanes_left(int64_t size, int64_t at) {
   return size - at < kLanes ? static_cast<int>(size - at) : kLanes;
 }
 
+SIMD_INLINE F32x16 exp_of_minus_plus_1(F32x16 x) { return add(set1(1.0f), exp(sub(zero(), x))); }
+SIMD_INLINE F32x16 silu(F32x16 x) { return div(x, exp_of_minus_plus_1(x)); }
+SIMD_INLINE F32x16 sigmoid(F32x16 x) { return div(set1(1.0f), exp_of_minus_plus_1(x)); }
+
 template <ElementType kType>
 void norm_row(const NormArgs& args, int64_t token, int64_t head) {
   using T = StorageOf<kType>;
@@ -31,6 +35,7 @@ void norm_row(const NormArgs& args, int64_t token, int64_t head) {
   };
   const T* x = at(args.x);
   T* residual = args.residual.data ? at(args.residual) : nullptr;
+  const T* gate = args.gate.data ? at(args.gate) : nullptr;
   T* out = at(args.out);
   constexpr int kChains = 4;
   F32x16 squares[kChains];
@@ -55,8 +60,9 @@ void norm_row(const NormArgs& args, int64_t token, int64_t head) {
   for (int64_t i = 0; i < args.dim; i += kLanes) {
     const int count = lanes_left(args.dim, i);
     const F32x16 weight = load_first<ElementType::kFloat32>(args.weight + i, count);
-    const F32x16 value = mul(load_first<kType>(source + i, count), factor);
-    store_first<kType>(out + i, mul(value, weight), count);
+    F32x16 value = mul(mul(load_first<kType>(source + i, count), factor), weight);
+    if (gate) value = mul(value, silu(load_first<kType>(gate + i, count)));
+    store_first<kType>(out + i, value, count);
   }
 }
 
@@ -153,8 +159,30 @@ void silu_and_mul(const SiluArgs& args) {
         const int count = lanes_left(args.n, i);
         const F32x16 gate = load_first<kType>(x + i, count);
         const F32x16 up = load_first<kType>(x + args.n + i, count);
-        const F32x16 silu = div(gate, add(set1(1.0f), exp(sub(zero(), gate))));
-        store_first<kType>(out + i, mul(silu, up), count);
+        store_first<kType>(out + i, mul(silu(gate), up), count);
+      }
+    });
+  });
+}
+
+void mul_sigmoid(const SigmoidArgs& args) {
+  share_rows(args.num_tokens * args.num_heads, args.dim, [&](int64_t row) {
+    with_float_type(args.x.type, [&](auto tag) {
+      constexpr ElementType kType = decltype(tag)::value;
+      const auto at = [&](const Heads& heads) {
+        return static_cast<StorageOf<kType>*>(heads.data) +
+               row / args.num_heads * heads.token_stride + row % args.num_heads * heads.head_stride;
+      };
+      auto* x = at(args.x);
+      const auto* gate = at(args.gate);
+      float lanes[kLanes];
+      store(lanes, load_first<kType>(gate, 1));
+      const F32x16 of_head = sigmoid(set1(lanes[0]));
+      for (int64_t i = 0; i < args.dim; i += kLanes) {
+        const int count = lanes_left(args.dim, i);
+        const F32x16 factor =
+            args.is_per_head ? of_head : sigmoid(load_first<kType>(gate + i, count));
+        store_first<kType>(x + i, mul(load_first<kType>(x + i, count), factor), count);
       }
     });
   });

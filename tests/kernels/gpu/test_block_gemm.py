@@ -19,10 +19,9 @@ FP8 = torch.float8_e4m3fn
 NUM_TOKENS = [0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 127, 128, 300, 1024]
 SIZES = [(128, 128), (576, 576), (1000, 1040), (192, 2064), (2056, 16), (8, 4096)]
 # (tile_m, tile_n, cluster, is_split) of sm90_fp8_block.cu
-SPLIT = [(64, 64, 1, True), (64, 64, 4, True), (128, 64, 2, True), (128, 128, 8, True)]
-STAYING = [(64, 32, 1, False), (64, 32, 2, False), (64, 64, 1, False), (128, 64, 2, False),
-           (128, 128, 1, False), (128, 128, 2, False), (256, 128, 1, False),
-           (256, 128, 2, False)]  # fmt: skip
+SPLIT = [(64, 32, 1, True), (64, 32, 4, True), (128, 64, 2, True), (128, 64, 8, True)]
+STAYING = [(64, 32, 1, False), (64, 32, 2, False), (64, 64, 1, False), (128, 32, 1, False),
+           (128, 64, 2, False), (128, 128, 1, False), (128, 128, 2, False)]  # fmt: skip
 TILINGS = SPLIT + STAYING
 
 
@@ -111,7 +110,7 @@ def test_rounding_error_is_that_of_the_output_type(library, tiling):
     assert (out.double() - expected).norm() / expected.norm() < 5e-4
 
 
-@pytest.mark.parametrize("tiling", [SPLIT[3], STAYING[5]], ids=str)
+@pytest.mark.parametrize("tiling", [SPLIT[-1], STAYING[-1]], ids=str)
 def test_results_do_not_depend_on_timing(library, tiling):
     a, b = torch.randn(130, 8192, device="cuda"), torch.randn(1024, 8192, device="cuda")
     operands = (a.to(FP8), torch.rand(130, 64, device="cuda"), b.to(FP8),

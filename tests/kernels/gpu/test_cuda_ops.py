@@ -144,6 +144,27 @@ def test_blocks_that_take_several_rows(ops, dim):
     assert same_bits(residual, total) and same_bits(x, normed)
 
 
+@pytest.mark.parametrize("dim", [63, 576])
+def test_as_many_tokens_as_a_prefill_has(ops, dim):
+    num_tokens, dtype = 8192, torch.bfloat16
+    x, residual = randn(num_tokens, dim, dtype=dtype), randn(num_tokens, dim, dtype=dtype)
+    weight, out = torch.rand(dim, device=DEVICE) + 0.5, Guarded(num_tokens, dim, dtype=dtype)
+    ops.rms_norm(x, weight, 1e-6, out=out.tensor)
+    assert_close(out.read(), exact_norm(x, weight, 1e-6), dtype)
+    activated = Guarded(num_tokens, dim, dtype=dtype)
+    both = torch.cat((x, residual), -1)
+    ops.silu_and_mul(both, out=activated.tensor)
+    expected = torch_ops.silu_and_mul(both.cpu())
+    torch.testing.assert_close(activated.read(), expected, rtol=2 * RTOL[dtype], atol=1e-6)
+    ids = torch.randint(0, num_tokens, (num_tokens,), device=DEVICE)
+    copied = Guarded(num_tokens, dim, dtype=dtype)
+    ops.embedding(ids, x, out=copied.tensor)
+    assert same_bits(copied.read(), x[ids].cpu())
+    total = x + residual
+    ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+    assert same_bits(residual, total) and same_bits(x, ops.rms_norm(total, weight, 1e-6))
+
+
 def test_nan_stays_in_its_row(ops):
     x = randn(3, 4096, dtype=torch.bfloat16)
     x[1, 77] = torch.nan
@@ -200,6 +221,21 @@ def test_query_alone_and_positions_outside_the_cache(ops):
     torch_ops.rotary_embedding(torch.tensor([9, 0]), expected[[0, 3]], None, cache.cpu())
     assert not query[[0, 3]].isnan().any() and not query[..., 32:].isnan().any()
     assert bool(query[1:3, :, :32].isnan().all())
+
+
+def test_as_many_positions_as_a_prefill_has(ops):
+    qkv, cache = randn(8192, 640, dtype=torch.bfloat16), cos_sin(64, 8192)
+    positions, expected, fused = torch.arange(8192, device=DEVICE), qkv.cpu().float(), qkv.clone()
+    weight = torch.rand(64, device=DEVICE) + 0.5
+    ops.rotary_embedding(positions, *split_qkv(qkv, 64), cache)
+    torch_ops.rotary_embedding(positions.cpu(), *split_qkv(expected, 64), cache.cpu())
+    assert_close(qkv.cpu(), expected.double(), torch.bfloat16, atol=2e-6)
+    in_two = fused.clone()
+    for heads in split_qkv(in_two, 64):
+        ops.rms_norm(heads, weight, 1e-6, out=heads)
+    ops.rotary_embedding(positions, *split_qkv(in_two, 64), cache)
+    ops.qk_norm_rotary(positions, *split_qkv(fused, 64), weight, weight, cache, 1e-6)
+    assert same_bits(fused, in_two)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

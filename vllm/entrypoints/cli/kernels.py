@@ -1,4 +1,7 @@
-"""`vllm kernels`: which kernels exist, which would serve a model on a chip, and why."""
+"""`vllm kernels`: which kernels exist, which would serve a model on a chip, and why.
+
+`tune` and `quarantine` are in kernels_tune.py.
+"""
 
 import argparse
 import json
@@ -9,6 +12,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config.kernel import ON_UNMET, KernelConfig
+from vllm.entrypoints.cli import kernels_tune
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import diff, explain, question, registry, render
 from vllm.kernels.policy import FLAGS, VARIABLES, make_policy, set_variables
@@ -23,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(dest="kernels_kind", metavar="KIND", required=True)
     _add_list(kinds)
     _add_explain(kinds)
+    kernels_tune.add_parsers(kinds)
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
     docs.set_defaults(run=run_docs)
@@ -155,7 +160,8 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
     ).wishes(quant_config)
     variables = set_variables()
-    selection = Selection(device, libs, make_policy(wishes, variables, model_type, device))
+    policy = make_policy(wishes, variables, model_type, device)
+    selection = Selection(device, libs, policy, question.tables_of(args.device, device))
     for name, problem in problems:
         selection.decide(name, problem)
     return selection, explain.variable_texts(variables)
@@ -175,7 +181,7 @@ def _set_variable(text: str) -> None:
 
 def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str, Any]:
     """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config."""
-    from vllm.kernels.layers import MODEL_TYPES, layer_problems, model_type, text_config
+    from vllm.kernels.layers import MODEL_TYPES
 
     asked_type = args.model_type
     if asked_type is not None and asked_type not in MODEL_TYPES:
@@ -188,19 +194,30 @@ def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str,
             raise ConfigError("--tp and --ep cut models; write a cut layer as fp8-block:18432/32xK")
         dtype = question.dtype_of(args.dtype, {}, device)
         return [question.layer_of(text, dtype) for text in args.layer], asked_type or "", None
-    config = question.read_model(args.model)
+    problems, own_type, quant_config = model_problems(args.model, args, device)
+    return problems, asked_type or own_type, quant_config
+
+
+def model_problems(
+    model: str, args: argparse.Namespace, device: Device
+) -> tuple[list[Any], str, Any]:
+    """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
+    tp, ep and, where the command has it, kv_cache_dtype."""
+    from vllm.kernels.layers import layer_problems, model_type, text_config
+
+    config = question.read_model(model)
     text = text_config(config)
     dtype = question.dtype_of(args.dtype, text, device)
-    quant_config = _quantization(config, text, args.model)
+    quant_config = _quantization(config, text, model)
     problems = layer_problems(
         config,
         quant_config,
         dtype=dtype,
-        kv_format=question.kv_format_of(args.kv_cache_dtype, dtype),
+        kv_format=question.kv_format_of(getattr(args, "kv_cache_dtype", "auto"), dtype),
         tp=args.tp,
         ep=args.ep,
     )
-    return problems, asked_type or model_type(config), quant_config
+    return problems, model_type(config), quant_config
 
 
 def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:

@@ -1,15 +1,16 @@
 """Our own CUTLASS kernels: FP8 and NVFP4 GEMM, dense and grouped."""
 
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Scales
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
+from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
 
 _SM90, _SM100, _SM120 = {"90a"}, {"100a", "100f", "103a"}, {"120a", "120f", "121a"}
 _Spec = partial(
@@ -41,6 +42,14 @@ _Nvfp4 = partial(
     k_align=32,
 )
 
+
+def _nvfp4_parts(problem: Problem) -> list[Reason]:
+    """Merged parts have global scales of their own, and so may become products of their own."""
+    assert isinstance(problem, LinearProblem)
+    cut = [size for size in problem.parts if size % 32]
+    return [Reason(Why.SHAPE, f"part of {size} rows is not a multiple of 32") for size in cut[:1]]
+
+
 SPECS = (
     _Block(family="linear"),
     _Spec(
@@ -49,20 +58,28 @@ SPECS = (
         formats=frozenset({"fp8-tensor", "fp8-channel"}),
         act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
     ),
-    _Nvfp4(family="linear"),
-    _Block(family="moe"),
+    _Nvfp4(family="linear", check=_nvfp4_parts),
+    _Block(
+        family="moe",
+        native=("sm90_fp8_block_gemm", "sm100_fp8_grouped_gemm", "sm120_fp8_grouped_gemm"),
+        dtypes=frozenset({"bf16"}),
+    ),
     _Nvfp4(family="moe"),
 )
 
 
-# Formats that `linear` has code for.
-MAKES = {"linear": frozenset({"fp8-block"})}
+# Formats that `linear` and `moe` have code for.
+MAKES = {"linear": frozenset({"fp8-block", "nvfp4"}), "moe": frozenset({"fp8-block"})}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes an FP8 block weight as it is stored; each call quantises x [M, K] and multiplies."""
+    """Takes an FP8 block weight as it is stored, or swizzles the scales of an NVFP4 one; each call
+    quantises x [M, K] and multiplies."""
+    if problem.format == "nvfp4":
+        return _nvfp4_linear(tensors)
     from vllm import _native
-    from vllm._custom_ops import ScaleLayout, per_token_group_fp8_quant
+    from vllm._custom_ops import ScaleLayout
+    from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
     gemm = _native.load().cutlass_fp8_block_gemm
@@ -70,12 +87,134 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
 
-        def apply(x: "Tensor") -> "Tensor":
-            q, x_scales = per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
-            out = x.new_empty(x.shape[0], weight.shape[0])
-            gemm(q, x_scales, weight, scales, bias, out)
+        def multiply(x: QuantizedInput) -> "Tensor":
+            out = x.q.new_empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+            gemm(x.q, x.scales, weight, scales, bias, out)
             return out
 
-        return apply
+        return QuantizingKernel(InputQuant(ScaleLayout.TMA_ALIGNED), multiply)
 
     return fitted_kernel(tensors, winner.fit, make)
+
+
+def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
+    """One product for each run of merged parts that share a global scale."""
+    import torch
+
+    from vllm._custom_ops import scaled_fp4_quant
+    from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_scales
+
+    gemm = torch.ops.vllm.cutlass_nvfp4_gemm
+    weight, bias, input_scale = tensors.weight, tensors.bias, tensors.input_scale
+    assert tensors.scales is not None and tensors.global_scales is not None
+    assert input_scale is not None
+    inverse = input_scale.reciprocal().reshape(1)
+    products = []
+    start = stop = 0
+    factors = tensors.global_scales.tolist()
+    for i, num_rows in enumerate(tensors.shard_rows):
+        stop += num_rows
+        if factors[i + 1 : i + 2] == factors[i : i + 1]:
+            continue
+        rows = slice(start, stop)
+        alpha = (input_scale * tensors.global_scales[i]).reshape(1)
+        part_bias = None if bias is None else bias[rows]
+        products.append(
+            (rows, weight[rows], swizzle_scales(tensors.scales[rows]), alpha, part_bias)
+        )
+        start = stop
+
+    def apply(x: "Tensor") -> "Tensor":
+        q, scales = scaled_fp4_quant(x, inverse)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        for rows, *operands in products:
+            gemm(q, scales, *operands, out[:, rows])
+        return out
+
+    return apply
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Takes FP8 block weights as they are stored; each call sorts rows by expert, and quantises and
+    multiplies them twice. Nothing waits for the device, so a CUDA graph can capture it."""
+    import torch
+
+    from vllm._custom_ops import per_token_group_fp8_quant, silu_and_mul_group_quant
+
+    gemm = torch.ops.vllm.cutlass_fp8_block_gemm_grouped
+    if winner.fit is not None:
+        tensors = _with_whole_blocks(tensors)
+    gate_up, down = tensors.gate_up, tensors.down
+    num_experts, hidden, _ = down.shape
+    if down.is_cuda and find_spec("triton"):
+        return _with_triton_rows(tensors)
+    bounds = torch.arange(num_experts + 1, device=down.device)
+
+    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+        num_tokens, top_k = ids.shape
+        experts, order = ids.flatten().sort(stable=True)
+        offsets = torch.searchsorted(experts, bounds, out_int32=True)
+        # Scales stay row-major: those of a group begin at any row.
+        q, scales = per_token_group_fp8_quant(x)
+        rows = order // top_k
+        q = q.view(torch.uint8).index_select(0, rows).view(q.dtype)
+        inner = x.new_empty(len(rows), gate_up.shape[1])
+        gemm(q, scales.index_select(0, rows), gate_up, tensors.gate_up_scales, offsets, inner)
+        q, scales = silu_and_mul_group_quant(inner)
+        # Pairs of experts elsewhere come before the first group, and stay zeros.
+        sorted_out = x.new_zeros(len(rows), hidden)
+        gemm(q, scales, down, tensors.down_scales, offsets, sorted_out)
+        out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
+        return (out.view(num_tokens, top_k, hidden) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    return apply
+
+
+def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
+    """The same in six launches, or seven for many tokens."""
+    import torch
+
+    from vllm.kernels.triton import moe_rows
+
+    gemm = torch.ops.vllm.cutlass_fp8_block_gemm_grouped
+    num_experts = tensors.num_experts
+
+    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+        if x.shape[0] == 0:
+            return x.clone()
+        rows = moe_rows.sort(ids, num_experts)
+        layout = moe_rows.Rows(ids.numel(), is_row_major=True)
+
+        def multiply(q: "Tensor", scales: "Tensor", weight: "Tensor", grid: "Tensor") -> "Tensor":
+            out = x.new_empty(layout.num_rows, weight.shape[1])
+            gemm(q, scales, weight, grid, rows.ends, out)
+            return out
+
+        assert tensors.gate_up_scales is not None and tensors.down_scales is not None
+        q, scales = moe_rows.spread(x, rows.positions, layout)
+        inner = multiply(q, scales, tensors.gate_up, tensors.gate_up_scales)
+        q, scales = moe_rows.activate(inner, rows.positions, layout)
+        out = multiply(q, scales, tensors.down, tensors.down_scales)
+        return moe_rows.combine(out, weights, rows.positions, num_experts)
+
+    return apply
+
+
+def _with_whole_blocks(tensors: "MoETensors") -> "MoETensors":
+    """The same experts with zeros around their intermediate rows and columns, up to the borders of
+    the blocks that they touch: rows of zeros give zeros, which meet columns of zeros."""
+    from dataclasses import replace
+
+    import torch
+    from torch.nn.functional import pad
+
+    assert tensors.down_scales is not None and tensors.row_offset == tensors.column_offset
+    before, inner = tensors.column_offset, tensors.down.shape[2]
+    after = tensors.down_scales.shape[-1] * tensors.format.block[1] - before - inner
+    halves = tensors.gate_up.view(torch.uint8).chunk(2, 1)
+    gate_up = torch.cat([pad(half, (0, 0, before, after)) for half in halves], 1)
+    down = pad(tensors.down.view(torch.uint8), (before, after))
+    dtype = tensors.down.dtype
+    return replace(
+        tensors, gate_up=gate_up.view(dtype), down=down.view(dtype), row_offset=0, column_offset=0
+    )

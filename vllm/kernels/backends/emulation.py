@@ -1,20 +1,31 @@
-"""W8A8 arithmetic in plain torch, on any device: to see what a chip's numbers do, not to be fast.
+"""The arithmetic of quantised kernels in plain torch, on any device: to see what a chip's numbers
+do, not to be fast.
 
-`emulation` quantises activations per token and 128 columns with float32 scales, as Hopper's
-kernels do. `emulation-ue8m0` computes what DeepGEMM does on capability family 100: weights
-re-quantised to power-of-two scales at load, activations quantised with such scales too.
+A weight is held as the chip would see it, in float32; activations are rounded as the chip would
+round them, and multiplied in float32. What is rounded, and how, is what the selector says of the
+winner. Two backends can be asked for by name, whatever the chip: `emulation` quantises activations
+per token and 128 columns with float32 scales, as Hopper's kernels do; `emulation-ue8m0` computes
+what DeepGEMM does on capability family 100: weights re-quantised to power-of-two scales at load,
+activations quantised with such scales too. Every other backend is emulated as one chip has it:
+`emulate:BACKEND@CHIP` (vllm/kernels/emulate.py).
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem
 from vllm.kernels.spec import Candidate, KernelSpec, Scales
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+
+    Rounding = Callable[[Tensor], Tensor]
+    """x [M, K] -> the values that a kernel multiplies in its place, float32."""
 
 _GROUP = 128  # columns of an activation that share one scale
 _Spec = partial(
@@ -34,24 +45,95 @@ SPECS = (
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Holds the weight as the chip would see it, dequantised: float32, 4 bytes an element.
+    """4 bytes for an element of the weight; inputs and outputs are rounded to the problem's type,
+    which is that of the chip's kernels."""
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.utils.torch_utils import dtype_of
 
-    Activations are quantised and dequantised at every call; the product is a float32 matmul.
-    """
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    make = partial(_kernel, winner=winner, dtype=dtype_of(problem.dtype))
+    # Only a shard that begins inside a block needs its first block whole.
+    return fitted_kernel(tensors, winner.fit if tensors.is_cut else None, make)
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Both products of every expert as `linear` computes them, for its own tokens alone; what is
+    between them is rounded to the problem's type."""
+    import torch
+
+    from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
+    from vllm.ops import torch_ops
+    from vllm.utils.torch_utils import dtype_of
+
+    dtype = dtype_of(problem.dtype)
+    is_cut = tensors.row_offset or tensors.column_offset
+    tensors = padded_experts(tensors) if is_cut else tensors
+    pairs = (tensors.expert(index) for index in range(tensors.num_experts))
+    experts = [tuple(_kernel(part, winner, dtype) for part in pair) for pair in pairs]
+
+    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for index, (gate_up, down) in enumerate(experts):
+            rows, places = torch.where(ids == index)
+            if rows.numel():
+                inner = torch_ops.silu_and_mul(gate_up(x[rows].to(dtype)))
+                total.index_add_(0, rows, down(inner).float() * weights[rows, places, None])
+        return total.to(x.dtype)
+
+    return apply
+
+
+def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -> "LinearKernel":
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requantised_ue8m0
+    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
     from vllm.ops import torch_ops
 
-    has_power_of_two_scales = winner.scales != Scales.FLOAT32
-    if has_power_of_two_scales:
-        tensors = fp8_utils.requantised_ue8m0(tensors)
-    stored = torch_ops.pack_linear(tensors.weight, tensors.row_scales(), tensors.block_k)
+    rounded = _rounding(winner, tensors)
+    if winner.is_lossy:
+        tensors = requantised_ue8m0(tensors)
+    values = element_values(tensors) if tensors.is_packed else tensors.weight
+    stored = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
     packed = torch_ops.pack_linear(stored.dequantize(), bias=tensors.bias)
 
     def apply(x: "Tensor") -> "Tensor":
-        q, scales = fp8_utils.per_token_group_quant_fp8(
-            x, _GROUP, use_ue8m0=has_power_of_two_scales
-        )
-        rounded = fp8_utils.dequantise_blocks(q, scales, (1, _GROUP))
-        return torch_ops.linear(rounded, packed).to(x.dtype)
+        return torch_ops.linear(rounded(x.to(dtype)), packed).to(dtype).to(x.dtype)
 
     return apply
+
+
+def _rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
+    """How the winner quantises activations, and what its products see of them."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    def tensor_scale(x: "Tensor") -> "Tensor":
+        return fp8_utils.fp8_scales(x.float().abs().max().clamp(min=fp8_utils.MIN_AMAX))
+
+    def per_tensor(x: "Tensor", scale: "Tensor") -> "Tensor":
+        return fp8_utils.round_to_fp8(x, scale).float() * scale
+
+    def per_group(x: "Tensor", group: int) -> "Tensor":
+        q, scales = fp8_utils.per_token_group_quant_fp8(x, group, use_ue8m0=winner.is_lossy)
+        return fp8_utils.dequantise_blocks(q, scales, (1, group))
+
+    match winner.act:
+        case ActScheme.DYNAMIC_GROUP128:
+            return lambda x: per_group(x, _GROUP)
+        case ActScheme.DYNAMIC_TOKEN:
+            return lambda x: per_group(x, x.shape[1])
+        case ActScheme.DYNAMIC_TENSOR:
+            return lambda x: per_tensor(x, tensor_scale(x))
+        case ActScheme.STATIC_TENSOR:
+            scale = tensors.input_scale
+            assert scale is not None
+            return lambda x: per_tensor(x, scale)
+        case ActScheme.NVFP4_GROUP16:
+            return _nvfp4_rounding(tensors)
+        case _:
+            return lambda x: x.float()
+
+
+def _nvfp4_rounding(tensors: "LinearTensors") -> "Rounding":
+    from vllm.model_executor.layers.quantization.utils import nvfp4_utils
+
+    assert tensors.input_scale is not None
+    divisor = tensors.input_scale.float().reciprocal().reshape(1)
+    return lambda x: nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, divisor), divisor)

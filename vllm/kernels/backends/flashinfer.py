@@ -1,9 +1,16 @@
 """FlashInfer: its DeepGEMM, CUTLASS and TensorRT-LLM paths for GEMM and MoE; paged attention."""
 
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, AttentionProblem, Problem
-from vllm.kernels.spec import KernelSpec, Reason, Scales, Why
+from vllm.kernels.problem import ActScheme, AttentionProblem, LinearProblem, Problem
+from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.kernels.tensors import LinearKernel, LinearTensors
 
 _SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
 _Spec = partial(KernelSpec, libs=(("flashinfer", "0.6"),), dtypes=frozenset({"bf16", "fp16"}))
@@ -61,3 +68,25 @@ SPECS = (
         check=_head_size,
     ),
 )
+
+# Formats that `linear` has code for: the kernel for Hopper alone.
+MAKES = {"linear": frozenset(), f"{_DEEPGEMM}/linear": frozenset({"fp8-block"})}
+
+
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Takes the weight as it is stored; each call quantises x [M, K] inside. The first compiles."""
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+
+    gemm = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
+
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+        assert scales is not None
+
+        def apply(x: "Tensor") -> "Tensor":
+            out: Tensor = gemm(x, weight, None, scales, out_dtype=x.dtype)
+            return out if bias is None else out.add_(bias)
+
+        return apply
+
+    return fitted_kernel(tensors, winner.fit, make)

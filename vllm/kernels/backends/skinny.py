@@ -1,6 +1,6 @@
 """Our FP8 block GEMM for few tokens: quantisation and product in one kernel, limited by memory.
 
-It serves at most 16 tokens, so it runs as the first part of a split (kernels/rules.py).
+It serves at most 16 tokens, so it runs as the first part of a split (kernels/tune_table.py).
 """
 
 from typing import TYPE_CHECKING

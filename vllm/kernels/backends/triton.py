@@ -1,15 +1,25 @@
 """Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes."""
 
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, AttentionProblem, KVQuantProblem, Problem
-from vllm.kernels.spec import KernelSpec, Reason, Scales, Why
+from vllm.kernels.fit import moe_fit
+from vllm.kernels.problem import (
+    ActScheme,
+    AttentionProblem,
+    KVQuantProblem,
+    MoEProblem,
+    Problem,
+)
+from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
+    from vllm.kernels.tensors import MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _HALF, _FP8 = frozenset({"bf16", "fp16"}), frozenset({"fp8"})
+_GROUP = 128  # columns of an activation that share one scale
 # Triton compiles E4M3 (fp8e4nv) from 8.9 on alone, conversions too.
 _FP8_CHIPS = frozenset({"sm_89", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
 _Spec = partial(
@@ -27,6 +37,8 @@ _Block = partial(
     scales=(("*", Scales.FLOAT32),),
 )
 _Moe = partial(_Spec, family="moe", layouts=frozenset({"standard", "batched"}))
+# Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
+_LEAST_STEP = 32
 
 
 def _head_size(problem: Problem) -> list[Reason]:
@@ -36,9 +48,20 @@ def _head_size(problem: Problem) -> list[Reason]:
     return []
 
 
+def _columns_per_scale(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, MoEProblem)
+    columns = problem.weight.block[1]
+    fit = moe_fit(problem, takes_any_block=True) if columns else None
+    step = gcd(columns, _GROUP, fit.block[1] if fit else 0)
+    if columns and step < _LEAST_STEP:
+        text = f"scale blocks leave steps of {step} columns, and it takes {_LEAST_STEP} or more"
+        return [Reason(Why.SHAPE, text)]
+    return []
+
+
 SPECS = (
     _Block(family="linear"),
-    _Block(family="moe", layouts=frozenset({"standard", "batched"})),
+    _Block(family="moe", layouts=frozenset({"standard", "batched"}), check=_columns_per_scale),
     _Moe(
         formats=frozenset({"fp8-tensor", "fp8-channel"}),
         devices=_FP8_CHIPS,
@@ -50,6 +73,16 @@ SPECS = (
     _Spec(family="kv_quant", formats=_HALF),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
 )
+
+# Formats that `moe` has code for.
+MAKES = {"moe": _HALF | {"fp8-block"}}
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Takes the experts as they are stored. Nothing of a call waits for the device."""
+    from vllm.kernels.triton.moe import Experts
+
+    return Experts(problem, tensors)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

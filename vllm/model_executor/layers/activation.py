@@ -5,7 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm.errors import CheckpointError
+from vllm.kernels.activations import Activation
 from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.linear import Linear
 
 
 def check_activation(config: Any) -> None:
@@ -22,5 +24,7 @@ class SiluAndMul(nn.Module):
         check_activation(ctx.hf_config)
         self.ops = ctx.ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.silu_and_mul(x)
+    def forward(self, x: Tensor, reader: Linear | None = None) -> Activation:
+        """reader: the layer that alone reads the result, which may want it quantised."""
+        quant = reader and reader.input_quant(x.shape[0])
+        return quant.silu_and_mul(x) if quant else self.ops.silu_and_mul(x)

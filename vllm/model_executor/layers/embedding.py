@@ -8,11 +8,16 @@ from torch.nn import functional
 
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.sharding import Part
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 
 
 class Embedding(nn.Module):
-    """Rows of [vocab, hidden], kept as the checkpoint stores them."""
+    """Rows of [vocab, hidden], kept as the checkpoint stores them.
+
+    Every tensor-parallel rank has all of them: that costs memory, but no exchange between ranks
+    before the first layer, and a projection tied to it takes its rows from here.
+    """
 
     def __init__(self, ctx: ModelContext, prefix: str, vocab_size: int, hidden_size: int):
         super().__init__()
@@ -29,13 +34,22 @@ class Embedding(nn.Module):
 
 
 class LMHead(Linear):
-    """Logits [S, vocab] in float32. Tied: takes the embedding's weight instead of a slot."""
+    """Logits [S, vocab] in float32, the same on all tensor-parallel ranks, each of which computes
+    some of the columns. Tied: takes the embedding's weight instead of a slot."""
 
-    def __init__(self, ctx: ModelContext, prefix: str, embedding: Embedding):
-        vocab_size, hidden_size = embedding.weight.shape
+    def __init__(
+        self,
+        ctx: ModelContext,
+        prefix: str,
+        vocab_size: int,
+        hidden_size: int,
+        embedding: nn.Module,
+    ):
         if ctx.ties_embeddings:  # whatever the format says of output projections
             ctx = dataclasses.replace(ctx, quant_config=None)
-        super().__init__(ctx, prefix, hidden_size, [(prefix, vocab_size)])
+        part = Part(prefix, vocab_size, is_padded=True)
+        super().__init__(ctx, prefix, hidden_size, [part], cut="rows")
+        self.vocab_size = vocab_size
         self.tied = ctx.ties_embeddings
         if self.tied:
             self.weight = embedding.weight
@@ -43,5 +57,19 @@ class LMHead(Linear):
     def slots(self) -> dict[str, Slot]:
         return {} if self.tied else super().slots()
 
+    def make_kernel(self) -> None:
+        if self.tied and self.group.size > 1:
+            self.weight = self._own_rows(self.weight.data)
+        super().make_kernel()
+
+    def _own_rows(self, whole: Tensor) -> nn.Parameter:
+        """A view, but on a rank whose rows are filled up with zeros."""
+        (start, stop), num_missing = self.places[0].rows, self.places[0].rows[1] - len(whole)
+        own = whole[min(start, len(whole)) : stop]
+        if num_missing > 0:
+            own = functional.pad(own, (0, 0, 0, self.shard_rows[0] - len(own)))
+        return nn.Parameter(own, requires_grad=False)
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(torch.float32)
+        logits = super().forward(x).to(torch.float32)
+        return self.group.gather_columns(logits)[:, : self.vocab_size].contiguous()

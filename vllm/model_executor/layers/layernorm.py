@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.activations import Activation
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 
 
 class RMSNorm(nn.Module):
@@ -18,13 +20,29 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=torch.float32)
 
     def slots(self) -> dict[str, Slot]:
-        slot = Slot(tuple(self.weight.shape), FLOATS, copy_into(self.weight.data))
+        slot = Slot(tuple(self.weight.shape), FLOATS, self._write)
         return {f"{self.prefix}.weight": slot}
+
+    def _write(self, weight: Tensor) -> None:
+        self.weight.data.copy_(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x, then the norm of residual; in place of both."""
+    def add(self, x: Tensor, residual: Tensor, reader: Linear | None = None) -> Activation:
+        """residual += x in place, then the norm of residual, which may overwrite x.
+
+        reader: the layer that alone reads the norm, which may want it quantised.
+        """
+        quant = reader and reader.input_quant(x.shape[0])
+        if quant:
+            return quant.add_rms_norm(x, residual, self.weight, self.eps)
         self.ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
         return x
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """The checkpoint holds the difference of the weight to 1."""
+
+    def _write(self, weight: Tensor) -> None:
+        self.weight.data.copy_(weight).add_(1.0)

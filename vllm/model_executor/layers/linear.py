@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.activations import Activation, InputQuant, input_quant
+from vllm.kernels.architectures import Cut
 from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
 from vllm.kernels.spec import Decision
 from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors
 from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.sharding import Part, Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES
 
@@ -52,8 +55,8 @@ class UnquantizedLinearMethod(LinearMethod):
         layer.weight = empty_parameter(sum(layer.shard_rows), layer.input_size, dtype=self.dtype)
 
     def shard_slots(self, layer: "Linear", index: int, rows: slice) -> dict[str, Slot]:
-        shape = (layer.shard_rows[index], layer.input_size)
-        return {"weight": Slot(shape, FLOATS, copy_into(layer.weight.data[rows]))}
+        write = copy_into(layer.weight.data[rows])
+        return {"weight": layer.places[index].slot((1, 1), FLOATS, write)}
 
     def tensors(self, layer: "Linear") -> LinearTensors:
         return LinearTensors(self.format, layer.weight.data, layer.shard_rows)
@@ -62,8 +65,12 @@ class UnquantizedLinearMethod(LinearMethod):
 class Linear(nn.Module):
     """y = x @ W.T + b for x [T, input_size].
 
-    shards: (checkpoint name, rows) of the weights that are merged into one, in order; a plain
-    layer has one shard, its own name.
+    parts: the weights that are merged into one, in order; a plain layer has one, of its own name.
+    cut: what the tensor-parallel ranks divide. By rows, each gets some of the outputs; by columns,
+    each is given some of the inputs and all get the sum of the outputs.
+
+    places: of each shard (a part, or a piece of one), what this rank holds of the checkpoint's
+    weight; input_size, shard_rows: as they are on this rank.
     """
 
     weight: nn.Parameter
@@ -73,14 +80,19 @@ class Linear(nn.Module):
         ctx: ModelContext,
         prefix: str,
         input_size: int,
-        shards: Sequence[tuple[str, int]],
+        parts: Sequence[Part],
         bias: bool = False,
+        cut: Cut = "replicated",
     ):
         super().__init__()
         self.prefix = prefix
-        self.input_size = input_size
+        self.group = group = ctx.parallel.tensor
+        shards = [(p.name, place) for p in parts for place in p.places(input_size, cut, group)]
         self.shard_names = tuple(name for name, _ in shards)
-        self.shard_rows = tuple(rows for _, rows in shards)
+        self.places = tuple(place for _, place in shards)
+        self.shard_rows = tuple(place.shape[0] for place in self.places)
+        self.input_size = self.places[0].shape[1]
+        self.adds_up = cut == "columns" and group.size > 1
         output_size = sum(self.shard_rows)
         quant = ctx.quant_config
         self.method = (quant and quant.linear_method(self)) or UnquantizedLinearMethod(
@@ -90,28 +102,45 @@ class Linear(nn.Module):
         self.method.create_weights(self)
         self.problem = LinearProblem(
             n=output_size,
-            k=input_size,
+            k=self.input_size,
             weight=self.method.format,
             act=self.method.act_schemes,
             dtype=SHORT_NAMES[ctx.dtype],
             bias=bias,
             parts=self.shard_rows if len(self.shard_rows) > 1 else (),
+            cut_n=group.size if cut == "rows" else 1,
+            cut_k=group.size if cut == "columns" else 1,
         )
         self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
         self.kernel: LinearKernel | None = None
 
+    @property
+    def per_rank(self) -> str:
+        """For messages about sizes: ` on each of 2 tensor-parallel ranks`, if there are several."""
+        size = self.group.size
+        return f" on each of {size} tensor-parallel ranks" if size > 1 else ""
+
     def slots(self) -> dict[str, Slot]:
-        slots = {}
+        slots: dict[str, Slot] = {}
         start = 0
-        for index, (name, num_rows) in enumerate(zip(self.shard_names, self.shard_rows)):
-            rows = slice(start, start + num_rows)
+        for index, (name, place) in enumerate(zip(self.shard_names, self.places)):
+            rows = slice(start, start + place.shape[0])
             shard = self.method.shard_slots(self, index, rows)
             if self.bias is not None:
-                shard["bias"] = Slot((num_rows,), FLOATS, copy_into(self.bias.data[rows]))
-            slots.update({f"{name}.{part}": slot for part, slot in shard.items()})
-            start += num_rows
+                shard["bias"] = self._bias_slot(place, self.bias.data[rows])
+            for part, slot in shard.items():
+                known = slots.get(f"{name}.{part}")
+                slots[f"{name}.{part}"] = known.with_other(slot) if known else slot
+            start = rows.stop
         return slots
+
+    def _bias_slot(self, place: Place, bias: Tensor) -> Slot:
+        """Outputs that are summed over the ranks get the bias of the first rank alone."""
+        if self.adds_up and not self.group.is_first:
+            return Slot((place.num_rows,), FLOATS, lambda _: bias.zero_())
+        slot = place.slot((1, place.num_columns), FLOATS, copy_into(bias))
+        return dataclasses.replace(slot, shape=slot.shape[:1], region=slot.region[:1])
 
     def make_kernel(self) -> None:
         """Hands the weight to the chosen backend, which lays it out; the parameters go."""
@@ -130,8 +159,10 @@ class Linear(nn.Module):
 
         error = requant_error(tensors)
         decision = self.decision
-        if self.selection.exceeds_budget(error.relative):
-            problem = dataclasses.replace(self.problem, requant_error=error.relative)
+        # All ranks of the layer take the same kernel.
+        worst = self.group.greatest(error.relative)
+        if self.selection.exceeds_budget(worst):
+            problem = dataclasses.replace(self.problem, requant_error=worst)
             decision = self.selection.replace(self.prefix, decision, problem)
         if decision.winner.is_lossy:
             transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
@@ -140,28 +171,40 @@ class Linear(nn.Module):
             )
         return decision
 
-    def forward(self, x: Tensor) -> Tensor:
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """How the kernel wants that many rows quantised; None for one that takes floats."""
+        return input_quant(self.kernel, num_tokens)
+
+    def forward(self, x: Activation) -> Tensor:
         assert self.kernel is not None
-        return self.kernel(x)
+        y = self.kernel(x)
+        return self.group.all_reduce(y) if self.adds_up else y
 
 
 def merged_linear(
     ctx: ModelContext,
     prefix: str,
     input_size: int,
-    parts: Sequence[tuple[str, int]],
+    parts: Sequence[Part | tuple[str, int]],
     bias: bool = False,
+    cut: Cut = "replicated",
 ) -> Linear:
     """One GEMM for several checkpoint weights that share their input.
 
-    `parts` are (name beside the merged one, rows): ("q_proj", 576) under "...self_attn".
+    `parts` have names beside the merged one: ("q_proj", 576) under "...self_attn".
     """
     parent = prefix.rpartition(".")[0]
-    shards = [(f"{parent}.{name}", rows) for name, rows in parts]
-    return Linear(ctx, prefix, input_size, shards, bias)
+    named = (part if isinstance(part, Part) else Part(*part) for part in parts)
+    full = [dataclasses.replace(part, name=f"{parent}.{part.name}") for part in named]
+    return Linear(ctx, prefix, input_size, full, bias, cut)
 
 
 def plain_linear(
-    ctx: ModelContext, prefix: str, input_size: int, output_size: int, bias: bool = False
+    ctx: ModelContext,
+    prefix: str,
+    input_size: int,
+    output_size: int,
+    bias: bool = False,
+    cut: Cut = "replicated",
 ) -> Linear:
-    return Linear(ctx, prefix, input_size, [(prefix, output_size)], bias)
+    return Linear(ctx, prefix, input_size, [Part(prefix, output_size)], bias, cut)

@@ -14,7 +14,8 @@ _SCALED = ("linear", "llama3", "yarn")
 class RotaryEmbedding(nn.Module):
     """Rotates q and k in place. One per model, shared by its layers.
 
-    cos_sin_cache: float32 [max_model_len, head_dim], cos in the first half.
+    cos_sin_cache: float32 [max_model_len, rotary_dim], cos in the first half. rotary_dim: how many
+    columns of a head are rotated, the first ones (`partial_rotary_factor` of the config).
     """
 
     def __init__(self, ctx: ModelContext, head_dim: int):
@@ -34,7 +35,8 @@ def _frequencies(ctx: ModelContext, head_dim: int) -> tuple[Tensor, float]:
     rope = ctx.hf_config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     if kind not in _SCALED:
         raise CheckpointError(

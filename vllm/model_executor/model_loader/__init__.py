@@ -2,19 +2,22 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm.config import VllmConfig
+from vllm.distributed.parallel import Parallel, planned
 from vllm.errors import CheckpointError
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.registry import model_class
-from vllm.model_executor.weights import Slot, kernel_layers, model_slots
+from vllm.model_executor.weights import Slot, elsewhere, kernel_layers, model_slots
 from vllm.ops import usable_ops
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
 
@@ -23,25 +26,29 @@ logger = get_logger(__name__)
 _MAX_LISTED = 4
 
 
-def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
+def load_model(
+    config: VllmConfig, selection: Selection, parallel: Parallel | None = None
+) -> nn.Module:
     """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
 
-    Every name, shape and type is checked against the files' headers before a weight is read.
+    parallel: the ranks that share the model, None for this one alone; it gets its part. Every name,
+    shape and type is checked against the files' headers before a weight is read.
     Raises CheckpointError; NoKernelError when a layer has no kernel.
     """
     start = time.perf_counter()
+    parallel = parallel or Parallel()
     model_config = config.model_config
     cls = model_class(model_config.architectures)
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        model = _construct(cls, config, selection, checkpoint)
-        selection.check_overrides()
+        model = _construct(cls, config, selection, checkpoint, parallel)
+        _check_overrides(cls, config, selection, checkpoint, parallel)
         slots = model_slots(model)
         if checkpoint is None:
             _fill_randomly(slots, model_config.seed, selection.device.kind)
         else:
-            _fill(cls, config, slots, checkpoint)
+            _fill(cls, config, slots, checkpoint, elsewhere(model))
         layers = list(kernel_layers(model))
         del slots
         for layer in _progress(layers, "Preparing kernels", "layer"):
@@ -50,7 +57,7 @@ def load_model(config: VllmConfig, selection: Selection) -> nn.Module:
             except ValueError as error:  # a weight whose values no kernel takes
                 raise CheckpointError(f"{layer.prefix}: {error}") from error
     selection.log()
-    if config.kernel_config.dump_decisions is not None:
+    if config.kernel_config.dump_decisions is not None and parallel.layout.rank == 0:
         selection.dump(config.kernel_config.dump_decisions)
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
@@ -61,9 +68,10 @@ def _construct(
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
+    parallel: Parallel,
 ) -> nn.Module:
     try:
-        return cls(model_context(cls, config, selection, checkpoint))
+        return cls(model_context(cls, config, selection, checkpoint, parallel))
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise
@@ -73,8 +81,31 @@ def _construct(
         ) from error
 
 
+def _check_overrides(
+    cls: type[nn.Module],
+    config: VllmConfig,
+    selection: Selection,
+    checkpoint: Checkpoint | None,
+    parallel: Parallel,
+) -> None:
+    """A flag may mean layers of another stage alone, so all stages' layers are asked."""
+    layout = parallel.layout
+    if layout.pipeline_size > 1:
+        selection = selection.afresh()
+        rank = layout.data_rank * layout.tensor_size + layout.tensor_rank
+        one_stage = replace(layout, rank=rank, pipeline_size=1)
+        with torch.device("meta"):
+            whole = planned(one_stage, parallel.expert.size > 1)
+            cls(model_context(cls, config, selection, checkpoint, whole))
+    selection.check_overrides()
+
+
 def model_context(
-    cls: type[nn.Module], config: VllmConfig, selection: Selection, checkpoint: Checkpoint | None
+    cls: type[nn.Module],
+    config: VllmConfig,
+    selection: Selection,
+    checkpoint: Checkpoint | None,
+    parallel: Parallel | None = None,
 ) -> ModelContext:
     """The context models are built with. checkpoint None: the weights are to be random."""
     dtype = DTYPES[config.model_config.dtype]
@@ -93,6 +124,7 @@ def model_context(
         ),
         max_model_len=config.model_config.max_model_len,
         ties_embeddings=config.model_config.ties_embeddings and not has_own_head,
+        parallel=parallel or Parallel(),
     )
 
 
@@ -109,8 +141,13 @@ def _weight_dtype(
 
 
 def _fill(
-    cls: type[nn.Module], config: VllmConfig, slots: dict[str, Slot], checkpoint: Checkpoint
+    cls: type[nn.Module],
+    config: VllmConfig,
+    slots: dict[str, Slot],
+    checkpoint: Checkpoint,
+    others: frozenset[str],
 ) -> None:
+    """others: layers whose weights other ranks take."""
     quant = config.quant_config
     taken = list(slots)
     homes: dict[str, Slot] = {}
@@ -122,7 +159,7 @@ def _fill(
             continue
         if home in slots:
             homes[name] = slots.pop(home)
-        else:
+        elif others.isdisjoint(_parents(home)):
             unknown.append(name)
     _check_complete(checkpoint, list(slots), unknown, taken)
     for name, slot in homes.items():
@@ -134,6 +171,11 @@ def _fill(
             if name in homes:
                 _write(homes[name], name, tensor)
             bar.update(tensor.nbytes)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """`a.b.c` -> `a`, `a.b`."""
+    return (name[:index] for index, letter in enumerate(name) if letter == ".")
 
 
 def _check_complete(
@@ -172,15 +214,17 @@ def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
 
 def _write(slot: Slot, name: str, tensor: Tensor) -> None:
     try:
-        slot.write(tensor)
+        slot.take(tensor)
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
 
 
 def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
-    generator = torch.Generator(device).manual_seed(seed)
+    """The same whatever part of the model this rank has."""
+    generator = torch.Generator(device)
     for name, slot in _progress(list(slots.items()), "Random weights", "tensor"):
-        slot.write(_random_tensor(name, slot, generator))
+        generator.manual_seed(seed + crc32(name.encode()))
+        slot.take(_random_tensor(name, slot, generator))
 
 
 def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ import json
 import mmap
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,20 +35,27 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """stack, index: the stored tensor that this one is a part of, and where in it."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     dtype_name: str
+    stack: str = ""
+    index: tuple[int | slice, ...] = ()
 
 
 class Checkpoint:
-    """`infos`: every tensor of the folder, from the files' headers alone."""
+    """`infos`: every tensor of the folder, from the files' headers alone.
+
+    Experts that are stored as one tensor for a whole layer appear one by one.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.infos: dict[str, TensorInfo] = {}
         for file in _weight_files(path):
-            for name, info in _read_header(file):
+            for name, info in (part for found in _read_header(file) for part in _unstacked(*found)):
                 if name in self.infos:
                     raise CheckpointError(
                         f"tensor {name} is in both {self.infos[name].file.name} and {file.name}"
@@ -63,15 +70,15 @@ class Checkpoint:
 
         Its pages are given back when the next one is asked for: keep no reference to it.
         """
-        by_file: dict[Path, list[str]] = {}
+        by_file: dict[Path, dict[str, list[str]]] = {}
         for name, info in self.infos.items():
-            by_file.setdefault(info.file, []).append(name)
-        for file, names in by_file.items():
+            by_file.setdefault(info.file, {}).setdefault(info.stack or name, []).append(name)
+        for file, stored in by_file.items():
             try:
                 with safe_open(file, framework="pt") as opened:
-                    for name in names:
-                        tensor = opened.get_tensor(name)
-                        yield name, tensor
+                    for stored_name, names in stored.items():
+                        tensor = opened.get_tensor(stored_name)
+                        yield from ((name, tensor[self.infos[name].index]) for name in names)
                         _give_back(tensor)
             except (SafetensorError, OSError) as error:
                 raise _unreadable(file, error) from error
@@ -143,6 +150,27 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
                 yield name, TensorInfo(file, tuple(part.get_shape()), _DTYPES.get(dtype), dtype)
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
+
+
+# Last part of the name of all experts' weights in one tensor -> of the weights of each.
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _unstacked(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """`mlp.experts.gate_up_proj` [E, 2 I, H] as `mlp.experts.<e>.gate_proj.weight` [I, H], and so
+    on; any other tensor as it is. So transformers 5 holds experts, and writes some models'."""
+    parent, _, last = name.rpartition(".")
+    parts = _STACKS.get(last)
+    if parts is None or len(info.shape) != 3 or not parent.endswith(".experts"):
+        yield name, info
+        return
+    num_experts, num_rows, num_columns = info.shape
+    rows = num_rows // len(parts)
+    for expert in range(num_experts):
+        for i, part in enumerate(parts):
+            index = (expert, slice(i * rows, (i + 1) * rows))
+            piece = replace(info, shape=(rows, num_columns), stack=name, index=index)
+            yield f"{parent}.{expert}.{part}.weight", piece
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:

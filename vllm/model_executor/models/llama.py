@@ -5,49 +5,78 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.activations import Activation
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.embedding import Embedding, LMHead
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import merged_linear, plain_linear
+from vllm.model_executor.layers.linear import Linear, merged_linear, plain_linear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.sharding import Part, head_shares
+from vllm.model_executor.layers.stage import Elsewhere, Hidden
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, ctx: ModelContext, prefix: str):
+    """inner: rows of its gate and of its up projection; None: what the config says of all MLPs."""
+
+    def __init__(self, ctx: ModelContext, prefix: str, inner: int | None = None):
         super().__init__()
         config = ctx.hf_config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         bias = bool(getattr(config, "mlp_bias", False))
         parts = [("gate_proj", inner), ("up_proj", inner)]
-        self.gate_up_proj = merged_linear(ctx, f"{prefix}.gate_up_proj", hidden, parts, bias)
+        self.gate_up_proj = merged_linear(
+            ctx, f"{prefix}.gate_up_proj", hidden, parts, bias, cut="rows"
+        )
         self.act = SiluAndMul(ctx)
-        self.down_proj = plain_linear(ctx, f"{prefix}.down_proj", inner, hidden, bias)
+        self.down_proj = plain_linear(
+            ctx, f"{prefix}.down_proj", inner, hidden, bias, cut="columns"
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the input, and alone does."""
+        return self.gate_up_proj
+
+    def forward(self, x: Activation) -> Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x), self.down_proj))
 
 
 class LlamaAttention(nn.Module):
-    """Relatives override `qkv_bias`, `output_bias`, `sliding_window` and `shape_qk`."""
+    """Relatives override `qkv_bias`, `output_bias`, `sliding_window` and `shape_qk`.
+
+    heads_per_query: heads of q_proj for each query head: 2 where a gate follows each query.
+    """
+
+    heads_per_query: ClassVar[int] = 1
 
     def __init__(self, ctx: ModelContext, prefix: str, layer: int, rotary: RotaryEmbedding):
         super().__init__()
         config = ctx.hf_config
         self.head_dim = rotary.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.rotary = rotary
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
+        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        parts = [
+            Part("q_proj", q_size * self.heads_per_query),
+            Part("k_proj", kv_size, num_heads=num_kv_heads),
+            Part("v_proj", kv_size, num_heads=num_kv_heads),
+        ]
         self.qkv_proj = merged_linear(
-            ctx, f"{prefix}.qkv_proj", config.hidden_size, parts, self.qkv_bias(config)
+            ctx, f"{prefix}.qkv_proj", config.hidden_size, parts, self.qkv_bias(config), cut="rows"
         )
         self.o_proj = plain_linear(
-            ctx, f"{prefix}.o_proj", q_size, config.hidden_size, self.output_bias(config)
+            ctx,
+            f"{prefix}.o_proj",
+            q_size,
+            config.hidden_size,
+            self.output_bias(config),
+            cut="columns",
         )
         window = self.sliding_window(config, layer)
+        group = ctx.parallel.tensor
+        self.num_heads, self.num_kv_heads = head_shares(num_heads, num_kv_heads, group)
         self.attn = Attention(
             ctx, f"{prefix}.attn", self.num_heads, self.num_kv_heads, self.head_dim, window
         )
@@ -70,7 +99,12 @@ class LlamaAttention(nn.Module):
         self.rotary(positions, q, k)
         return q, k
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the input, and alone does."""
+        return self.qkv_proj
+
+    def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self.shape_qk(q, k, batch.positions)
@@ -88,15 +122,19 @@ class LlamaDecoderLayer(nn.Module):
     ):
         super().__init__()
         hidden = ctx.hf_config.hidden_size
-        self.input_layernorm = RMSNorm(ctx, f"{prefix}.input_layernorm", hidden)
-        self.self_attn = parts.attention(ctx, f"{prefix}.self_attn", layer, rotary)
-        self.post_attention_layernorm = RMSNorm(ctx, f"{prefix}.post_attention_layernorm", hidden)
+        self.input_layernorm = parts.norm(ctx, f"{prefix}.input_layernorm", hidden)
+        self.mixer = parts.mixer(ctx, prefix, layer, rotary)
+        post_attention = f"{prefix}.post_attention_layernorm"
+        self.post_attention_layernorm = parts.norm(ctx, post_attention, hidden)
         self.mlp = parts.feed_forward(ctx, f"{prefix}.mlp", layer)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """Adds x to residual (in place) on the way; returns what is to be added to it next."""
-        x = self.self_attn(self.input_layernorm.add(x, residual), batch)
-        return self.mlp(self.post_attention_layernorm.add(x, residual))
+        # Parts that read their input more than once, such as a mixture of experts, name no reader.
+        reader = getattr(self.mixer, "reader", None)
+        x = self.mixer(self.input_layernorm.add(x, residual, reader), batch)
+        reader = getattr(self.mlp, "reader", None)
+        return self.mlp(self.post_attention_layernorm.add(x, residual, reader))
 
 
 class LlamaModel(nn.Module):
@@ -105,33 +143,61 @@ class LlamaModel(nn.Module):
         config = ctx.hf_config
         head_dim = getattr(config, "head_dim", None)
         rotary = RotaryEmbedding(ctx, head_dim or config.hidden_size // config.num_attention_heads)
-        self.embed_tokens = Embedding(
-            ctx, f"{prefix}.embed_tokens", config.vocab_size, config.hidden_size
-        )
+        self.pipeline, self.hidden = ctx.parallel.pipeline, Hidden(ctx)
+        is_first, is_last = self.pipeline.is_first, self.pipeline.is_last
+        name = f"{prefix}.embed_tokens"
+        if is_first or (is_last and ctx.ties_embeddings):
+            self.embed_tokens = Embedding(ctx, name, config.vocab_size, config.hidden_size)
+        else:
+            self.embed_tokens = Elsewhere(name)
+        self.own_layers = ctx.parallel.layers(config.num_hidden_layers)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(ctx, f"{prefix}.layers.{i}", i, rotary, parts)
+            if i in self.own_layers
+            else Elsewhere(f"{prefix}.layers.{i}")
             for i in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(ctx, f"{prefix}.norm", config.hidden_size)
+        name = f"{prefix}.norm"
+        self.norm = parts.norm(ctx, name, config.hidden_size) if is_last else Elsewhere(name)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, hidden] after the last norm."""
-        x = self.embed_tokens(batch.input_ids)
+        """Hidden states [T, hidden] after the last norm; of an earlier stage, what it sent on."""
+        if self.pipeline.is_first:
+            x = self.embed_tokens(batch.input_ids)
+        else:
+            x = self.hidden.receive(batch)
         residual = torch.zeros_like(x)
-        for layer in self.layers:
-            x = layer(x, residual, batch)
+        for index in self.own_layers:
+            x = self.layers[index](x, residual, batch)
+        if not self.pipeline.is_last:
+            return self.hidden.send(x, residual)
         return self.norm.add(x, residual)
 
 
 class LlamaForCausalLM(nn.Module):
-    """Relatives override what their layers are made of: `attention` and `feed_forward`."""
+    """Relatives override what their layers are made of: `attention` or all of `mixer`, `norm` and
+    `feed_forward`."""
 
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
         self.model = LlamaModel(ctx, "model", type(self))
-        self.lm_head = LMHead(ctx, "lm_head", self.model.embed_tokens)
+        if ctx.parallel.pipeline.is_last:
+            config = ctx.hf_config
+            self.lm_head = LMHead(
+                ctx, "lm_head", config.vocab_size, config.hidden_size, self.model.embed_tokens
+            )
+        else:
+            self.lm_head = Elsewhere("lm_head")
+
+    @classmethod
+    def mixer(
+        cls, ctx: ModelContext, prefix: str, layer: int, rotary: RotaryEmbedding
+    ) -> nn.Module:
+        """(x [T, hidden], batch) -> [T, hidden]: what mixes the tokens in the layer at `prefix`."""
+        return cls.attention(ctx, f"{prefix}.self_attn", layer, rotary)
 
     @staticmethod
     def feed_forward(ctx: ModelContext, prefix: str, layer: int) -> nn.Module:

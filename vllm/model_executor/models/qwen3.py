@@ -1,6 +1,6 @@
 """Qwen3 dense: no QKV bias, but an RMSNorm over each head of q and k before the rotation."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,10 +12,14 @@ from vllm.model_executor.models.qwen2 import Qwen2Attention
 
 
 class Qwen3Attention(LlamaAttention):
+    """Relatives override `head_norm`."""
+
+    head_norm: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(self, ctx: ModelContext, prefix: str, layer: int, rotary: RotaryEmbedding):
         super().__init__(ctx, prefix, layer, rotary)
-        self.q_norm = RMSNorm(ctx, f"{prefix}.q_norm", self.head_dim)
-        self.k_norm = RMSNorm(ctx, f"{prefix}.k_norm", self.head_dim)
+        self.q_norm = self.head_norm(ctx, f"{prefix}.q_norm", self.head_dim)
+        self.k_norm = self.head_norm(ctx, f"{prefix}.k_norm", self.head_dim)
         self.ops = ctx.ops
 
     @staticmethod

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
-from vllm.model_executor.layers.fused_moe.router import route
 from vllm.model_executor.layers.linear import plain_linear
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaMLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
@@ -24,14 +23,14 @@ class Qwen3MoeAttention(Qwen3Attention):
 class Qwen3MoeExperts(nn.Module):
     def __init__(self, ctx: ModelContext, prefix: str):
         super().__init__()
-        config = ctx.hf_config
+        config, self.ops = ctx.hf_config, ctx.ops
         num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
         if self.top_k > num_experts:
             raise CheckpointError(
                 f"config.json: num_experts_per_tok = {self.top_k} is more than num_experts = "
                 f"{num_experts}"
             )
-        self.renormalise = bool(config.norm_topk_prob)
+        self.renormalise = bool(getattr(config, "norm_topk_prob", True))
         # Checkpoints keep routers as they are whether they list them as not quantised or not.
         plain = dataclasses.replace(ctx, quant_config=None)
         self.gate = plain_linear(plain, f"{prefix}.gate", config.hidden_size, num_experts)
@@ -45,7 +44,7 @@ class Qwen3MoeExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, *route(self.gate(x), self.top_k, self.renormalise))
+        return self.experts(x, *self.ops.route_experts(self.gate(x), self.top_k, self.renormalise))
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):

@@ -1,31 +1,44 @@
 """The experts of a layer: stacked parameters, computed by the kernel the selector chose."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels import registry
+from vllm.distributed.expert_exchange import Exchange, Experts, make_exchange
+from vllm.distributed.groups import Group
 from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
+from vllm.kernels.spec import Decision, Scales
+from vllm.kernels.split import make_moe
 from vllm.kernels.tensors import MoEKernel, MoETensors
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.activation import check_activation
+from vllm.model_executor.layers.sharding import Part, Place, share
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One weight of every expert. shards: checkpoint names of what is merged into it, with rows."""
+    """One weight of every expert. shards: checkpoint names of what is merged into it, and which
+    part of each this rank holds."""
 
     name: str
-    shards: tuple[tuple[str, int], ...]
-    num_columns: int
+    shards: tuple[tuple[str, Place], ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(place for _, place in self.shards)
 
     @property
     def shard_rows(self) -> tuple[int, ...]:
-        return tuple(rows for _, rows in self.shards)
+        return tuple(place.shape[0] for place in self.places)
+
+    @property
+    def num_columns(self) -> int:
+        return self.places[0].shape[1]
 
     def rows(self, shard: int) -> slice:
         start = sum(self.shard_rows[:shard])
@@ -74,8 +87,8 @@ class UnquantizedMoEMethod(MoEMethod):
     def shard_slots(
         self, layer: "FusedMoE", stack: Stack, shard: int, expert: int
     ) -> dict[str, Slot]:
-        place = layer.get_parameter(stack.name).data[expert, stack.rows(shard)]
-        return {"weight": Slot(tuple(place.shape), FLOATS, copy_into(place))}
+        write = copy_into(layer.get_parameter(stack.name).data[expert, stack.rows(shard)])
+        return {"weight": stack.places[shard].slot((1, 1), FLOATS, write)}
 
     def tensors(self, layer: "FusedMoE") -> MoETensors:
         gate_up, down = (layer.get_parameter(stack.name).data for stack in layer.stacks)
@@ -85,8 +98,9 @@ class UnquantizedMoEMethod(MoEMethod):
 class FusedMoE(nn.Module):
     """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
 
-    num_experts, top_k, hidden, intermediate: as in MoEProblem. Weights are `<prefix>.<expert>.
-    {gate,up,down}_proj` in the checkpoint.
+    num_experts, top_k, hidden, intermediate: of the whole model. Weights are `<prefix>.<expert>.
+    {gate,up,down}_proj` in the checkpoint. Expert-parallel ranks hold some of the experts each,
+    others the same share of `intermediate` of every expert. experts: those on this rank.
     """
 
     def __init__(
@@ -101,11 +115,16 @@ class FusedMoE(nn.Module):
         super().__init__()
         check_activation(ctx.hf_config)
         self.prefix = prefix
-        self.num_experts = num_experts
-        gate_up = (("gate_proj", intermediate), ("up_proj", intermediate))
+        parallel = ctx.parallel
+        ranks = parallel.expert
+        self.num_experts = share(num_experts, ranks)
+        self.experts = range(ranks.rank * self.num_experts, (ranks.rank + 1) * self.num_experts)
+        group = parallel.tensor if ranks.size == 1 else Group()
+        cut = Part("", intermediate).places(hidden, "rows", group)[0]
+        turned = Place((0, hidden), cut.rows, hidden, intermediate)
         self.stacks = (
-            Stack("gate_up", gate_up, hidden),
-            Stack("down", (("down_proj", hidden),), intermediate),
+            Stack("gate_up", (("gate_proj", cut), ("up_proj", cut))),
+            Stack("down", (("down_proj", turned),)),
         )
         quant = ctx.quant_config
         self.method = (quant and quant.moe_method(self)) or UnquantizedMoEMethod(ctx.weight_dtype)
@@ -114,16 +133,28 @@ class FusedMoE(nn.Module):
             num_experts=num_experts,
             top_k=top_k,
             hidden=hidden,
-            intermediate=intermediate,
+            intermediate=cut.shape[0],
             weight=self.method.format,
             act=self.method.act_schemes,
             dtype=SHORT_NAMES[ctx.dtype],
+            cut=group.size,
+            cut_experts=ranks.size,
         )
+        self.parallel = parallel
+        self.ranks = group if ranks.size == 1 else ranks
+        self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
         self.kernel: MoEKernel | None = None
+        self.exchange: Exchange | None = None
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The experts of other ranks."""
+        size = self.problem.num_experts
+        return tuple(f"{self.prefix}.{i}" for i in range(size) if i not in self.experts)
 
     def expert_names(self, expert: int) -> tuple[str, ...]:
-        """Checkpoint names of one expert's weights, without `.weight`."""
+        """Checkpoint names of the weights of one of all experts, without `.weight`."""
         return tuple(
             f"{self.prefix}.{expert}.{name}" for stack in self.stacks for name, _ in stack.shards
         )
@@ -131,22 +162,49 @@ class FusedMoE(nn.Module):
     def slots(self) -> dict[str, Slot]:
         return {
             f"{self.prefix}.{expert}.{name}.{part}": slot
-            for expert in range(self.num_experts)
+            for index, expert in enumerate(self.experts)
             for stack in self.stacks
             for shard, (name, _) in enumerate(stack.shards)
-            for part, slot in self.method.shard_slots(self, stack, shard, expert).items()
+            for part, slot in self.method.shard_slots(self, stack, shard, index).items()
         }
 
     def make_kernel(self) -> None:
         """Hands the weights to the chosen backend, which lays them out; the parameters go."""
-        winner = self.decision.winner
-        assert not winner.is_lossy, "no backend of experts re-quantises weights yet"
         tensors = self.method.tensors(self)
+        decision = self._final_decision(tensors)
         for name in list(self._parameters):
             delattr(self, name)
-        self.kernel = registry.backend(winner.backend).moe(self.problem, tensors, winner)
+        self.kernel = make_moe(decision, tensors)
+        takes_ue8m0 = decision.winner.scales == Scales.UE8M0
+        problem = self.problem
+        experts = Experts(self.experts, problem.num_experts, problem.hidden, takes_ue8m0)
+        self.exchange = make_exchange(self.parallel, experts)
+
+    def _final_decision(self, tensors: MoETensors) -> Decision:
+        """Before weights are re-quantised, what that costs is measured and judged."""
+        decision = self.decision
+        if not decision.winner.is_lossy:
+            return decision
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_error
+
+        errors = [requant_error(stack) for stack in tensors.all_experts()]
+        worst = self.ranks.greatest(max(error.relative for error in errors))
+        if self.selection.exceeds_budget(worst):
+            problem = dataclasses.replace(self.problem, requant_error=worst)
+            decision = self.selection.replace(self.prefix, decision, problem)
+        if decision.winner.is_lossy:
+            transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
+            for stack, error in zip(self.stacks, errors):
+                self.selection.ledger.record(
+                    f"{self.prefix}.{stack.name}",
+                    transform,
+                    error.relative,
+                    error.max_abs,
+                    error.is_exact,
+                )
+        return decision
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
-        assert self.kernel is not None
-        return self.kernel(x, topk_weights, topk_ids)
+        assert self.kernel is not None and self.exchange is not None
+        return self.exchange(self.kernel, x, topk_weights, topk_ids)

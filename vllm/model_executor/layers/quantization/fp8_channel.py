@@ -1,10 +1,13 @@
 """FP8 linear layers of compressed-tensors: one scale per tensor, per row, or per block."""
 
 from vllm.kernels.problem import WeightFormat
-from vllm.kernels.tensors import scale_shape
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.quantization import LayerFormat
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.fp8 import (
+    Fp8Config,
+    Fp8LinearMethod,
+    scale_rows,
+)
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot
 
@@ -28,8 +31,8 @@ class _ScaledFp8LinearMethod(Fp8LinearMethod):
     def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
         slots = super().shard_slots(layer, index, rows)
         slots.pop("weight_scale_inv", None)
-        start = scale_shape(self.format, layer.shard_rows[:index], layer.input_size)[0]
-        stop = scale_shape(self.format, layer.shard_rows[: index + 1], layer.input_size)[0]
-        scale = layer.weight_scale.data[start:stop]
-        slots["weight_scale"] = Slot(tuple(scale.shape), FLOATS, write_scales(scale))
+        place = layer.places[index]
+        per_scale = self.format.block if self.format.scale == "block" else (1, place.num_columns)
+        scale = layer.weight_scale.data[scale_rows(self.format, layer.places, index)]
+        slots["weight_scale"] = place.slot(per_scale, FLOATS, write_scales(scale))
         return slots

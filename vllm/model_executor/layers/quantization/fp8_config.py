@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK = (128, 128)
 _ACT_SCHEMES = ("dynamic", "static")
+# The gates of a gated delta-net, one row a head; the vendor's FP8 checkpoints keep them too.
+_KEPT_AT_LOAD = ("in_proj_a", "in_proj_b")
 
 
 class Fp8Config(QuantizationConfig):
@@ -74,7 +76,7 @@ class Fp8Config(QuantizationConfig):
 
     @classmethod
     def at_load(cls) -> "Fp8Config":
-        return cls(weight_block_size=DEFAULT_BLOCK)
+        return cls(weight_block_size=DEFAULT_BLOCK, ignored_layers=_KEPT_AT_LOAD)
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
         # The output projection never counts as a layer to quantise, as in transformers.

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.quantization.utils.packed_weights import (
 )
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
-from vllm.utils.math_utils import cdiv
 
 _INT32 = (torch.int32,)
 
@@ -33,8 +32,8 @@ class Int4LinearMethod(LinearMethod):
         rows, columns = sum(layer.shard_rows), layer.input_size
         if columns % self.group:
             raise CheckpointError(
-                f"{layer.prefix}: {columns} columns are not whole groups of {self.group}, the "
-                f"group_size of config.json; list the layer as not quantised"
+                f"{layer.prefix}: {columns} columns{layer.per_rank} are not whole groups of "
+                f"{self.group}, the group_size of config.json; list the layer as not quantised"
             )
         num_groups = columns // self.group
         layer.weight = empty_parameter(rows, columns // 2, dtype=torch.uint8)
@@ -43,7 +42,7 @@ class Int4LinearMethod(LinearMethod):
             layer.zero_points = empty_parameter(rows, num_groups, dtype=torch.uint8)
 
     def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
-        num_rows, columns = layer.shard_rows[index], layer.input_size
+        place, num_rows = layer.places[index], layer.shard_rows[index]
         weight, scale = layer.weight.data[rows], layer.weight_scale.data[rows]
 
         def write_codes(packed: Tensor) -> None:
@@ -51,17 +50,18 @@ class Int4LinearMethod(LinearMethod):
             weight.copy_(packed.contiguous().view(torch.uint8))
 
         slots = {
-            "weight_packed": Slot((num_rows, columns // PER_INT32), _INT32, write_codes),
-            "weight_scale": Slot(tuple(scale.shape), FLOATS, write_scales(scale)),
+            "weight_packed": place.slot((1, PER_INT32), _INT32, write_codes),
+            "weight_scale": place.slot((1, self.group), FLOATS, write_scales(scale)),
         }
         if self.has_zero_points:
             zeros = layer.zero_points.data[rows]
+            first = place.offsets((PER_INT32, 1))[0]
 
             def write_zeros(packed: Tensor) -> None:
-                zeros.copy_(unpack_rows_int32(packed, num_rows))
+                zeros.copy_(unpack_rows_int32(packed, first + num_rows)[first:])
 
-            shape = (cdiv(num_rows, PER_INT32), zeros.shape[1])
-            slots["weight_zero_point"] = Slot(shape, _INT32, write_zeros)
+            block = (PER_INT32, self.group)
+            slots["weight_zero_point"] = place.slot(block, _INT32, write_zeros)
         return slots
 
     def tensors(self, layer: Linear) -> LinearTensors:
@@ -85,14 +85,13 @@ class AwqLinearMethod(Int4LinearMethod):
         for name, num_rows in zip(layer.shard_names, layer.shard_rows):
             if num_rows % PER_INT32:
                 raise CheckpointError(
-                    f"{name}: {num_rows} rows cannot be packed by {PER_INT32} as AWQ's GEMM "
-                    f"layout does; list the layer as not quantised"
+                    f"{name}: {num_rows} rows{layer.per_rank} cannot be packed by {PER_INT32} as "
+                    f"AWQ's GEMM layout does; list the layer as not quantised"
                 )
         super().create_weights(layer)
 
     def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
-        num_rows, columns = layer.shard_rows[index], layer.input_size
-        num_groups = columns // self.group
+        place = layer.places[index]
         weight, zeros = layer.weight.data[rows], layer.zero_points.data[rows]
         write_transposed = write_scales(layer.weight_scale.data[rows])
 
@@ -102,8 +101,11 @@ class AwqLinearMethod(Int4LinearMethod):
         def write_zeros(packed: Tensor) -> None:
             zeros.copy_(unpack_awq(packed))
 
+        packed, scaled = (PER_INT32, self.group), (1, self.group)
         return {
-            "qweight": Slot((columns, num_rows // PER_INT32), _INT32, write_codes),
-            "qzeros": Slot((num_groups, num_rows // PER_INT32), _INT32, write_zeros),
-            "scales": Slot((num_groups, num_rows), FLOATS, lambda t: write_transposed(t.T)),
+            "qweight": place.slot((PER_INT32, 1), _INT32, write_codes, is_transposed=True),
+            "qzeros": place.slot(packed, _INT32, write_zeros, is_transposed=True),
+            "scales": place.slot(
+                scaled, FLOATS, lambda t: write_transposed(t.T), is_transposed=True
+            ),
         }

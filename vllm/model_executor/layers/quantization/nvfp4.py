@@ -44,8 +44,8 @@ class Nvfp4LinearMethod(LinearMethod):
         rows, columns = sum(layer.shard_rows), layer.input_size
         if columns % NVFP4_GROUP:
             raise CheckpointError(
-                f"{layer.prefix}: {columns} columns are not whole groups of {NVFP4_GROUP}, which "
-                f"NVFP4 weights are made of; list the layer as not quantised"
+                f"{layer.prefix}: {columns} columns{layer.per_rank} are not whole groups of "
+                f"{NVFP4_GROUP}, which NVFP4 weights are made of; list the layer as not quantised"
             )
         num_shards = len(layer.shard_rows)
         layer.weight = empty_parameter(rows, columns // 2, dtype=torch.uint8)
@@ -56,9 +56,10 @@ class Nvfp4LinearMethod(LinearMethod):
 
     def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
         weight, scale = layer.weight.data[rows], layer.weight_scale.data[rows]
+        place = layer.places[index]
         slots = {
-            self.names.weight: Slot(tuple(weight.shape), (torch.uint8,), copy_into(weight)),
-            "weight_scale": Slot(tuple(scale.shape), (_E4M3,), write_scales(scale)),
+            self.names.weight: place.slot((1, 2), (torch.uint8,), copy_into(weight)),
+            "weight_scale": place.slot((1, NVFP4_GROUP), (_E4M3,), write_scales(scale)),
             self.names.global_scale: self._factor(layer.global_scale.data[index]),
         }
         if self.has_input_scale:

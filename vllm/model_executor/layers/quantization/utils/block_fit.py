@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from vllm.kernels.fit import Fit
 from vllm.kernels.problem import WeightFormat
-from vllm.kernels.tensors import LinearKernel, LinearTensors
+from vllm.kernels.tensors import LinearKernel, LinearTensors, MoETensors
 from vllm.utils.math_utils import cdiv
 
 Span = tuple[int, int]
@@ -73,14 +73,14 @@ def _whole_blocks(span: Span, block: int) -> tuple[int, int, slice]:
 
 
 def refined_tensors(tensors: LinearTensors, fine: tuple[int, int]) -> LinearTensors:
-    """A layer that holds all rows of each merged part, with its scales in blocks of `fine`.
+    """The same layer with its scales in blocks of `fine`, which divides all of its offsets.
 
     Where `fine` divides all parts but the last, the scale rows of all parts form one plain grid.
     """
-    columns = (0, tensors.weight.shape[-1])
+    columns = _columns(tensors)
     parts = [
-        refine_scales(scales, tensors.format.block, fine, (0, num_rows), columns)
-        for num_rows, scales in _scales_of_parts(tensors)
+        refine_scales(scales, tensors.format.block, fine, rows, columns)
+        for rows, scales in _scales_of_parts(tensors)
     ]
     return LinearTensors(
         WeightFormat(tensors.format.element, "block", fine),
@@ -93,18 +93,21 @@ def refined_tensors(tensors: LinearTensors, fine: tuple[int, int]) -> LinearTens
 
 
 def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
-    """A layer that holds all rows of each merged part, with each part padded to whole blocks.
+    """The same layer with each merged part padded to whole blocks.
 
-    Columns are padded too: inputs must be. Returns also int64 [N]: which columns of the padded
-    output are the layer's. The bias stays [N], for those.
+    Columns are padded too, by column_offset of them before the layer's own: inputs must be.
+    Returns also int64 [N]: which columns of the padded output are the layer's. The bias stays [N],
+    for those.
     """
-    block, columns = tensors.format.block, (0, tensors.weight.shape[-1])
+    block, columns = tensors.format.block, _columns(tensors)
     padded, kept = [], []
     start = padded_start = 0
-    for num_rows, scales in _scales_of_parts(tensors):
+    for rows, scales in _scales_of_parts(tensors):
+        num_rows = rows[1] - rows[0]
         part = tensors.weight[..., start : start + num_rows, :]
-        padded.append(pad_weight(part, scales, block, (0, num_rows), columns))
-        kept.append(torch.arange(padded_start, padded_start + num_rows, device=part.device))
+        padded.append(pad_weight(part, scales, block, rows, columns))
+        first = padded_start + rows[0]
+        kept.append(torch.arange(first, first + num_rows, device=part.device))
         start += num_rows
         padded_start += padded[-1].weight.shape[-2]
     result = LinearTensors(
@@ -116,6 +119,14 @@ def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
         tensors.input_scale,
     )
     return result, torch.cat(kept)
+
+
+def padded_experts(tensors: MoETensors) -> MoETensors:
+    """The same experts with whole blocks of gate, up and down: rows of zeros give zeros, which meet
+    columns of zeros."""
+    (gate_up, _), (down, _) = map(padded_tensors, tensors.all_experts())
+    assert gate_up.weight.shape[-2] == 2 * down.weight.shape[-1]
+    return MoETensors(tensors.format, gate_up.weight, down.weight, gate_up.scales, down.scales)
 
 
 def fitted_kernel(
@@ -130,17 +141,24 @@ def fitted_kernel(
     padded, kept = padded_tensors(tensors)
     bias, padded.bias = padded.bias, None
     kernel = make(padded)
-    num_zeros = padded.weight.shape[1] - tensors.weight.shape[1]
+    before = tensors.column_offset
+    after = padded.weight.shape[1] - tensors.weight.shape[1] - before
 
     def apply(x: Tensor) -> Tensor:
-        out = kernel(pad(x, (0, num_zeros)) if num_zeros else x).index_select(1, kept)
+        out = kernel(pad(x, (before, after)) if before or after else x).index_select(1, kept)
         return out if bias is None else out.add_(bias)
 
     return apply
 
 
-def _scales_of_parts(tensors: LinearTensors) -> list[tuple[int, Tensor]]:
-    """(rows, scale grid) of each merged part."""
+def _columns(tensors: LinearTensors) -> Span:
+    return tensors.column_offset, tensors.column_offset + tensors.weight.shape[-1]
+
+
+def _scales_of_parts(tensors: LinearTensors) -> list[tuple[Span, Tensor]]:
+    """Rows of each merged part, counted from its first block on, and its scale grid."""
     assert tensors.scales is not None and tensors.format.scale == "block"
-    counts = [cdiv(num_rows, tensors.format.block[0]) for num_rows in tensors.shard_rows]
-    return list(zip(tensors.shard_rows, tensors.scales.split(counts, -2)))
+    offsets = tensors.offsets_of_shards()
+    spans = [(first, first + size) for first, size in zip(offsets, tensors.shard_rows)]
+    counts = [cdiv(stop, tensors.format.block[0]) for _, stop in spans]
+    return list(zip(spans, tensors.scales.split(counts, -2)))

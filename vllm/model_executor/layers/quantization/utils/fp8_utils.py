@@ -148,7 +148,7 @@ def requantised_ue8m0(tensors: LinearTensors) -> LinearTensors:
     Each merged shard keeps its own scale rows. Where all scales are powers of two already, the
     weight needs nothing: `tensors` itself is returned.
     """
-    assert tensors.scales is not None and tensors.format.scale == "block"
+    assert tensors.scales is not None and tensors.format.scale == "block" and not tensors.is_cut
     if bool(is_power_of_two(tensors.scales).all()):
         return tensors
     weight, scales = tensors.weight.clone(), tensors.scales.clone()
@@ -164,6 +164,11 @@ def requant_error(tensors: LinearTensors) -> RequantError:
     Where all scales are powers of two that is none, and the weight is not read.
     """
     assert tensors.scales is not None and tensors.format.scale == "block"
+    if tensors.is_cut:  # zeros around it change no block's largest value, nor any sum
+        from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+
+        tensors, _ = padded_tensors(tensors)
+        assert tensors.scales is not None
     block = tensors.format.block
     represented = is_power_of_two(tensors.scales) | (tensors.scales == 0)
     if bool(represented.all()):

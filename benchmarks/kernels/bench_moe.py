@@ -1,0 +1,226 @@
+"""Times every backend of the fused mixture of experts on a GPU, FP8 with 128x128 blocks.
+
+    python benchmarks/kernels/bench_moe.py [--out DIR] [--parts] [--tokens N ...]
+    python benchmarks/kernels/bench_moe.py --of moe.json [--table kernels.json]
+
+A time is that of the whole layer from the router's choice on: sorting, quantising, both products
+and the weighted sum. Each is the median of CUDA-graph replays; a graph makes one call after another
+with other experts, until four times L2 has been read. Tokens choose experts evenly at random.
+`of copy`: bytes of the weights of experts that were chosen, read in that time, over the bandwidth
+(read + written) of a copy of 1 GB in the same run. Regret: time of the backend that the selector
+takes, over the best one's. --parts times the router and the steps of the Triton backend too.
+--of shows the regret of results that are there already, with the tables of today, on any machine;
+--table adds them to a table of measured kernels (vllm/kernels/tuned).
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_results import write_results
+from gpu_timing import replay_microseconds
+from torch import Tensor
+
+from vllm.kernels import registry
+from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
+from vllm.kernels.select import select
+from vllm.kernels.spec import BUILD, Decision, Device, Libs, Policy
+from vllm.kernels.tensors import MoEKernel, MoETensors
+from vllm.kernels.tune_quarantine import version_of
+from vllm.kernels.tune_table import Entry, find_tables, read_table, timings_of, write_table
+from vllm.platforms.probe import probe_device, probe_libs
+from vllm.utils.math_utils import cdiv
+
+FORMAT = WeightFormat.parse("fp8-block")
+# experts, experts of a token, hidden, intermediate
+MODELS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """active: experts that were chosen, on average. gb_per_s: of their weights."""
+
+    model: str
+    backend: str
+    num_tokens: int
+    active: float
+    microseconds: float
+    gb_per_s: float
+    of_copy: float
+    tflops: float
+
+
+def make_tensors(problem: MoEProblem) -> MoETensors:
+    count, hidden, inner = problem.num_experts, problem.hidden, problem.intermediate
+
+    def stacked(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        values = torch.randn(count, rows, columns, device="cuda", dtype=torch.bfloat16)
+        scales = torch.rand(count, cdiv(rows, BLOCK), cdiv(columns, BLOCK), device="cuda")
+        return values.to(torch.float8_e4m3fn), scales / columns**0.5
+
+    gate_up, gate_up_scales = stacked(2 * inner, hidden)
+    down, down_scales = stacked(hidden, inner)
+    return MoETensors(FORMAT, gate_up, down, gate_up_scales, down_scales)
+
+
+class Calls:
+    """The same tokens with different choices of experts."""
+
+    def __init__(self, problem: MoEProblem, num_tokens: int):
+        expert_bytes = 3 * problem.hidden * problem.intermediate
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        shape = (num_tokens, problem.hidden)
+        self.x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.logits = torch.randn(num_tokens, problem.num_experts, device="cuda").bfloat16()
+        weights = torch.rand(num_tokens, problem.top_k, device="cuda")
+        self.weights = weights / weights.sum(1, keepdim=True)
+        num_calls = max(4, cdiv(4 * l2, problem.top_k * num_tokens * expert_bytes))
+        odds = torch.rand(num_calls, num_tokens, problem.num_experts, device="cuda")
+        self.ids = odds.topk(problem.top_k, -1).indices
+        self.active = sum(len(ids.unique()) for ids in self.ids) / num_calls
+        self.active_bytes = self.active * expert_bytes
+        self.flops = 2 * num_tokens * problem.top_k * expert_bytes
+
+    def microseconds(self, call: Callable[[Tensor, Tensor, Tensor], object]) -> float:
+        runs = [lambda ids=ids: call(self.x, self.weights, ids) for ids in self.ids]
+        return replay_microseconds(runs, num_replays=10)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written in a microsecond by a copy of 1 GB."""
+    pool = torch.randint(0, 255, (2, 1 << 29), dtype=torch.uint8, device="cuda")
+    return (1 << 30) / replay_microseconds([lambda: pool[1].copy_(pool[0])] * 4)
+
+
+def problem_of(model: str) -> MoEProblem:
+    return MoEProblem(*MODELS[model], FORMAT, (ActScheme.DYNAMIC_GROUP128,))
+
+
+def decide(problem: MoEProblem, device: Device, libs: Libs) -> Decision:
+    timings = timings_of(find_tables(device, None), problem)
+    libs = Libs(libs.libs | {registry.built()})
+    return select(problem, device, libs, Policy(), registry.specs("moe"), timings=timings)
+
+
+def kernels_of(problem: MoEProblem, tensors: MoETensors) -> dict[str, MoEKernel]:
+    """Of every backend that can run here; torch's computes every expert for every token."""
+    candidates = decide(problem, probe_device(), probe_libs()).candidates
+    able = [c for c in candidates if not c.reasons and not c.parts and c.backend != "torch"]
+    return {c.backend: registry.backend(c.backend).moe(problem, tensors, c) for c in able}
+
+
+def print_parts(problem: MoEProblem, tensors: MoETensors, calls: Calls) -> dict[str, float]:
+    """Steps of the Triton backend, each alone: their sum is more than the whole, because a step
+    may begin while the one before it ends."""
+    from vllm.kernels.triton import moe, moe_rows
+
+    experts = moe.Experts(problem, tensors)
+    plan = experts.plan(len(calls.x))
+    parts = {
+        "route": lambda x, w, ids: moe_rows.route(calls.logits, problem.top_k, True),
+        "sort": lambda x, w, ids: moe_rows.sort(ids, problem.num_experts, block_m=plan.block_m),
+        "quantise": lambda x, w, ids: moe_rows.quantise(x),
+        "all but combine": lambda x, w, ids: experts.pair_rows(x, ids, plan),
+    }
+    found = {name: calls.microseconds(part) for name, part in parts.items()}
+    print("    " + ", ".join(f"{name} {us:.1f} us" for name, us in found.items()), flush=True)
+    return found
+
+
+def print_regret(rows: Sequence[Row], device: Device, libs: Libs) -> None:
+    """Of the selector's choice against the best backend; geometric mean over all problems."""
+    logs = []
+    for model, num_tokens in dict.fromkeys((row.model, row.num_tokens) for row in rows):
+        winner = decide(problem_of(model), device, libs).winner
+        parts = winner.parts or ((None, winner.backend),)
+        name = next(b for limit, b in parts if limit is None or num_tokens <= limit)
+        own = [row for row in rows if (row.model, row.num_tokens) == (model, num_tokens)]
+        us = {row.backend: row.microseconds for row in own}
+        best = min(us, key=us.__getitem__)
+        logs.append(math.log(us[name] / us[best]))
+        line = f"{model:<18}{num_tokens:>6}  takes {name:<10} best {best:<10}"
+        print(f"{line}{us[name] / us[best] - 1:>7.1%}")
+    print(f"regret, geometric mean: {math.exp(sum(logs) / len(logs)) - 1:.1%}")
+
+
+def read_results(path: Path) -> tuple[list[Row], Device, Libs, dict[str, Any]]:
+    content = json.loads(path.read_text())
+    rows = [Row(**row) for row in content["rows"]]
+    return rows, Device.parse(content["arch"]), Libs.parse(content["libs"]), content
+
+
+def add_to_table(path: Path, rows: Sequence[Row], libs: Libs, date: str) -> None:
+    """Measured once in one process: there is no time for inputs that are quantised already."""
+    table = read_table(path)
+    for model in MODELS:
+        for backend in dict.fromkeys(row.backend for row in rows):
+            own = [row for row in rows if (row.model, row.backend) == (model, backend)]
+            spec = next(s for s in registry.specs("moe") if s.backend == backend)
+            us = tuple((row.num_tokens, row.microseconds) for row in own)
+            entry = Entry(version_of(spec, libs), date, us)
+            table = table.with_entry(problem_of(model).size_key, backend, entry)
+    write_table(path, table)
+
+
+def measure(tokens: Sequence[int], has_parts: bool, copied: float) -> dict[str, Any]:
+    rows: list[Row] = []
+    parts: dict[str, dict[int, dict[str, float]]] = {}
+    for model in MODELS:
+        problem = problem_of(model)
+        tensors = make_tensors(problem)
+        kernels = kernels_of(problem, tensors)
+        head = f"{'backend':<12}{'tokens':>7}{'active':>8}{'us':>10}{'GB/s':>8}"
+        print(f"{problem}\n{head}{'of copy':>9}{'TFLOP/s':>9}")
+        for num_tokens in tokens:
+            calls = Calls(problem, num_tokens)
+            for backend, kernel in kernels.items():
+                us = calls.microseconds(kernel)
+                speed, tflops = calls.active_bytes / us, calls.flops / us / 1e6
+                sizes = (model, backend, num_tokens, calls.active)
+                row = Row(*sizes, us, speed / 1e3, speed / copied, tflops)
+                rows.append(row)
+                line = f"{backend:<12}{num_tokens:>7}{row.active:>8.1f}{us:>10.2f}"
+                line += f"{row.gb_per_s:>8.0f}{row.of_copy:>9.1%}{row.tflops:>9.1f}"
+                print(line, flush=True)
+            if has_parts:
+                found = print_parts(problem, tensors, calls)
+                parts.setdefault(model, {})[num_tokens] = found
+        del tensors, kernels
+        torch.cuda.empty_cache()
+    return {"rows": [asdict(row) for row in rows], "parts": parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder that receives moe.json")
+    parser.add_argument("--parts", action="store_true", help="steps of the Triton backend too")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--of", type=Path, help="measure nothing: results of an earlier run")
+    parser.add_argument("--table", type=Path, help="with --of: table that receives them")
+    arguments = parser.parse_args()
+    if arguments.of:
+        rows, device, libs, content = read_results(arguments.of)
+        if arguments.table:
+            add_to_table(arguments.table, rows, libs, content["date"])
+        print_regret(rows, device, libs)
+        return
+    copied = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s")
+    found = measure(arguments.tokens, arguments.parts, copied)
+    device, libs = probe_device(), probe_libs()
+    print_regret([Row(**row) for row in found["rows"]], device, libs)
+    if arguments.out:
+        libs = Libs(frozenset(lib for lib in libs.libs if lib.name != BUILD))
+        header = {"arch": str(device), "libs": str(libs), "copy_tb_per_s": copied / 1e6}
+        write_results(arguments.out, "moe.json", **header, **found)
+
+
+if __name__ == "__main__":
+    main()

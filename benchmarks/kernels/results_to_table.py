@@ -1,0 +1,78 @@
+"""Enters results of bench_fp8_block_gemm.py in a table of measured kernels, for want of better.
+
+    python benchmarks/kernels/results_to_table.py RESULTS.json ... --table sm_90_132.json
+
+`vllm kernels tune` measures what the engine runs, and replaces what comes from here. These are
+GEMMs alone: `quantised_us` of kernels that take quantised activations. Of sweeps it takes the best
+tiling of cutlass, whose choice was made by them, and skinny in the shape that the library chooses,
+for up to 8 tokens: with more, what they leave out (it quantises inside) is more than its lead. Of
+results that note an earlier revision of our kernels, only the others' count. Earlier files win.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from vllm.kernels.tune_table import Entry, Table, read_table, write_table
+
+NUM_SMS = 132
+_SOURCE = "GEMM alone as in results/h100"
+# Name in the results -> backend, and whether its input is quantised before.
+KERNELS = {
+    "deep_gemm": ("deep_gemm", True),
+    "cutlass": ("cutlass", True),
+    "skinny+q": ("skinny", False),
+    "flashinfer": ("flashinfer-deepgemm", False),
+}
+
+
+MAX_SKINNY_TOKENS = 8
+
+
+def kernel_of(name: str, n: int, m: int) -> tuple[str, bool] | None:
+    own_shape = "skinny 2x16" if n <= 2 * 16 * NUM_SMS else "skinny 2x8"
+    if name == own_shape and m <= MAX_SKINNY_TOKENS:
+        return "skinny", False
+    return KERNELS.get(name.split()[0] if name.startswith("cutlass ") else name)
+
+
+def add_results(table: Table, path: Path) -> Table:
+    results = json.loads(path.read_text())
+    found: dict[tuple[str, str, bool], dict[int, float]] = {}
+    for row in results["rows"]:
+        size_key = f"fp8-block[128x128]:{row['n']}x{row['k']} bf16"
+        for name, us in row["us"].items():
+            kernel = kernel_of(name, row["n"], row["m"])
+            is_old = "earlier revision" in results.get("note", "") and name != "deep_gemm"
+            if kernel is not None and not is_old:
+                times = found.setdefault((size_key, *kernel), {})
+                times[row["m"]] = min(us, times.get(row["m"], us))
+    for (size_key, backend, is_quantised), us in found.items():
+        old = table.rows.get(size_key, {}).get(backend, Entry("", results["date"], ()))
+        known = dict(old.quantised_us if is_quantised else old.us)
+        if us.keys() <= known.keys():
+            continue
+        added = {"quantised_us" if is_quantised else "us": tuple(sorted((us | known).items()))}
+        version = (
+            old.version if _SOURCE in old.version else f"{old.version}, {_SOURCE}".lstrip(", ")
+        )
+        table = table.with_entry(size_key, backend, replace(old, version=version, **added))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--table", type=Path, required=True)
+    args = parser.parse_args()
+    table = read_table(args.table)
+    for path in args.results:
+        table = add_results(table, path)
+    write_table(args.table, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+// How sm90_fp8_block.cuh writes its sums: those of a whole tile from the registers of its warps,
+// those of a tile whose columns of K a cluster divides through the shared memory of all its thread
+// blocks.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "sm90_fp8_tiles.cuh"
+
+namespace vllm::gemm {
+
+__device__ __forceinline__ uint32_t pack(float low, float high, bool is_bf16) {
+  if (is_bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Eight neighbouring columns of one row; the row is inside.
+__device__ __forceinline__ void store(const Fp8BlockArgs& args, int row, int column, uint4 values) {
+  uint16_t* out = static_cast<uint16_t*>(args.out) + row * args.ldo + column;
+  if (args.is_vector) {
+    if (column < args.n) *reinterpret_cast<uint4*>(out) = values;
+    return;
+  }
+  const uint16_t* single = reinterpret_cast<const uint16_t*>(&values);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (column + i < args.n) out[i] = single[i];
+  }
+}
+
+// The 16 rows of a warp, through its own shared memory: lanes then write whole lines.
+template <int kTileN>
+__device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile& tile,
+                                           int first_row, const float (&sums)[kTileN / 2],
+                                           uint8_t* staging) {
+  constexpr int kColumns = kStagingColumns<kTileN>, kPitch = kStagingPitch<kTileN>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int part = 0; part < kTileN / kColumns; ++part) {
+    const int first_column = tile.column + part * kColumns;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i += 2) {
+      const int column = i / 4 * 8 + lane % 4 * 2, row = lane / 4 + i / 2 % 2 * 8;
+      float2 bias = make_float2(0.0f, 0.0f);
+      if (args.bias != nullptr) {
+        if (first_column + column < args.n) bias.x = args.bias[first_column + column];
+        if (first_column + column + 1 < args.n) bias.y = args.bias[first_column + column + 1];
+      }
+      const float* pair = sums + part * kColumns / 2 + i;
+      *reinterpret_cast<uint32_t*>(staging + row * kPitch + column * 2) =
+          pack(pair[0] + bias.x, pair[1] + bias.y, args.is_bf16);
+    }
+    __syncwarp();
+    constexpr int kVectors = kColumns / 8;
+#pragma unroll
+    for (int i = lane; i < 16 * kVectors; i += 32) {
+      const int row = i / kVectors, column = i % kVectors * 8;
+      if (first_row + row < tile.row_end) {
+        store(args, first_row + row, first_column + column,
+              *reinterpret_cast<const uint4*>(staging + row * kPitch + column * 2));
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// What a group of four warps leaves for the other thread blocks of its cluster.
+template <int kTileN, class Layout>
+__device__ __forceinline__ void store_partial(uint8_t* ring, int warp,
+                                              const float (&sums)[kTileN / 2]) {
+  const int lane = threadIdx.x % 32;
+  float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+  for (int i = 0; i < kTileN / 2; i += 2) {
+    const int column = i / 4 * 8 + lane % 4 * 2, row = warp * 16 + lane / 4 + i / 2 % 2 * 8;
+    *reinterpret_cast<float2*>(partial + row * Layout::kPartialPitch + column) =
+        make_float2(sums[i], sums[i + 1]);
+  }
+}
+
+__device__ __forceinline__ float4 load_cluster(const float* own, uint32_t rank) {
+  float4 v;
+  const uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), rank);
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Adds up what the thread blocks of a cluster left in `partial`; each writes its share of the tile.
+template <int kTileN, int kPitch, int kThreads>
+__device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile& tile,
+                                            int num_rows, const float* partial, int cluster,
+                                            int rank) {
+  constexpr int kVectors = kTileN / 8;
+  for (int i = rank * kThreads + threadIdx.x; i < num_rows * kVectors; i += cluster * kThreads) {
+    const int row = i / kVectors, column = i % kVectors * 8;
+    float sum[8] = {};
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (tile.column + column + j < args.n) sum[j] = args.bias[tile.column + column + j];
+      }
+    }
+#pragma unroll 4
+    for (int source = 0; source < cluster; ++source) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 v = load_cluster(partial + row * kPitch + column + half * 4, source);
+        sum[half * 4] += v.x, sum[half * 4 + 1] += v.y;
+        sum[half * 4 + 2] += v.z, sum[half * 4 + 3] += v.w;
+      }
+    }
+    const uint4 values = {pack(sum[0], sum[1], args.is_bf16), pack(sum[2], sum[3], args.is_bf16),
+                          pack(sum[4], sum[5], args.is_bf16), pack(sum[6], sum[7], args.is_bf16)};
+    store(args, tile.row + row, tile.column + column, values);
+  }
+}
+
+}  // namespace vllm::gemm

@@ -1,0 +1,50 @@
+"""Ranks on two nodes of a Ray cluster, which is simulated on this machine."""
+
+import pytest
+
+from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError, EngineDeadError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm[ray]'")
+
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 90 + 3 for i in range(n)]} for n in (3, 40)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    started = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    started.add_node(num_cpus=1)
+    ray.init(address=started.address, log_to_driver=False)
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def load(folder, **options) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=4, **options)
+
+
+def test_two_nodes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint, cluster):
+    folder = checkpoint("llama")
+    llm = load(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
+    assert tokens(llm) == tokens(load(folder))
+    executor = llm.llm_engine.core.executor
+    table = ray.util.placement_group_table(executor._launcher._group)
+    assert len(set(table["bundles_to_node_id"].values())) == 2
+    ray.kill(executor._places[1].process._actor)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(tensor-parallel 1\): .*actor"):
+        tokens(llm)
+
+
+def test_more_ranks_than_the_cluster_has_are_refused(checkpoint, cluster):
+    with pytest.raises(ConfigError, match=r"the cluster has 2 CPUs, but .* make 3 ranks"):
+        load(checkpoint("llama"), pipeline_parallel_size=3, distributed_executor_backend="ray")

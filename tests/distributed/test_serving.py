@@ -1,0 +1,107 @@
+"""Several engines behind one server, and what it says when a rank is gone."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from entrypoints.serving import RunningServer, started_server, wait_until
+
+from vllm import LLM, SamplingParams
+
+NUM_TOKENS = 24
+PROMPTS = [[(7 * i + 3 + length) % 90 + 3 for i in range(length)] for length in (5, 33, 17, 60, 2)]
+FLAGS = ("--skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "4")
+
+
+@pytest.fixture(scope="module")
+def experts(checkpoint) -> Path:
+    return checkpoint("qwen3_5_moe")
+
+
+@pytest.fixture(scope="module")
+def wanted(experts) -> list[list[int]]:
+    llm = LLM(experts, skip_tokenizer_init=True, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [output.outputs[0].token_ids for output in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def complete(server: RunningServer, prompt: list[int], **fields):
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True} | fields
+    return server.post("/v1/completions", body)
+
+
+def all_at_once(server: RunningServer) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+
+    def run(index: int) -> None:
+        found[index] = complete(server, PROMPTS[index]).json["choices"][0]["token_ids"]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[index] for index in range(len(PROMPTS))]
+
+
+def child_with(server: RunningServer, mark: str) -> int:
+    """The pid of a process under the server whose command line has `mark`, the youngest."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            grandparent = int(
+                Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
+            )
+        except OSError:
+            continue
+        if mark.encode() in words and server.process.pid in (parent, grandparent):
+            found.append(int(entry.name))
+    return max(found)
+
+
+def kill_while_busy(server: RunningServer, mark: str) -> str:
+    """Kills a process in the middle of a request; returns what the request's answer says."""
+    answers = []
+    body = {"max_tokens": 400, "n": 4, "temperature": 1.0}
+    thread = threading.Thread(target=lambda: answers.append(complete(server, [5, 6], **body)))
+    thread.start()
+    wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+    died = time.monotonic()
+    os.kill(child_with(server, mark), signal.SIGKILL)
+    assert server.process.wait(20) == 1
+    assert time.monotonic() - died < 10
+    thread.join()
+    assert answers[0].status == 500
+    return answers[0].error
+
+
+def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):
+    flags = ("--data-parallel-size", "2", "--enable-expert-parallel")
+    with started_server(experts, tmp_path / "log", *FLAGS, *flags) as server:
+        assert all_at_once(server) == wanted
+        time.sleep(1)  # both rest, and wake up for one request
+        assert complete(server, PROMPTS[1]).json["choices"][0]["token_ids"] == wanted[1]
+        assert all_at_once(server) == wanted
+        assert server.metric("vllm:num_requests_running") == 0
+        reason = "data-parallel engine 1: the engine process died"
+        # Engine 0 may notice first that it cannot reach the other.
+        error = kill_while_busy(server, "spawn_main")
+        assert reason in error or "data-parallel engine 0: another engine is gone" in error
+        assert f"vllm: error: {error}" in server.log.read_text()
+
+
+def test_two_engines_on_their_own_and_a_rank_of_one_is_killed(experts, wanted, tmp_path):
+    with started_server(
+        experts, tmp_path / "log", *FLAGS, "-dp", "2", "-pp", "2", VLLM_LOGGING_LEVEL="warning"
+    ) as server:
+        assert all_at_once(server) == wanted
+        error = kill_while_busy(server, "vllm-rank-1")
+        assert "data-parallel engine 0: rank 1 (pipeline stage 1): killed by SIGKILL" in error
+        assert f"vllm: error: {error}" in server.log.read_text()

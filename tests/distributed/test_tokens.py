@@ -1,0 +1,188 @@
+"""Ranks together give the tokens that one gives, and say so when one of them is gone."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError, EngineDeadError, VllmError
+from vllm.sampling_params import StructuredOutputsParams
+
+UNEVEN = {"hidden_size": 180, "intermediate_size": 300, "head_dim": 24, "num_hidden_layers": 2}
+EXPERTS = UNEVEN | {"moe_intermediate_size": 76}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3, min_tokens=9),
+    SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, ignore_eos=True),
+]
+PROMPTS = [[(7 * i + 3 + length) % 90 + 3 for i in range(length)] for length in (44, 28, 12, 60)]
+
+
+# Few tokens a step and few blocks: prompts come in chunks, and requests are preempted.
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 9,
+    "skip_tokenizer_init": True,
+}
+
+
+def load(folder, **options) -> LLM:
+    return LLM(folder, **OPTIONS | options)
+
+
+def outputs(llm: LLM):
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = llm.generate(inputs, PARAMS, use_tqdm=False)
+    logprobs = [
+        [entry.logprob for entry in position.values()]
+        for position in [*found[0].outputs[0].logprobs, *found[3].prompt_logprobs[1:]]
+    ]
+    return [output.outputs[0].token_ids for output in found], logprobs
+
+
+def check(folder, alone=None, **options) -> LLM:
+    """An engine of several ranks that gave what one rank gives. alone: options of both."""
+    wanted, wanted_logprobs = outputs(load(folder, **alone or {}))
+    llm = load(folder, **(alone or {}) | options)
+    tokens, logprobs = outputs(llm)
+    assert tokens == wanted
+    for ours, theirs in zip(logprobs, wanted_logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4)
+    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    return llm
+
+
+def test_two_tensor_parallel_ranks_and_one_that_is_killed(checkpoint):
+    folder = checkpoint("llama-tied-biased", vocab_size=97)
+    llm = check(folder, tensor_parallel_size=2)
+    executor = llm.llm_engine.core.executor
+    assert executor.kernels()["device"]
+    os.kill(executor._places[1].process._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(tensor-parallel 1\): killed by SIGKILL"):
+        outputs(llm)
+    assert executor._places[0].process.end(0) != "it closed its connection", "the others end too"
+
+
+def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
+    folder, seconds = checkpoint("qwen3", **UNEVEN), 4.0
+    options = {"tensor_parallel_size": 2, "distributed_timeout_seconds": seconds}
+    llm = check(folder, alone={"quantization": "fp8"}, **options)
+    os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 0 .*: all-reduce with rank 1 failed: .*imed"):
+        outputs(llm)
+    assert seconds - 1 < time.monotonic() - begin < 3 * seconds
+
+
+def test_shares_of_experts_with_scale_blocks_that_shards_cut(checkpoint):
+    folder = checkpoint("qwen3_moe", **EXPERTS)
+    check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
+
+
+def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
+    folder = checkpoint("qwen3_moe", **EXPERTS)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    check(folder, alone={"quantization": "fp8"}, **options)
+
+
+def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
+    options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    check(checkpoint("qwen3_5_moe"), **options, enable_expert_parallel=True)
+
+
+def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint):
+    folder = checkpoint("qwen3_5_moe")
+    check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
+
+
+def test_two_stages_follow_a_grammar(text_checkpoint):
+    llm = check(text_checkpoint, {"skip_tokenizer_init": False}, pipeline_parallel_size=2)
+    grammar = StructuredOutputsParams(regex="(ab){3,9}c")
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=32, structured_outputs=grammar)
+    text = llm.generate("jumps over", params, use_tqdm=False)[0].outputs[0].text
+    assert text.removesuffix("c").replace("ab", "") == ""
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "llama",
+            {"tensor_parallel_size": 4},
+            r"num_attention_heads = 6 .* tp = 4: take a divisor",
+        ),
+        ("llama", {"tensor_parallel_size": 0}, "--tensor-parallel-size 0"),
+        ("llama", {"pipeline_parallel_size": 4}, "3 layers"),
+        ("llama", {"enable_expert_parallel": True}, "has no experts"),
+        ("llama", {"data_parallel_size": 2}, "vllm serve --data-parallel-size 2"),
+        ("qwen3_moe", {"data_parallel_size": 4, "enable_expert_parallel": True}, "ep = 4"),
+        ("llama", {"distributed_executor_backend": "rey"}, "did you mean ray"),
+        (
+            "llama",
+            {"distributed_executor_backend": "uni", "pipeline_parallel_size": 2},
+            "uni runs one rank",
+        ),
+        ("llama", {"distributed_timeout_seconds": 0.0}, "--distributed-timeout-seconds"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_before_anything_starts(checkpoint, name, options, words):
+    with pytest.raises(ConfigError, match=words):
+        load(checkpoint(name), **options)
+
+
+def test_an_unknown_all_to_all_backend_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "deepep")
+    with pytest.raises(ConfigError, match="naive, allgather_reducescatter, deepep_high"):
+        load(checkpoint("qwen3_moe"), tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+@pytest.fixture
+def in_second_rank(tmp_path, monkeypatch):
+    """in_second_rank(code): rank 1 runs this before anything of ours."""
+
+    def arrange(code: str) -> None:
+        lines = "\n    ".join(code.splitlines())
+        source = f"import sys\nif sys.orig_argv[-1] == 'vllm-rank-1':\n    {lines}\n"
+        (tmp_path / "sitecustomize.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return arrange
+
+
+def test_a_rank_with_other_variables_is_named_with_them(checkpoint, in_second_rank):
+    in_second_rank("import os\nos.environ['VLLM_USE_DEEP_GEMM'] = '0'")
+    with pytest.raises(ConfigError) as caught:
+        load(checkpoint("llama"), tensor_parallel_size=2)
+    assert "rank 1 (tensor-parallel 1) and rank 0 disagree about variables" in str(caught.value)
+    assert '"VLLM_USE_DEEP_GEMM": "False"' in str(caught.value)
+
+
+# Once our code is there, only 100 MB more.
+_LITTLE_MEMORY = """
+import builtins, resource
+original = builtins.__import__
+def importing(name, *args, **options):
+    module = original(name, *args, **options)
+    if name == "vllm.worker.model_runner":
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + 100 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return module
+builtins.__import__ = importing
+"""
+
+
+def test_a_rank_without_memory_is_named(checkpoint, in_second_rank):
+    in_second_rank(_LITTLE_MEMORY)
+    options = {"load_format": "dummy", "hf_overrides": {"vocab_size": 1 << 20}}
+    with pytest.raises(VllmError, match=r"rank 1 \(tensor-parallel 1\): .*allocate"):
+        load(checkpoint("llama"), tensor_parallel_size=2, **options)

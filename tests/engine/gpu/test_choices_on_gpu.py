@@ -1,0 +1,161 @@
+"""What `explain` predicts for sm_90 without a GPU is what the engine builds on the H100."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from machines import write_distribution, write_package
+from tiny_models import build_model
+
+from vllm import LLM, SamplingParams
+from vllm.kernels import registry
+from vllm.kernels.spec import NoKernelError
+from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.quantize import quantize_checkpoint
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[3]
+# Its layers have sizes of Qwen3-30B-A3B and of the shared expert of Qwen3.5-35B-A3B, for which
+# this build ships measurements.
+SIZES = {
+    "hidden_size": 2048, "intermediate_size": 512, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1024, "num_hidden_layers": 2,
+}  # fmt: skip
+WISHES = [
+    "-",
+    *(f"--linear-backend {name}" for name in registry.backend_names("linear")),
+    "VLLM_USE_DEEP_GEMM=0",
+    "VLLM_USE_DEEP_GEMM=1",
+    "VLLM_USE_DEEP_GEMM_E8M0=1",
+    "VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=1",
+    "VLLM_USE_DEEP_GEMM_E8M0=0",
+    "VLLM_LINEAR_BACKEND=cutlass",
+    "--kernel *.down_proj=cutlass",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    plain, quantized = (tmp_path_factory.mktemp(name) for name in ("bf16", "fp8"))
+    build_model("qwen3", **SIZES).to(torch.bfloat16).save_pretrained(plain)
+    quantize_checkpoint(plain, quantized / "model", "fp8-block")
+    return str(quantized / "model")
+
+
+def predicted(folder: str, wishes: str, path: list[str] | None = None) -> tuple[dict, int]:
+    """The report of `explain` in a process that sees no GPU, and its exit code."""
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "kernels", "explain", folder,
+             "--device", "sm_90", "--json"]  # fmt: skip
+    for word in wishes.split() if wishes != "-" else []:
+        words += ["--env", word] if word.startswith("VLLM_") else [word]
+    paths = [*(path or []), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done.returncode
+
+
+def engine(folder: str, wishes: str, dump: Path, patch: pytest.MonkeyPatch) -> LLM:
+    options = {}
+    words = iter(wishes.split() if wishes != "-" else [])
+    for word in words:
+        if word.startswith("VLLM_"):
+            patch.setenv(*word.split("="))
+        elif word == "--kernel":
+            options["kernel"] = (next(words),)
+        else:
+            options[word[2:].replace("-", "_")] = next(words)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
+               gpu_memory_utilization=0.1, enforce_eager=True, dump_decisions=dump,
+               **options)  # fmt: skip
+
+
+def files_of(kernel) -> set[str]:
+    """The backend files whose code a kernel is made of."""
+    for name in ("parts", "multiply"):
+        if hasattr(kernel, name):
+            inner = getattr(kernel, name)
+            own = [part for _, part in inner] if name == "parts" else [inner]
+            return set().union(*map(files_of, own))
+    return {kernel.__module__.rpartition(".")[2]}
+
+
+def built(llm: LLM) -> dict[str, set[str]]:
+    modules = llm.llm_engine.core.runner.model.modules()
+    return {m.prefix: files_of(m.kernel) for m in modules if isinstance(m, Linear)}
+
+
+def files_named(decision: dict) -> set[str]:
+    winner = next(c for c in decision["candidates"] if c["backend"] == decision["chosen"])
+    names = [name for _, name in winner["parts"]] or [decision["chosen"]]
+    return {name.partition("-")[0] for name in names}
+
+
+@pytest.mark.parametrize("wishes", WISHES)
+def test_the_engine_builds_what_explain_predicted(folder, wishes, tmp_path, monkeypatch):
+    report, code = predicted(folder, wishes)
+    dump = tmp_path / "decisions.json"
+    if code:
+        with pytest.raises(NoKernelError):
+            engine(folder, wishes, dump, monkeypatch)
+        return
+    llm = engine(folder, wishes, dump, monkeypatch)
+    made = json.loads(dump.read_text())
+    assert made["decisions"] == report["decisions"]
+    kernels = built(llm)
+    for decision in report["decisions"]:
+        for layer in decision["layers"] if decision["problem"]["family"] == "linear" else ():
+            assert kernels[layer] == files_named(decision), layer
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": list(range(3, 40))}]
+    assert len(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+    is_ceil = "E8M0=1" in wishes and any("deep_gemm" in files for files in kernels.values())
+    assert bool(made["ledger"]["entries"]) == (is_ceil or "ue8m0" in wishes)
+
+
+def test_shipped_measurements_decide_on_this_chip(folder):
+    report, _ = predicted(folder, "-")
+    linear = [d for d in report["decisions"] if d["problem"]["weight"].startswith("fp8")]
+    assert linear and all(d["origin"]["rank"] == 6 for d in linear)
+    assert all(d["expected"]["worst_regret"] <= 0.10 for d in linear)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("import ctypes; ctypes.string_at(0)", "SIGSEGV"), ("import time; time.sleep(1e6)", "end")],
+)
+def test_the_engine_starts_beside_a_library_that_faults_or_hangs(folder, tmp_path, code, reason):
+    """In a process of its own: this one has loaded the real library."""
+    write_package(tmp_path, "deep_gemm", code)
+    write_distribution(tmp_path, "sgl-deep-gemm", "9.9")
+    dump = str(tmp_path / "d")
+    script = f"""
+from vllm import LLM, SamplingParams
+from vllm.platforms import trial
+trial.TIMEOUT_SECONDS = 20.0
+if __name__ == "__main__":
+    llm = LLM({folder!r}, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
+              gpu_memory_utilization=0.1, enforce_eager=True, dump_decisions={dump!r})
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+"""
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    (tmp_path / "start.py").write_text(script)
+    done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True,
+                          text=True, env=env, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    decisions = json.loads(Path(dump).read_text())["decisions"]
+    for decision in decisions:
+        if decision["problem"].get("weight", "").startswith("fp8"):
+            assert "deep_gemm" not in decision["chosen"]
+            (told,) = [c for c in decision["candidates"] if c["backend"] == "deep_gemm"]
+            assert [r["why"] for r in told["reasons"]] == ["library"]
+            assert reason in told["reasons"][0]["text"]

@@ -1,0 +1,71 @@
+"""A model whose numbers go wrong: the request fails, says where, and nobody else notices."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB
+
+from vllm import LLM, SamplingParams
+from vllm.engine.request import EngineRequest, FinishReason
+
+POISON = VOCAB - 1
+"""A token whose embedding is NaN in `folder`."""
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    source, target = checkpoint("llama"), tmp_path_factory.mktemp("poisoned")
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def run(llm: LLM, prompts: dict[str, list[int]]) -> dict[str, list]:
+    """The engine's outputs by request, one list each."""
+    core, outputs = llm.llm_engine.core, {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        core.add(EngineRequest(name, prompt, params, 0, [], 6))
+    while core.has_work:
+        for output in core.step():
+            outputs[output.request_id].append(output)
+    core.check_idle()
+    return outputs
+
+
+def tokens_of(outputs: list) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_request_with_nan_fails_and_its_neighbours_do_not(folder, runs_ahead):
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64)
+    llm.llm_engine.core.executor.runs_ahead = runs_ahead
+    llm.llm_engine.core.runner.runs_ahead = runs_ahead
+    healthy = list(range(5, 25))
+    alone = tokens_of(run(llm, {"alone": healthy})["alone"])
+    together = run(llm, {"good": [3, *healthy], "bad": [7, POISON, 9], "same": healthy})
+    assert tokens_of(together["same"]) == alone and len(tokens_of(together["good"])) == 6
+    failure = together["bad"][-1]
+    assert failure.finish_reason == FinishReason.ERROR
+    assert "NaN" in failure.error and "--debug-numerics" in failure.error
+    assert tokens_of(together["bad"]) == []
+
+
+def test_what_a_broken_request_computed_is_not_reused(folder):
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
+              max_num_batched_tokens=16)  # fmt: skip
+    run(llm, {"bad": [POISON, *range(40)]})
+    scheduler = llm.llm_engine.core.scheduler
+    run(llm, {"again": [POISON, *range(40)]})
+    assert scheduler.prefix_cache.num_hit == 0
+
+
+def test_debugging_names_the_first_layer_that_is_not_finite(folder):
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64, debug_numerics=True)
+    outputs = run(llm, {"good": [3, 4], "bad": [7, POISON, 9]})
+    assert "model.embed_tokens (Embedding)" in outputs["bad"][-1].error
+    assert len(tokens_of(outputs["good"])) == 6

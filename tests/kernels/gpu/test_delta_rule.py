@@ -1,0 +1,179 @@
+"""The Triton gated delta-net against its definition in float64, token by token.
+
+TRITON_INTERPRET=1 runs the same kernels on the CPU, all but captured graphs.
+"""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from vllm.kernels.triton import delta_rule as kernels
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"),
+]
+# Requests of one step: (tokens now, tokens before); one that starts has none before.
+STEPS = {
+    "one token each": ((1, 0), (1, 5), (1, 3)),
+    "mixed": ((1, 0), (7, 3), (33, 0), (1, 9), (17, 70), (2, 1)),
+    "several chunks": ((1, 2), (70, 0), (65, 70), (129, 1)),
+    "one prompt": ((200, 0),),
+}
+SIZES = ((128, 128), (24, 20), (40, 33), (256, 64))
+NUM_SLOTS, KEY_HEADS, HEADS = 9, 2, 4
+# Of ||y - wanted|| / ||wanted||: products of chunks are TF32.
+TOLERANCE = 3e-3
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def requests(step: tuple[tuple[int, int], ...]) -> dict[str, Tensor]:
+    starts = torch.tensor([0, *(now for now, _ in step)]).cumsum(0)
+    lens = torch.tensor([now + before for now, before in step])
+    slots = 1 + torch.randperm(NUM_SLOTS - 1)[: len(step)]
+    named = {"state_slots": slots, "query_start_loc": starts, "seq_lens": lens}
+    return {name: x.int().to(DEVICE) for name, x in named.items()}
+
+
+def rule_case(step, key_dim: int, value_dim: int, dtype=torch.float32) -> dict[str, Tensor]:
+    """Views of one projection, as the layer gives them; free slots hold NaN."""
+    num_tokens = sum(now for now, _ in step)
+    sizes = (KEY_HEADS * key_dim, KEY_HEADS * key_dim, HEADS * value_dim)
+    q, k, v = torch.randn(num_tokens, sum(sizes), device=DEVICE).to(dtype).split(sizes, 1)
+    ba = torch.randn(num_tokens, 2 * HEADS, device=DEVICE).to(dtype)
+    case = {
+        "query": q.unflatten(1, (KEY_HEADS, key_dim)),
+        "key": k.unflatten(1, (KEY_HEADS, key_dim)),
+        "value": v.unflatten(1, (HEADS, value_dim)),
+        "a": ba[:, HEADS:],
+        "b": ba[:, :HEADS],
+        "decay_rate": torch.rand(HEADS, device=DEVICE),
+        "dt_bias": torch.randn(HEADS, device=DEVICE),
+        "state": torch.full((NUM_SLOTS, HEADS, key_dim, value_dim), float("nan"), device=DEVICE),
+        **requests(step),
+    }
+    return with_states(case, step)
+
+
+def conv_case(step, channels: int, taps: int, dtype=torch.float32) -> dict[str, Tensor]:
+    num_tokens = sum(now for now, _ in step)
+    state = torch.full((NUM_SLOTS, taps - 1, channels), float("nan"), device=DEVICE).to(dtype)
+    case = {
+        "x": torch.randn(num_tokens, channels + 5, device=DEVICE).to(dtype)[:, :channels],
+        "weight": torch.randn(taps, channels, device=DEVICE),
+        "state": state,
+        **requests(step),
+    }
+    return with_states(case, step)
+
+
+def with_states(case: dict[str, Tensor], step) -> dict[str, Tensor]:
+    for slot, (_, before) in zip(case["state_slots"].tolist(), step, strict=True):
+        if before:
+            case["state"][slot] = torch.randn(case["state"].shape[1:], device=DEVICE)
+    return case
+
+
+def pieces(case: dict[str, Tensor]):
+    """(tokens, slot, whether it starts) of each request."""
+    bounds = pairwise(case["query_start_loc"].tolist())
+    for (begin, end), slot, seq_len in zip(
+        bounds, case["state_slots"].tolist(), case["seq_lens"].tolist(), strict=True
+    ):
+        yield range(begin, end), slot, seq_len == end - begin
+
+
+def rule_by_definition(case: dict[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+    c = {name: x.double() if x.is_floating_point() else x for name, x in case.items()}
+    out, states = torch.zeros_like(c["value"]), {}
+    group = HEADS // KEY_HEADS
+
+    def unit(x: Tensor) -> Tensor:
+        scaled = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled.repeat_interleave(group, 0)
+
+    for tokens, slot, starts in pieces(case):
+        state = torch.zeros_like(c["state"][slot]) if starts else c["state"][slot].clone()
+        for t in tokens:
+            q, k = unit(c["query"][t]) * c["query"].shape[2] ** -0.5, unit(c["key"][t])
+            softplus = torch.nn.functional.softplus(c["a"][t] + c["dt_bias"])
+            state = state * torch.exp(-c["decay_rate"] * softplus)[:, None, None]
+            delta = c["value"][t] - torch.einsum("hk,hkv->hv", k, state)
+            delta = delta * torch.sigmoid(c["b"][t])[:, None]
+            state = state + k[:, :, None] * delta[:, None]
+            out[t] = torch.einsum("hk,hkv->hv", q, state)
+        states[slot] = state
+    return out, states
+
+
+def conv_by_definition(case: dict[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+    x, weight = case["x"].double(), case["weight"].double()
+    out, states = torch.zeros_like(x), {}
+    for tokens, slot, starts in pieces(case):
+        state = case["state"][slot].double()
+        rows = torch.cat(
+            (torch.zeros_like(state) if starts else state, x[tokens.start : tokens.stop])
+        )
+        for i, t in enumerate(tokens):
+            out[t] = torch.nn.functional.silu((rows[i : i + len(weight)] * weight).sum(0))
+        states[slot] = rows[len(tokens) :]
+    return out, states
+
+
+def assert_close(case, run, wanted: Tensor, states: dict[int, Tensor], tolerance: float) -> None:
+    before = case["state"].clone()
+    y = run(**case, out=torch.full(wanted.shape, float("nan"), device=DEVICE))
+    assert (y.double() - wanted).norm() < tolerance * wanted.norm()
+    for slot, state in states.items():
+        assert (case["state"][slot].double() - state).norm() < tolerance * state.norm()
+    for slot in set(range(NUM_SLOTS)) - set(states):
+        assert torch.equal(case["state"][slot].nan_to_num(7), before[slot].nan_to_num(7))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_outputs_and_states_are_those_of_the_recurrence(step, sizes):
+    case = rule_case(step, *sizes)
+    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), TOLERANCE)
+
+
+def test_keys_that_repeat_keep_their_digits():
+    """Then every row of the system is as large as it can be, and cancels in its inverse."""
+    case = rule_case(((128, 0),), 64, 64)
+    case["key"][:] = case["key"][:1].clone()
+    case["b"][:], case["decay_rate"][:] = 9, 1e-4
+    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("channels, taps", [(300, 4), (1000, 2)])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_the_convolution_reaches_back_before_the_step(step, channels, taps):
+    case = conv_case(step, channels, taps)
+    assert_close(case, kernels.causal_conv1d, *conv_by_definition(case), 1e-5)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
+def test_a_captured_graph_serves_other_requests():
+    step = STEPS["one token each"]
+    case = rule_case(step, 128, 128, torch.bfloat16)
+    kernels.gated_delta_rule(**case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernels.gated_delta_rule(**case)
+    for other_step in (((1, 4), (1, 0), (1, 8)), ((1, 1), (1, 1), (1, 0))):
+        other = rule_case(other_step, 128, 128, torch.bfloat16)
+        for name, mine in case.items():
+            mine.copy_(other[name])
+        graph.replay()
+        assert torch.equal(y, kernels.gated_delta_rule(**other))
+        assert torch.equal(case["state"].nan_to_num(7), other["state"].nan_to_num(7))

@@ -1,0 +1,254 @@
+"""Measuring: what is planned, what is done already, and what becomes of kernels that fail."""
+
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from selection_cases import LIBS, ask, linear
+
+from vllm.errors import ConfigError
+from vllm.kernels import tune
+from vllm.kernels.problem import ActScheme
+from vllm.kernels.spec import Candidate, Device, Lib, Libs
+from vllm.kernels.tune import Limits, Run, plan, without_done
+from vllm.kernels.tune_quarantine import (
+    Failure,
+    add_failure,
+    path_of_file,
+    read_failures,
+    with_quarantine,
+    write_failures,
+)
+from vllm.kernels.tune_table import TOKENS, Table, read_table
+from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker
+from vllm.worker.cuda_graph import bucket_sizes
+
+H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
+BROKEN = "broken_trials:serve"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.syspath_prepend(os.path.join(os.path.dirname(__file__), "..", "stand_ins"))
+
+
+def job(backend: str = "works", **changes) -> Job:
+    candidate = Candidate(backend, ActScheme.NONE)
+    return replace(Job(linear(), candidate, (1, 8), (1, 2), "lib 1"), **changes)
+
+
+# ---------------------------------------------------------------- what is planned
+
+
+def test_every_kernel_that_can_run_here_is_planned_for_the_tokens_it_takes():
+    libs = Libs.of([*LIBS["all"].libs])
+    planned = plan([linear()], H100, libs).jobs
+    tokens = {j.candidate.backend: j.tokens for j in planned}
+    assert list(tokens) == ["deep_gemm", "cutlass", "skinny", "flashinfer-deepgemm", "triton",
+                            "marlin", "torch"]  # fmt: skip
+    assert tokens["skinny"] == tuple(m for m in TOKENS if m <= 16)
+    assert all(own == TOKENS for name, own in tokens.items() if name != "skinny")
+
+
+def test_the_gate_has_the_sizes_around_tiles_and_the_largest():
+    gates = {j.candidate.backend: j.gate for j in plan([linear()], H100, LIBS["all"]).jobs}
+    assert gates["deep_gemm"] == (1, 2, 31, 32, 33, 128, max(TOKENS))
+    assert gates["skinny"] == (1, 2, 16)
+
+
+def test_token_counts_up_to_512_are_sizes_of_captured_graphs():
+    assert {m for m in TOKENS if m <= 512} <= set(bucket_sizes(512))
+
+
+def test_one_problem_is_measured_once_and_what_offers_no_choice_is_told():
+    merged = linear(parts=(2048, 2048), bias=True)
+    planned = plan([linear(), merged, linear("bf16"), linear(parts=(4000, 96))], H100, LIBS["all"])
+    assert {str(j.problem) for j in planned.jobs} == {str(linear())}
+    assert any("torch alone" in note for note in planned.notes)
+    assert any("shards cut" in note for note in planned.notes)
+
+
+def test_what_is_broken_or_quarantined_is_not_planned():
+    names = {j.candidate.backend for j in plan([linear()], H100, LIBS["broken"]).jobs}
+    assert "deep_gemm" not in names
+    add_failure(failure(backend="cutlass", version="native 0.1.0"))
+    libs = with_quarantine(LIBS["all"], H100)
+    assert "cutlass" not in {j.candidate.backend for j in plan([linear()], H100, libs).jobs}
+
+
+def test_what_the_table_holds_is_done_until_the_library_changes():
+    jobs = plan([linear()], H100, LIBS["all"]).jobs
+    own = Table(H100, 132, "")
+    for done in jobs:
+        own = own.with_entry(done.problem.size_key, done.candidate.backend,
+                             tune.Entry(done.version, "2026-11-22", ((1, 1.0),)))  # fmt: skip
+    assert not without_done(jobs, own)
+    newer = Libs.of([*(lib for lib in LIBS["all"].libs if lib.name != "deep_gemm"),
+                     Lib("deep_gemm", "9.9")])  # fmt: skip
+    left = without_done(plan([linear()], H100, newer).jobs, own)
+    assert [j.candidate.backend for j in left] == ["deep_gemm"]
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize(
+    ("backend", "why", "text"),
+    [
+        ("faults", "library", "killed by SIGSEGV, after M = 1"),
+        ("exits", "library", "its process ended with exit code 3, after M = 1"),
+        ("hangs", "library", "hung for 5 s, after M = 1"),
+        ("is wrong", "numerics", "relative error 1.00e-01"),
+    ],
+)
+def test_a_kernel_that_fails_in_any_way_is_an_error_and_the_next_runs(backend, why, text):
+    worker = Worker(BROKEN, "cpu", timeout=5)
+    try:
+        with pytest.raises(JobError) as error:
+            worker.run(job(backend))
+        assert (error.value.why, str(error.value)) == (why, text)
+        assert worker.run(job()) == [(1, 1e-3)]
+    finally:
+        worker.stop()
+
+
+def test_a_worker_that_is_stopped_says_nothing_against_its_kernel():
+    worker = Worker(BROKEN, "cpu", timeout=60)
+    threading.Timer(3, worker.stop).start()
+    with pytest.raises(StoppedError):
+        worker.run(job("hangs"))
+    with pytest.raises(StoppedError):
+        worker.run(job())
+
+
+def test_a_stopped_worker_takes_what_its_kernel_started_along():
+    worker = Worker(BROKEN, "cpu", timeout=3)
+    with pytest.raises(JobError):
+        worker.run(job("hangs"))
+    time.sleep(0.2)
+    mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and _starts_sleep(pid)]
+    assert not mine
+
+
+def _starts_sleep(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"time.sleep(1000)" in file.read()
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- runs
+
+
+def carry_out(wanted, tmp_path, trials=BROKEN, **limits):
+    lines = []
+    limits = Limits(hang=5, **limits)
+    run = Run(CPU, Table(CPU, 2, "CPU"), tmp_path / "t.json", limits, lines.append, trials)
+    return run, run.carry_out(wanted), lines
+
+
+def test_a_failing_kernel_is_quarantined_with_its_reason_and_the_others_are_timed(tmp_path):
+    _, left, lines = carry_out([job("faults"), job(), job("is wrong")], tmp_path, jobs=2)
+    assert not left and list(read_table(tmp_path / "t.json").rows[linear().size_key]) == ["works"]
+    assert {(f.backend, f.why) for f in read_failures()} == {
+        ("faults", "library"), ("is wrong", "numerics"),
+    }  # fmt: skip
+    assert any("REJECTED" in line and "SIGSEGV" in line for line in lines)
+
+
+def test_what_no_time_is_left_for_is_returned(tmp_path):
+    jobs = [job(), job("exits")]
+    run, left, _ = carry_out(jobs, tmp_path, total=1e-9)
+    assert left == jobs and not run.failures and not (tmp_path / "t.json").exists()
+
+
+def test_a_kernel_is_timed_for_as_long_as_it_may_take(tmp_path):
+    problem = linear("fp8-block", n=128, k=128, dtype="fp32")
+    one = replace(job("torch"), problem=problem, tokens=(1, 2, 4), gate=(1, 2))
+    run, left, lines = carry_out([one], tmp_path, tune.TRIALS, per_kernel=1e-9)
+    assert not left and not run.failures
+    assert [m for m, _ in run.table.rows[problem.size_key]["torch"].us] == [1]
+    assert any("2 counts left out" in line for line in lines)
+
+
+@pytest.mark.parametrize("weight", ["fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "bf16",
+                                    "int4-group[128]"])  # fmt: skip
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_our_cpu_kernels_pass_the_gate(weight, backend, tmp_path):
+    problem = linear(weight, n=160, k=256, dtype="fp32")
+    one = replace(job(backend), problem=problem, tokens=(1, 40), gate=(1, 2, 31, 32, 33, 40))
+    worker = Worker(tune.TRIALS, "cpu", timeout=60)
+    try:
+        errors = worker.run(one)[: len(one.gate)]
+    finally:
+        worker.stop()
+    assert [m for m, _ in errors] == list(one.gate)
+    assert all(0 <= error < 2e-4 for _, error in errors)
+
+
+def test_a_kernel_that_does_not_round_where_the_reference_does_fails_the_gate():
+    problem = linear(n=256, k=256, dtype="bf16")
+    worker = Worker(tune.TRIALS, "cpu", timeout=60)
+    exact = replace(job("torch"), problem=problem)
+    claims = Candidate("torch", ActScheme.DYNAMIC_GROUP128, scales="float32")
+    try:
+        with pytest.raises(JobError, match="relative error") as error:
+            worker.run(replace(exact, candidate=claims))
+        assert error.value.why == "numerics"
+        assert worker.run(exact)
+    finally:
+        worker.stop()
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def failure(
+    backend="deep_gemm", version="deep_gemm 2.6", device="cuda:sm_90", **changes
+) -> Failure:
+    return replace(
+        Failure(backend, version, device, linear().size_key, "library", "hung", "2026-11-22"),
+        **changes,
+    )
+
+
+def test_a_failure_holds_for_its_problem_chip_and_version():
+    add_failure(failure())
+    assert ask(linear(), "90", with_quarantine(LIBS["deep_gemm"], H100)).chosen == "cutlass"
+    for libs, device in (
+        (with_quarantine(LIBS["deep_gemm"], Device.parse("sm_100")), "100"),
+        (with_quarantine(Libs.of([Lib("deep_gemm", "2.7")]), H100), "90"),
+    ):
+        assert not libs.quarantined
+        assert ask(linear(), device, libs).chosen == "deep_gemm"
+
+
+def test_the_reason_tells_when_what_and_how_to_lift_it():
+    add_failure(failure())
+    decision = ask(linear(), "90", with_quarantine(LIBS["deep_gemm"], H100))
+    reason = next(c for c in decision.candidates if c.backend == "deep_gemm").reasons[0]
+    assert "2026-11-22" in reason.text and "hung" in reason.text
+    assert "vllm kernels quarantine --clear" in reason.text
+
+
+def test_a_second_failure_of_the_same_replaces_the_first():
+    add_failure(failure())
+    add_failure(failure(reason="killed by SIGSEGV"))
+    add_failure(failure(backend="cutlass"))
+    assert [(f.backend, f.reason) for f in read_failures()] == [
+        ("deep_gemm", "killed by SIGSEGV"), ("cutlass", "hung"),
+    ]  # fmt: skip
+    write_failures([])
+    assert read_failures() == []
+
+
+@pytest.mark.parametrize("text", ["{", '[{"backend": "x"}]', "[3]", "3"])
+def test_a_broken_file_is_refused_with_its_name(text):
+    path_of_file().parent.mkdir(parents=True)
+    path_of_file().write_text(text)
+    with pytest.raises(ConfigError, match="quarantine"):
+        read_failures()

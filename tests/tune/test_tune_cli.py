@@ -1,0 +1,111 @@
+"""`vllm kernels tune` on the CPU: from a measurement to the choice it makes, and interruptions."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+from entrypoints.serving import COMMAND, environment, run_cli
+
+from vllm.kernels.tune_quarantine import Failure, write_failures
+
+SMALL = ("--layer", "fp8-block:256x256", "--tokens", "1,8")
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    """vllm(*words) -> (exit code, stdout, stderr), with a cache of its own."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        done = run_cli("kernels", *words, timeout=120, VLLM_CACHE_ROOT=str(tmp_path))
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def tables(folder):
+    return sorted((folder / "kernel_tables").glob("cpu*.json"))
+
+
+def test_what_is_measured_is_what_explain_chooses_by(vllm, tmp_path):
+    code, out, err = vllm("tune", *SMALL)
+    assert code == 0, err
+    (path,) = tables(tmp_path)
+    row = json.loads(path.read_text())["rows"]["fp8-block[128x128]:256x256 fp32"]
+    assert set(row) == {"cpu", "torch"} and set(row["cpu"]["us"]) == {"1", "8"}
+    assert "checked" in out and "relative error" in out
+    code, out, _ = vllm("explain", "--layer", "fp8-block:256x256", "--json")
+    (decision,) = json.loads(out)["decisions"]
+    assert decision["origin"]["rank"] == 6 and str(path) in decision["origin"]["text"]
+    assert decision["expected"]["worst_regret"] <= 0.03
+    code, out, _ = vllm("explain", "--layer", "fp8-block:256x256", "--linear-backend", "torch")
+    assert "over the fastest measured" in out and "cpu for M =" in out
+
+
+def test_a_second_run_has_nothing_left_to_do_and_again_does_it(vllm, tmp_path):
+    assert vllm("tune", *SMALL)[0] == 0
+    before = tables(tmp_path)[0].read_text()
+    assert "0 kernels to measure, 2 are in" in vllm("tune", *SMALL)[1]
+    assert tables(tmp_path)[0].read_text() == before
+    assert "2 kernels to measure" in vllm("tune", *SMALL, "--again", "--plan")[1]
+
+
+@pytest.mark.parametrize("moment", ["checked", "[1/"])
+def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm, tmp_path, moment):
+    words = ("tune", "--layer", "fp8-block:256x256", "--layer", "fp8-block:512x256",
+             "--layer", "fp8-block:768x256", "--tokens", "1,8,64")  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, "kernels", *words], env=environment(VLLM_CACHE_ROOT=str(tmp_path)),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith(moment):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command goes on" in out, err
+    assert "Traceback" not in err
+    found = [json.loads(path.read_text())["rows"] for path in tables(tmp_path)]
+    done = sum(len(row) for rows in found for row in rows.values())
+    assert (moment == "[1/") == bool(done) and done < 6
+    assert not (tmp_path / "kernel_tables" / "quarantine.json").exists()
+    code, out, err = vllm(*words)
+    assert code == 0 and f"{6 - done} kernels to measure, {done} are in" in out, err
+
+
+def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm):
+    start = time.monotonic()
+    code, out, err = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--seconds", "0.001")
+    assert code == 0 and "for want of time" in out, err
+    assert time.monotonic() - start < 30
+    out = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--plan")[1]
+    assert "fp8-block[128x128]:768x4096 fp32" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give a MODEL or --layer"),
+        (("--layer", "fp8-block:8x8", "--tokens", "0"), "--tokens '0'"),
+        (("--layer", "fp8-block:8x8", "--backend", "cpus"), "did you mean cpu?"),
+        (("--layer", "fp8-block:8x8", "--timeout", "0"), "--timeout 0.0"),
+        (("Qwen9",), "Qwen9"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(vllm, words, message):
+    code, _, err = vllm("tune", *words)
+    assert code == 2 and message in err
+
+
+def test_failures_are_listed_and_lifted(vllm, tmp_path, monkeypatch):
+    assert "no kernel has failed" in vllm("quarantine")[1]
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    write_failures(
+        Failure(name, "native 0.1.0", "cpu", "bf16:8x8 fp32", "library", "hung", "2026-11-22")
+        for name in ("cpu", "torch")
+    )
+    assert "hung" in vllm("quarantine")[1]
+    assert "1 forgotten" in vllm("quarantine", "--clear", "--backend", "cpu")[1]
+    assert [f["backend"] for f in json.loads(
+        (tmp_path / "kernel_tables" / "quarantine.json").read_text())] == ["torch"]  # fmt: skip

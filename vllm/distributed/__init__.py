@@ -1,0 +1,1 @@
+"""Ranks: where each stands, and how they exchange tensors."""

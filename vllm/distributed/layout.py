@@ -1,0 +1,77 @@
+"""Where a rank stands among all that compute one model. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rank `rank` of data_size x pipeline_size x tensor_size. Neighbours share each layer: tensor
+    parallelism counts first, then stages, then engines."""
+
+    rank: int = 0
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    data_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_size * self.pipeline_size * self.data_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor_size % self.pipeline_size
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.tensor_size * self.pipeline_size)
+
+    @property
+    def engine_ranks(self) -> range:
+        """Ranks of this rank's engine."""
+        size = self.tensor_size * self.pipeline_size
+        return range(self.data_rank * size, (self.data_rank + 1) * size)
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank answers for its engine: the first of the last stage."""
+        return self.tensor_rank == 0 and self.stage == self.pipeline_size - 1
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """All groups of `kind`: tensor, pipeline, data (the ranks of one stage that hold the same
+        slices), expert (all ranks of one stage) or engine."""
+        t, p, d = range(self.tensor_size), range(self.pipeline_size), range(self.data_size)
+        if kind == "tensor":
+            return [[self._at(k, j, i) for i in t] for k in d for j in p]
+        if kind == "pipeline":
+            return [[self._at(k, j, i) for j in p] for k in d for i in t]
+        if kind == "data":
+            return [[self._at(k, j, i) for k in d] for j in p for i in t]
+        if kind == "expert":
+            return [[self._at(k, j, i) for k in d for i in t] for j in p]
+        assert kind == "engine", kind
+        return [[self._at(k, j, i) for j in p for i in t] for k in d]
+
+    def _at(self, data_rank: int, stage: int, tensor_rank: int) -> int:
+        return (data_rank * self.pipeline_size + stage) * self.tensor_size + tensor_rank
+
+    def __str__(self) -> str:
+        """`rank 3 (data-parallel 1, tensor-parallel 1)`, with the dimensions there are."""
+        parts = [
+            f"{name} {place}"
+            for name, place, size in (
+                ("data-parallel", self.data_rank, self.data_size),
+                ("pipeline stage", self.stage, self.pipeline_size),
+                ("tensor-parallel", self.tensor_rank, self.tensor_size),
+            )
+            if size > 1
+        ]
+        return f"rank {self.rank}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
+    """The decoder layers of a stage; stages differ by one layer at most."""
+    return range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)

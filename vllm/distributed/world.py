@@ -1,0 +1,105 @@
+"""How ranks find one another, make sure that they compute the same, and connect."""
+
+import json
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from vllm.distributed.groups import PeerError
+from vllm.distributed.layout import Layout
+from vllm.distributed.parallel import Parallel, make_parallel
+from vllm.errors import ConfigError
+
+Address = tuple[str, int]
+"""Host and port."""
+
+# Ranks import torch and probe their devices before they come; who died is noticed elsewhere.
+_START_SECONDS = 900.0
+
+
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """A free port where ranks can meet."""
+    return socket.create_server((host, 0))
+
+
+def host_store(listener: socket.socket) -> dist.TCPStore:
+    """Keeps what ranks tell one another, as long as the store lives. Takes the socket over."""
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_START_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_store(address: Address) -> dist.TCPStore:
+    return dist.TCPStore(
+        *address, is_master=False, timeout=timedelta(seconds=_START_SECONDS), wait_for_workers=False
+    )
+
+
+def join(
+    layout: Layout,
+    is_expert_parallel: bool,
+    address: Address,
+    device_kind: str,
+    timeout_s: float,
+    facts: Mapping[str, str],
+) -> Parallel:
+    """This rank's groups, once all ranks are there.
+
+    facts: what must be the same on all ranks. ConfigError names what is not, and where.
+    """
+    if device_kind == "cuda" and not dist.is_nccl_available():
+        raise ConfigError(
+            "several GPUs need NCCL, which this torch was built without; install torch for CUDA"
+        )
+    store = find_store(address)
+    check_agreement(store, layout, facts)
+
+    def meet(place: str) -> None:
+        store.set(f"{place}/{layout.rank}", b"here")
+        store.wait([f"{place}/{rank}" for rank in range(layout.num_ranks)])
+
+    # From here on no rank waits for another for longer than it may within a step.
+    meet("start")
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=layout.rank,
+            world_size=layout.num_ranks,
+            timeout=timeout,
+        )
+        parallel = make_parallel(
+            layout, is_expert_parallel, lambda ranks: dist.new_group(ranks, timeout=timeout)
+        )
+    except RuntimeError as error:
+        raise PeerError(f"{layout} cannot connect to the other ranks: {error}") from error
+    parallel.meet = meet
+    return parallel
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_agreement(store: dist.Store, layout: Layout, facts: Mapping[str, str]) -> None:
+    """ConfigError where a fact of this rank is not that of rank 0."""
+    if layout.rank == 0:
+        store.set("facts", json.dumps(dict(facts)))
+        return
+    theirs = json.loads(store.get("facts"))
+    for name, own in facts.items():
+        if theirs.get(name) != own:
+            raise ConfigError(
+                f"{layout} and rank 0 disagree about {name}: {own} against {theirs.get(name)}; "
+                f"start all ranks with the same version, checkpoint, flags and variables"
+            )

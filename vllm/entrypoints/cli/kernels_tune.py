@@ -1,0 +1,175 @@
+"""`vllm kernels tune`, which measures kernels here, and `vllm kernels quarantine`."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.kernels import explain, question, registry, render, tune
+from vllm.kernels.problem import LinearProblem
+from vllm.kernels.selection import Selection
+from vllm.kernels.spec import Device, Libs, Policy
+from vllm.kernels.tune_quarantine import path_of_file, read_failures, text, write_failures
+from vllm.kernels.tune_table import TOKENS, Table, file_name, read_table, user_folder
+from vllm.kernels.tune_workers import Job
+
+
+def add_parsers(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "tune",
+        help="Measure which kernel is fastest here, layer by layer.",
+        description="Compare every kernel that can run the linear layers of MODEL on this machine "
+        "with a reference, time those that are right, and write a table that later starts choose "
+        "by. An interrupted run goes on where it ended, with the same command.",
+    )
+    text = parser.add_argument
+    text("models", nargs="*", metavar="MODEL", help="Folder, config.json or built-in name.")
+    text("--layer", action="append", default=[], help=f"One more layer: {question.LAYER_SYNTAX}.")
+    text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
+    text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
+    text("--dtype", default="auto", help="Of activations; default: fp32 on the CPU, else the "
+         "model's.")  # fmt: skip
+    text("--tokens", metavar="M,M", help="Numbers of tokens to time; default: "
+         f"{','.join(map(str, TOKENS))}.")  # fmt: skip
+    text("--backend", action="append", default=[], help="Only this one; repeatable.")
+    text("--again", action="store_true", help="Measure anew what the table holds already.")
+    text("--plan", action="store_true", help="Only say what would be measured.")
+    text("--output", type=Path, metavar="FILE", help=f"Default: in {user_folder()}.")
+    limits = parser.add_argument_group("limits")
+    text = limits.add_argument
+    text("--seconds-per-kernel", type=float, default=10.0, metavar="S", help="For timing one "
+         "kernel for one layer; what is left after is left out. Default: 10.")  # fmt: skip
+    text("--seconds", type=float, metavar="S", help="For everything; default: no limit.")
+    text("--timeout", type=float, default=300.0, metavar="S", help="A kernel that gives no sign of "
+         "life for so long is rejected. Default: 300.")  # fmt: skip
+    text("--jobs", type=int, metavar="N", help="Processes that check (and compile) at once; "
+         "default: half of the cores with a GPU, else 1.")  # fmt: skip
+    parser.set_defaults(run=run_tune)
+    parser = kinds.add_parser("quarantine", help="Kernels that failed here, and how to lift that.")
+    parser.add_argument("--clear", action="store_true", help="Forget them.")
+    parser.add_argument("--backend", help="Only those of this backend.")
+    parser.set_defaults(run=run_quarantine)
+
+
+# ---------------------------------------------------------------- tune
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from vllm.platforms.probe import probe_device, probe_libs
+
+    if not args.models and not args.layer:
+        raise ConfigError("give a MODEL or --layer; see vllm kernels tune --help")
+    device, libs = probe_device(), probe_libs()
+    for name in args.backend:
+        registry.check_backend_name("linear", name, "--backend")
+    problems = _problems(args, device)
+    planned = tune.plan(problems, device, libs, _tokens(args.tokens), args.backend)
+    table, path = _table(args.output, device)
+    jobs = list(planned.jobs) if args.again else tune.without_done(planned.jobs, table)
+    for note in planned.notes:
+        print(f"left out: {note}")
+    print(
+        f"{len(jobs)} kernels to measure, {len(planned.jobs) - len(jobs)} are in {path}", flush=True
+    )
+    if args.plan:
+        for job in jobs:
+            print(f"{job}  M = {', '.join(map(str, job.tokens))}")
+        return 0
+    run = tune.Run(device, table, path, _limits(args, device), _say)
+    left: Sequence[Job] = ()
+    try:
+        left = run.carry_out(jobs)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {path} has what was measured; the same command goes on", flush=True)
+        raise
+    print(_summary(run.table, problems, device, libs))
+    if run.failures:
+        print(f"{len(run.failures)} kernels failed and are not used: {path_of_file()}")
+    if left:
+        print(f"{len(left)} kernels were left out for want of time; the same command goes on")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
+    from vllm.entrypoints.cli.kernels import model_problems
+
+    found = []
+    for model in args.models:
+        found += [problem for _, problem in model_problems(model, args, device)[0]]
+    dtype = question.dtype_of(args.dtype, {}, device)
+    found += [question.layer_of(layer, dtype)[1] for layer in args.layer]
+    return [problem for problem in dict.fromkeys(found) if isinstance(problem, LinearProblem)]
+
+
+def _tokens(given: str | None) -> tuple[int, ...]:
+    if given is None:
+        return TOKENS
+    try:
+        tokens = sorted({int(item) for item in given.split(",")})
+    except ValueError:
+        tokens = []
+    if not tokens or tokens[0] < 1:
+        raise ConfigError(f"--tokens {given!r}: it takes numbers from 1 up, as 1,8,64")
+    return tuple(tokens)
+
+
+def _table(output: Path | None, device: Device) -> tuple[Table, Path]:
+    """What is known already, and where the rest will be written."""
+    from vllm.platforms.probe import device_name, probe_num_sms
+
+    num_sms = probe_num_sms()
+    path = output or user_folder() / file_name(device, num_sms)
+    if not path.exists():
+        return Table(device, num_sms, device_name(), source=str(path)), path
+    table = read_table(path)
+    if (table.device, table.num_sms) != (device, num_sms):
+        raise ConfigError(
+            f"{path} is of {table.device} with {table.num_sms} SMs, and this is {device} with "
+            f"{num_sms}: give another --output"
+        )
+    return table, path
+
+
+def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
+    for flag in ("seconds_per_kernel", "seconds", "timeout", "jobs"):
+        value = getattr(args, flag)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: it takes a number above 0")
+    default = max(1, (os.cpu_count() or 1) // 2) if device.kind == "cuda" else 1
+    return tune.Limits(args.seconds_per_kernel, args.seconds, args.timeout, args.jobs or default)
+
+
+def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: Libs) -> str:
+    """What the selector makes of the table, without wishes."""
+    selection = Selection(device, libs, Policy(), (table,))
+    lines = []
+    for problem in problems:
+        decision = selection.decide(str(problem), problem)
+        choice = render.expectation_of(decision)
+        if choice is not None:
+            lines.append(explain.outcome(decision).partition(" (")[0])
+            lines.append(f"    {render.expectation_text(choice)}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def run_quarantine(args: argparse.Namespace) -> None:
+    failures = read_failures()
+    if args.backend is not None:
+        name = registry.check_backend_name("linear", args.backend, "--backend")
+        meant = [failure for failure in failures if failure.backend == name]
+    else:
+        meant = failures
+    if args.clear:
+        write_failures([failure for failure in failures if failure not in meant])
+        print(f"{len(meant)} forgotten; vllm kernels tune tries them again")
+    else:
+        print(text(meant) or "no kernel has failed here")

@@ -1,0 +1,69 @@
+"""What all ranks must have in common, as texts to compare."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vllm
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.platforms.probe import probe_device
+
+# Variables that change nothing of what is computed.
+_OWN_VARIABLES = frozenset(
+    {"VLLM_CACHE_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "VLLM_TARGET_DEVICE"}
+)
+# Fields that tell ranks apart.
+_OWN_FIELDS = frozenset({"data_parallel_rank", "dump_decisions"})
+
+
+def facts_of(config: VllmConfig) -> dict[str, str]:
+    """By name, in the order in which they are best compared: a cause before what it causes."""
+    names = sorted(name for name in envs.VARIABLES if envs.is_set(name))
+    variables = {name: str(envs.read(name)) for name in names if name not in _OWN_VARIABLES}
+    return {
+        "versions": f"vllm {vllm.__version__}, torch {torch.__version__}",
+        "the device": str(probe_device()),
+        "variables": json.dumps(variables),
+        "the checkpoint": _checkpoint(config.model_config.path),
+        "the configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
+    }
+
+
+def _checkpoint(folder: Path) -> str:
+    """Names and sizes of its files."""
+    files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".json"))
+    sizes = [(file.name, file.stat().st_size) for file in files]
+    total = sum(size for _, size in sizes)
+    return f"{len(sizes)} files of {total} bytes, {_digest(json.dumps(sizes))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON takes it."""
+    if dataclasses.is_dataclass(value):
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.name not in _OWN_FIELDS
+        }
+    if hasattr(value, "to_json_string"):
+        return value.to_json_string()
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "from_checkpoint"):
+        return {"class": type(value).__name__, **_plain(_public(value))}
+    return str(value)
+
+
+def _public(value: Any) -> dict[str, Any]:
+    return {key: entry for key, entry in vars(value).items() if not key.startswith("_")}

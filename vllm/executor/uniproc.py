@@ -1,0 +1,115 @@
+"""The one rank of an engine, in the engine's process."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.distributed import world
+from vllm.distributed.layout import Layout
+from vllm.distributed.parallel import Parallel
+from vllm.engine.scheduler import Step
+from vllm.errors import ConfigError
+from vllm.executor.facts import facts_of
+from vllm.kernels.emulate import emulate, not_emulated
+from vllm.kernels.policy import make_policy, set_variables
+from vllm.kernels.selection import Selection
+from vllm.kernels.tune_table import find_tables
+from vllm.platforms.probe import probe_device, probe_libs, probe_num_sms
+from vllm.utils.startup import StartupReport
+from vllm.worker.model_runner import LaunchedStep, ModelRunner
+
+if TYPE_CHECKING:
+    from vllm.executor.base import Address
+
+
+class UniprocExecutor:
+    """selection: its kernel choices. runner: the model, its cache and batch."""
+
+    def __init__(
+        self, config: VllmConfig, meeting: "Address | None" = None, layout: Layout | None = None
+    ):
+        """layout: where this rank stands; None: it is all of engine `data_parallel_rank`."""
+        parallel = Parallel()
+        if layout is None:
+            ranks = config.parallel_config
+            use_device(ranks.data_parallel_rank, ranks.data_parallel_size)
+            layout = engine_layout(config, 0)
+        if layout.num_ranks > 1:
+            assert meeting is not None
+            parallel = _join(config, layout, meeting)
+        report = StartupReport()
+        with report.phase("libraries and device"):
+            self.selection = make_selection(config)
+        self.runner = ModelRunner(config, self.selection, report, parallel)
+        report.log()
+        self.config = self.runner.config
+        self.num_blocks = self.runner.num_blocks
+        self.runs_ahead = self.runner.runs_ahead
+
+    def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
+        return self.runner.launch(step, bitmasks)
+
+    def kernels(self) -> dict[str, Any]:
+        return self.selection.to_json()
+
+    def check_alive(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        world.leave()
+
+
+def engine_layout(config: VllmConfig, rank: int) -> Layout:
+    """Of rank `rank` of this engine, among all ranks that talk to it."""
+    parallel = config.parallel_config
+    is_alone = not parallel.is_in_lock_step
+    first = 0 if is_alone else parallel.data_parallel_rank * parallel.num_engine_ranks
+    return Layout(
+        rank=first + rank,
+        tensor_size=parallel.tensor_parallel_size,
+        pipeline_size=parallel.pipeline_parallel_size,
+        data_size=1 if is_alone else parallel.data_parallel_size,
+    )
+
+
+def _join(config: VllmConfig, layout: Layout, meeting: "Address") -> Parallel:
+    parallel = config.parallel_config
+    return world.join(
+        layout,
+        parallel.enable_expert_parallel,
+        meeting,
+        probe_device().kind,
+        parallel.distributed_timeout_seconds,
+        facts_of(config),
+    )
+
+
+def use_device(index: int, num_neighbours: int) -> None:
+    """Takes GPU `index` of this machine, and a share of its cores with as many other ranks.
+
+    To be called before anything asks what device there is.
+    """
+    if num_neighbours > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_neighbours))
+    if not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"a rank needs GPU {index}, but this machine shows {count}; lower "
+            f"--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or see "
+            f"CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(index)
+
+
+def make_selection(config: VllmConfig) -> Selection:
+    device = probe_device()
+    wishes = config.kernel_config.wishes(config.quant_config)
+    variables, model_type = set_variables(), config.model_config.model_type
+    policy = make_policy(not_emulated(wishes), variables, model_type, device)
+    selection = Selection(device, probe_libs(), policy, find_tables(device, probe_num_sms()))
+    emulate(selection, wishes, variables, model_type)
+    return selection

@@ -1,0 +1,96 @@
+"""The body of a rank in a process of its own: does what the engine says, until it says stop."""
+
+import logging
+import os
+import sys
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from vllm.executor.messages import (
+    Failure,
+    Launch,
+    ShowKernels,
+    Start,
+    Started,
+    Stop,
+    TakeResult,
+    failure_of,
+    leave_signals_to_parent,
+)
+
+if TYPE_CHECKING:
+    from vllm.executor.uniproc import UniprocExecutor
+    from vllm.worker.model_runner import LaunchedStep
+
+
+def run_local(descriptor: int) -> None:
+    """For a process that its engine started: the connection is an inherited socket."""
+    leave_signals_to_parent()
+    failure = run(Connection(descriptor))
+    sys.stdout.flush()
+    # Taking down the interpreter with all that is loaded takes seconds, and the engine waits.
+    os._exit(failure is not None)
+
+
+def run(connection: Connection) -> Failure | None:
+    """Serves until told to stop, or the engine is gone; returns its last words if it failed."""
+    try:
+        start = connection.recv()
+        executor = _load(start)
+        connection.send(Started(executor.num_blocks, executor.runs_ahead))
+        _serve(connection, executor, start.layout.is_output)
+    except (EOFError, ConnectionError):
+        return None
+    except BaseException as error:
+        failure = failure_of(error, traceback.format_exc())
+        try:
+            connection.send(failure)
+        except OSError:
+            traceback.print_exc()
+        return failure
+    return None
+
+
+def _load(start: Start) -> "UniprocExecutor":
+    # One rank tells what all of them do.
+    if start.layout.rank > 0:
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        _hide_progress()
+    from vllm.executor.uniproc import UniprocExecutor, use_device
+
+    use_device(start.device_index, start.num_neighbours)
+    return UniprocExecutor(start.config, start.meeting, start.layout)
+
+
+def _hide_progress() -> None:
+    from functools import partialmethod
+
+    from tqdm import tqdm
+
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
+
+
+def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool) -> None:
+    running: deque[LaunchedStep] = deque()
+
+    def take() -> None:
+        result = running.popleft().result()
+        if is_output:
+            connection.send(result)
+
+    while True:
+        message = connection.recv()
+        if isinstance(message, Launch):
+            running.append(executor.launch(message.step, message.bitmasks))
+            if not executor.runs_ahead:
+                take()
+        elif isinstance(message, TakeResult):
+            take()
+        elif isinstance(message, ShowKernels):
+            connection.send(executor.kernels())
+        else:
+            assert isinstance(message, Stop)
+            executor.shutdown()
+            return

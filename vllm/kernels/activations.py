@@ -1,0 +1,103 @@
+"""Inputs of linear kernels that are quantised before the kernel: by whom, and in which layout.
+
+A kernel that takes FP8 groups says so by `input_quant`. What makes its input (a norm, the
+activation of an MLP) then quantises in the same pass over memory, and hands over the result.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vllm._custom_ops import (
+    ScaleLayout,
+    per_token_group_fp8_quant,
+    rms_norm_group_quant,
+    silu_and_mul_group_quant,
+)
+from vllm.kernels.tensors import LinearKernel
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedInput:
+    """q: float8_e4m3fn [M, K]. scales: of its groups of 128 columns, laid out as was asked for."""
+
+    q: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    """Of what was quantised, and so of the output."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+
+Activation: TypeAlias = Tensor | QuantizedInput
+"""x [M, K], as floats or quantised in the way the kernel asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputQuant:
+    """Groups of 128 columns, scales in `layout`; rounded up to powers of two where `use_ue8m0`."""
+
+    layout: ScaleLayout
+    use_ue8m0: bool = False
+
+    def quantise(self, x: Tensor) -> QuantizedInput:
+        results = per_token_group_fp8_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
+        return QuantizedInput(*results, x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedInput:
+        """residual += x, in place; then the norm of residual."""
+        results = rms_norm_group_quant(
+            x, weight, eps, residual, layout=self.layout, use_ue8m0=self.use_ue8m0
+        )
+        return QuantizedInput(*results, x.dtype)
+
+    def silu_and_mul(self, x: Tensor) -> QuantizedInput:
+        """silu(x[:, :K]) * x[:, K:] for x [M, 2 K]."""
+        results = silu_and_mul_group_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
+        return QuantizedInput(*results, x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizingKernel:
+    """A linear kernel whose product takes a quantised input; it quantises what comes as floats."""
+
+    quant: InputQuant
+    multiply: Callable[[QuantizedInput], Tensor]
+
+    def input_quant(self, num_tokens: int) -> InputQuant:
+        return self.quant
+
+    def __call__(self, x: Activation) -> Tensor:
+        return self.multiply(self.quant.quantise(x) if isinstance(x, Tensor) else x)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelByTokens:
+    """One kernel for each range of M. parts: (largest M, kernel), ascending; None for no limit.
+
+    M is a number of the host, so a captured graph holds one of the kernels and no branch.
+    """
+
+    parts: Sequence[tuple[int | None, LinearKernel]]
+
+    def kernel(self, num_tokens: int) -> LinearKernel:
+        return next(k for limit, k in self.parts if limit is None or num_tokens <= limit)
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        return input_quant(self.kernel(num_tokens), num_tokens)
+
+    def __call__(self, x: Activation) -> Tensor:
+        return self.kernel(x.shape[0])(x)
+
+
+def input_quant(kernel: LinearKernel | None, num_tokens: int) -> InputQuant | None:
+    """How `kernel` wants `num_tokens` rows quantised; None for one that takes floats."""
+    asks = getattr(kernel, "input_quant", None)
+    return None if asks is None else asks(num_tokens)

@@ -1,0 +1,112 @@
+"""The gated delta-net in Triton, for GPUs: signatures and formulas are those of `cpu_ops`.
+
+Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone. A
+step of one token for each request is one launch, and a CUDA graph can hold it; its rows that fill
+up the graph have slot 0, which is nobody's.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm.kernels.triton.delta_rule_kernels import (
+    chunk_kernel,
+    conv_state_kernel,
+    conv_step_kernel,
+    conv_tokens_kernel,
+    solve_kernel,
+    step_kernel,
+)
+
+CHUNK = 64  # tokens that matrix products take at a time
+STEP_BLOCK_V, CHUNK_BLOCK_V = 32, 32  # columns of a state that one program keeps in registers
+CONV_TOKENS, CONV_BLOCK, STEP_BLOCK = 32, 128, 512
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
+    num_tokens, channels = x.shape
+    num_requests, taps = state_slots.shape[0], weight.shape[0]
+    result = x.new_empty(num_tokens, channels) if out is None else out
+    assert x.stride(1) == 1 and result.is_contiguous() and weight.is_contiguous() and taps > 1
+    assert state.is_contiguous()
+    requests = (state_slots, query_start_loc, seq_lens)
+    conv_step_kernel[(num_requests, triton.cdiv(channels, STEP_BLOCK))](
+        x, weight, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
+        TAPS=taps, BLOCK=STEP_BLOCK,
+    )  # fmt: skip
+    if num_tokens > num_requests:
+        blocks = triton.cdiv(channels, CONV_BLOCK)
+        conv_tokens_kernel[(triton.cdiv(num_tokens, CONV_TOKENS), blocks)](
+            x, weight, state, *requests, result, num_tokens, num_requests, x.stride(0),
+            CHANNELS=channels, TAPS=taps, TOKENS=CONV_TOKENS, BLOCK=CONV_BLOCK,
+        )  # fmt: skip
+        conv_state_kernel[(num_requests, triton.cdiv(channels, STEP_BLOCK))](
+            x, state, *requests, num_requests, x.stride(0), CHANNELS=channels, TAPS=taps,
+            BLOCK=STEP_BLOCK,
+        )  # fmt: skip
+    return result
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay_rate: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it.
+
+    Pieces of prompts run in chunks (arXiv 2412.06464, section 3.3). The products with the state
+    are TF32 on tensor cores; sums, decays and the states themselves are float32.
+    """
+    num_tokens, heads, dim_v = value.shape
+    dim_k, num_requests = key.shape[2], state_slots.shape[0]
+    result = value.new_empty(num_tokens, heads, dim_v) if out is None else out
+    assert all(x.stride(1) == x.shape[2] and x.stride(2) == 1 for x in (query, key, value))
+    assert result.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32
+    assert a.stride() == b.stride() and a.stride(1) == 1
+    gates = (a, b, decay_rate, dt_bias)
+    requests = (state_slots, query_start_loc, seq_lens)
+    strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
+    sizes = {"HEADS": heads, "GROUP": heads // key.shape[1], "K": dim_k,
+             "K_PAD": max(16, triton.next_power_of_2(dim_k))}  # fmt: skip
+    step_kernel[(triton.cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
+        query, key, value, *gates, state, *requests, result, *strides, num_requests, **sizes,
+        V=dim_v, BLOCK_V=STEP_BLOCK_V,
+    )  # fmt: skip
+    if num_tokens > num_requests:
+        # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
+        # requests than there are tokens beyond the first of each.
+        many = min(num_requests, num_tokens // 2)
+        num_chunks = triton.cdiv(num_tokens, CHUNK) + many
+        sizes |= {"R_PAD": triton.next_power_of_2(num_requests), "CHUNK": CHUNK}
+        shape = (num_chunks, heads, CHUNK, CHUNK)
+        inverse, scores = (
+            torch.empty(shape, dtype=torch.float32, device=value.device) for _ in range(2)
+        )
+        solve_kernel[(num_chunks, heads)](
+            query, key, *gates, query_start_loc, inverse, scores, query.stride(0), key.stride(0),
+            a.stride(0), num_requests, **sizes, num_warps=8, num_stages=1,
+        )  # fmt: skip
+        chunk_kernel[(triton.cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
+            query, key, value, *gates, state, *requests, inverse, scores, result, *strides,
+            num_requests, **sizes, V=dim_v, BLOCK_V=CHUNK_BLOCK_V, num_warps=8,
+            num_stages=1,
+        )  # fmt: skip
+    return result

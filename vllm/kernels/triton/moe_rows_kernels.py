@@ -1,0 +1,290 @@
+# mypy: ignore-errors
+"""Device code of `moe_rows.py`: choosing experts, sorting tokens by them, and bringing them back.
+
+A pair is a token with one of its experts, numbered token * TOP_K + place.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm.kernels.triton.moe_kernels import (
+    FP8_MAX,
+    GROUP,
+    MIN_AMAX,
+    begin_dependent,
+    silu_mul,
+)
+
+# Forms of the scales of rows.
+FLOAT32: tl.constexpr = tl.constexpr(0)
+FLOAT32_CEIL_UE8M0: tl.constexpr = tl.constexpr(1)  # powers of two, rounded up
+UE8M0: tl.constexpr = tl.constexpr(2)  # their exponents, four in an int32
+
+# ---------------------------------------------------------------- choosing experts
+
+
+@triton.jit
+def _best_groups(choice, ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr,
+                 KEPT: tl.constexpr, SUMMED: tl.constexpr):  # fmt: skip
+    """`choice` [ROWS, experts] with -inf outside of the KEPT groups whose SUMMED best are most."""
+    grouped = tl.reshape(choice, [ROWS, NUM_GROUPS, SIZE])
+    best = tl.max(grouped, 2)
+    if SUMMED == 2:
+        place = tl.argmax(grouped, 2)
+        is_best = tl.arange(0, SIZE)[None, None, :] == place[:, :, None]
+        best += tl.max(tl.where(is_best, float("-inf"), grouped), 2)
+    groups = tl.arange(0, NUM_GROUPS)[None, :]
+    is_kept = tl.zeros([ROWS, NUM_GROUPS], tl.int1)
+    for _ in tl.static_range(KEPT):
+        taken = groups == tl.argmax(best, 1)[:, None]
+        is_kept = is_kept | taken
+        best = tl.where(taken, float("-inf"), best)
+    kept = tl.where(is_kept[:, :, None], grouped, float("-inf"))
+    return tl.reshape(kept, [ROWS, NUM_GROUPS * SIZE])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_stride"])
+def route_kernel(
+    logits, bias, weights, ids, num_tokens, row_stride, factor,
+    NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
+    is_token, is_expert = (tokens < num_tokens)[:, None], experts < NUM_EXPERTS
+    pointers = logits + tokens.to(tl.int64)[:, None] * row_stride + experts
+    x = tl.load(pointers, mask=is_token & is_expert, other=float("-inf")).to(tl.float32)
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        shifted = tl.exp(x - tl.max(tl.where(is_token, x, 0.0), 1)[:, None])
+        scores = shifted / tl.sum(shifted, 1)[:, None]
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias + experts, mask=is_expert, other=0.0)
+    choice = tl.where(is_expert, choice, float("-inf"))
+    if NUM_GROUPS > 1:
+        choice = _best_groups(choice, ROWS, NUM_GROUPS, NUM_EXPERTS // NUM_GROUPS, KEPT_GROUPS,
+                              2 if HAS_BIAS else 1)  # fmt: skip
+    chosen = tl.zeros([ROWS, K_PAD], tl.int32)
+    shares = tl.zeros([ROWS, K_PAD], tl.float32)
+    for place in tl.static_range(TOP_K):
+        # Where all scores are NaN, any expert inside will do: its weight is NaN.
+        best = tl.minimum(tl.argmax(choice, 1), NUM_EXPERTS - 1)[:, None]
+        share = tl.sum(tl.where(experts == best, scores, 0.0), 1)[:, None]
+        chosen = tl.where(places == place, best, chosen)
+        shares = tl.where(places == place, share, shares)
+        choice = tl.where(experts == best, float("-inf"), choice)
+    if RENORMALISES:
+        shares = shares / tl.sum(shares, 1)[:, None]
+    target = tokens.to(tl.int64)[:, None] * TOP_K + places
+    is_stored = is_token & (places < TOP_K)
+    tl.store(weights + target, shares * factor, mask=is_stored)
+    tl.store(ids + target, chosen.to(tl.int64), mask=is_stored)
+
+
+# ---------------------------------------------------------------- sorting by expert
+
+
+@triton.jit
+def _bins_of(ids, pairs, num_pairs, num_experts):
+    """1 + the expert of each pair; 0 for pairs of no expert here and those past the last."""
+    found = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+    return tl.where((found >= 0) & (found < num_experts), found + 1, 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(ids, counts, num_pairs, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """counts[chunk, bin] of the pairs of each chunk."""
+    chunk = tl.program_id(0)
+    found = _bins_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, num_experts)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(found, BINS))
+
+
+@triton.jit
+def _write_blocks(
+    blocks, totals, starts, num_blocks, chunk, num_chunks,
+    BINS: tl.constexpr, BLOCK_M: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Blocks of BLOCK_M rows of one expert each: expert, first row, end of the expert's rows. The
+    programs of all chunks share the work."""
+    bins = tl.arange(0, BINS)
+    used = tl.cdiv(totals, BLOCK_M)
+    first = tl.cumsum(used, 0) - used
+    for i in range(chunk, tl.max(used, 0), num_chunks):
+        target, is_used = blocks + first + i, i < used
+        tl.store(target, bins - 1, mask=is_used)
+        tl.store(target + num_blocks, starts + i * BLOCK_M, mask=is_used)
+        tl.store(target + 2 * num_blocks, starts + totals, mask=is_used)
+    num_used = tl.sum(used, 0)
+    for begin in range(chunk * FILL, num_blocks, num_chunks * FILL):
+        block = begin + tl.arange(0, FILL)
+        tl.store(blocks + block, -1, mask=(block >= num_used) & (block < num_blocks))
+
+
+@triton.jit
+def label_kernel(blocks, expert_of_row, num_blocks, BLOCK_M: tl.constexpr):
+    """Rows of block b are b * BLOCK_M and on: the expert of each, -1 where no pair is."""
+    block, offsets = tl.program_id(0), tl.arange(0, BLOCK_M)
+    expert, row = tl.load(blocks + block), block * BLOCK_M + offsets
+    end = tl.load(blocks + 2 * num_blocks + block, mask=expert >= 0, other=0)
+    tl.store(expert_of_row + row, tl.where(row < end, expert, -1))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "stride", "num_chunks"])
+def sort_kernel(
+    ids, counts, cursors, order, positions, ends, blocks,
+    num_pairs, num_experts, num_blocks, stride, num_chunks,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS_PAD: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, FILL: tl.constexpr, IS_MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gives every pair a row, those of an expert one after another: order[row] = pair,
+    positions[pair] = row, -1 for pairs of no expert here.
+
+    Experts begin at multiples of ALIGN rows; IS_MASKED: at expert * stride. ends[i]: row after the
+    last of the first i experts (ALIGN 1), or, masked, number of rows of expert i - 1. The order
+    within an expert is any, and no result depends on it.
+    """
+    begin_dependent(PDL)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+    found = _bins_of(ids, pairs, num_pairs, num_experts)
+    if CHUNKS_PAD == 1:
+        totals = tl.histogram(found, BINS)
+        before = tl.zeros([BINS], tl.int32)
+    else:
+        chunks = tl.arange(0, CHUNKS_PAD)[:, None]
+        every = tl.load(counts + chunks * BINS + bins[None, :], mask=chunks < num_chunks, other=0)
+        totals = tl.sum(every, 0)
+        before = tl.sum(tl.where(chunks < chunk, every, 0), 0)
+    totals = tl.where(bins == 0, 0, totals)
+    if IS_MASKED:
+        starts = tl.maximum(bins - 1, 0) * stride
+    else:
+        padded = tl.cdiv(totals, ALIGN) * ALIGN
+        starts = tl.cumsum(padded, 0) - padded
+    if chunk == 0:
+        told = totals if IS_MASKED else starts + totals
+        tl.store(ends + bins, told, mask=bins <= num_experts)
+    if BLOCK_M > 0:
+        _write_blocks(blocks, totals, starts, num_blocks, chunk, num_chunks, BINS, BLOCK_M, FILL)
+    own = cursors + chunk * BINS
+    tl.store(own + bins, starts + before)
+    tl.debug_barrier()  # the atomics below add to what was just stored
+    is_here = found > 0
+    row = tl.atomic_add(own + found, 1, mask=is_here)
+    tl.store(order + row, pairs, mask=is_here)
+    tl.store(positions + pairs, tl.where(is_here, row, -1), mask=pairs < num_pairs)
+
+
+# ---------------------------------------------------------------- rows in and out
+
+
+@triton.jit
+def _load_groups(x, K: tl.constexpr, G_PAD: tl.constexpr):
+    """K columns from x on as float32 [G_PAD, GROUP], zeros past K."""
+    columns = tl.arange(0, G_PAD)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quantise(x, FORM: tl.constexpr):
+    """E4M3 values of [groups, GROUP], a float32 scale for each group, and its biased exponent where
+    it is a power of two."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1), MIN_AMAX) / FP8_MAX
+    bits = scale.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    if FORM != FLOAT32:
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return (x / scale[:, None]).to(tl.float8e4nv), scale, exponent
+
+
+@triton.jit
+def _write_row(
+    values, scale, exponent, q, scales, row, block_rows, row_stride, group_stride,
+    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """values [G_PAD, GROUP] in E4M3 to row `row`, where that is not negative.
+
+    Scales lie in blocks of block_rows rows, one block after another: at row * row_stride + group *
+    group_stride, or for UE8M0 byte group % 4 of the int32 at row + group // 4 * group_stride.
+    """
+    groups = tl.arange(0, G_PAD)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    NUM_WORDS: tl.constexpr = (NUM_GROUPS + 3) // 4
+    wide = row.to(tl.int64)
+    tl.store(q + wide * K + columns, values, mask=(row >= 0) & (columns < K))
+    block, place = wide // block_rows, wide % block_rows
+    if FORM == UE8M0:  # bytes past the groups are zero, not what memory held
+        start = scales + (block * (NUM_WORDS * group_stride) + place) * 4
+        written = tl.where(groups < NUM_GROUPS, exponent, 0).to(tl.uint8)
+        target = start + groups // 4 * (group_stride * 4) + groups % 4
+        tl.store(target, written, mask=(row >= 0) & (groups < NUM_WORDS * 4))
+    else:
+        start = scales + block * (NUM_GROUPS * group_stride) + place * row_stride
+        tl.store(start + groups * group_stride, scale, mask=(row >= 0) & (groups < NUM_GROUPS))
+
+
+@triton.jit(do_not_specialize=["block_rows", "row_stride", "group_stride"])
+def spread_kernel(
+    x, q, scales, positions, x_stride, block_rows, row_stride, group_stride,
+    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Quantises a token [K], once, and writes it to the row of each of its pairs; to its own where
+    there are no positions."""
+    token = tl.program_id(0)
+    x_row = _load_groups(x + token.to(tl.int64) * x_stride, K, G_PAD)
+    values, scale, exponent = _quantise(x_row, FORM)
+    for place in range(TOP_K):
+        row = token if positions is None else tl.load(positions + token * TOP_K + place)
+        _write_row(values, scale, exponent, q, scales, row, block_rows, row_stride, group_stride,
+                   K, G_PAD, FORM)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["block_rows", "row_stride", "group_stride"])
+def activate_kernel(
+    x, q, scales, positions, block_rows, row_stride, group_stride,
+    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a pair's row [2 K], quantised."""
+    row = tl.load(positions + tl.program_id(0))
+    if row < 0:
+        return
+    start = x + row.to(tl.int64) * (2 * K)
+    inner = silu_mul(_load_groups(start, K, G_PAD), _load_groups(start + K, K, G_PAD))
+    values, scale, exponent = _quantise(inner, FORM)
+    _write_row(values, scale, exponent, q, scales, row, block_rows, row_stride, group_stride,
+               K, G_PAD, FORM)  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(
+    rows, weights, positions, out, num_experts,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum over its pairs, in their order, of weight * row. Grid (tokens, parts).
+
+    positions: row of each pair, or the ids of experts where rows are not sorted; pairs of no
+    expert here add nothing.
+    """
+    begin_dependent(PDL)
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < HIDDEN
+    acc = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        row = tl.load(positions + pair)
+        is_here = row >= 0
+        if not IS_SORTED:
+            is_here = is_here & (row < num_experts)
+            row = pair
+        pointers = rows + row.to(tl.int64) * HIDDEN + columns
+        values = tl.load(pointers, mask=is_column & is_here, other=0.0).to(tl.float32)
+        acc += tl.where(is_here, tl.load(weights + pair), 0.0) * values
+    target = out + token.to(tl.int64) * HIDDEN + columns
+    tl.store(target, acc.to(out.dtype.element_ty), mask=is_column)

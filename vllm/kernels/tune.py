@@ -1,0 +1,243 @@
+"""`vllm kernels tune`: what to measure, in which order, and where the results go.
+
+Every kernel that can run a layer on this machine is first compared with a reference (the gate),
+several at a time since that compiles what is compiled at a first call, and then timed, one at a
+time. The table is rewritten after each, so that a later run goes on where this one ended.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vllm.kernels import registry
+from vllm.kernels.problem import LinearProblem
+from vllm.kernels.select import select
+from vllm.kernels.spec import Device, KernelSpec, Libs, Policy
+from vllm.kernels.tune_quarantine import Failure, add_failure, version_of
+from vllm.kernels.tune_table import TOKENS, Entry, Table, is_measurable, write_table
+from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker
+
+GATE_TOKENS = (1, 2, 31, 32, 33, 128)
+_CHECKS_SHARE = 0.5
+TRIALS = "vllm.worker.kernel_trials:serve"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """notes: what is not measured, and why."""
+
+    jobs: tuple[Job, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: for timing one kernel for one problem, for everything (half of it for checks), and
+    without a sign of life. jobs: processes that check at once."""
+
+    per_kernel: float = 10.0
+    total: float | None = None
+    hang: float = 300.0
+    jobs: int = 1
+
+
+# ---------------------------------------------------------------- what to measure
+
+
+def plan(
+    problems: Iterable[LinearProblem],
+    device: Device,
+    libs: Libs,
+    tokens: Sequence[int] = TOKENS,
+    backends: Sequence[str] = (),
+) -> Plan:
+    """A job for each kernel that can run a problem here; emulations are none. backends: only
+    these, () for all."""
+    jobs: list[Job] = []
+    notes: list[str] = []
+    specs = registry.specs("linear")
+    measurable: dict[str, LinearProblem] = {}
+    for problem in dict.fromkeys(problems):
+        if is_measurable(problem):
+            plain = replace(problem, bias=False, parts=(), cut_n=1, cut_k=1)
+            measurable.setdefault(problem.size_key, plain)
+        else:
+            notes.append(f"{problem}: shards cut its scale blocks, which a table does not hold")
+    for problem in measurable.values():
+        own = list(_jobs_of(problem, device, libs, specs, tokens))
+        if len(own) < 2:
+            names = ", ".join(job.candidate.backend for job in own) or "nothing"
+            notes.append(f"{problem}: {names} alone can run it, so there is no choice")
+            continue
+        jobs += [job for job in own if not backends or job.candidate.backend in backends]
+    return Plan(tuple(jobs), tuple(notes))
+
+
+def _jobs_of(
+    problem: LinearProblem,
+    device: Device,
+    libs: Libs,
+    specs: Sequence[KernelSpec],
+    tokens: Sequence[int],
+) -> Iterator[Job]:
+    by_name = {
+        spec.backend: spec
+        for spec in specs
+        if not spec.is_emulation and problem.format in spec.formats
+    }
+    taken: dict[str, list[int]] = {}
+    candidates = {}
+    for num_tokens in tokens:
+        asked = replace(problem, m_range=(num_tokens, num_tokens))
+        for candidate in select(asked, device, libs, Policy(), specs).candidates:
+            if not candidate.reasons and candidate.backend in by_name:
+                taken.setdefault(candidate.backend, []).append(num_tokens)
+                candidates[candidate.backend] = candidate
+    for backend, own in taken.items():
+        gate = sorted({m for m in (*GATE_TOKENS, own[-1]) if m <= own[-1]})
+        version = version_of(by_name[backend], libs)
+        yield Job(problem, candidates[backend], tuple(own), tuple(gate), version)
+
+
+def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
+    """Those that the table does not hold for the same version of the kernel's libraries."""
+    return [job for job in jobs if not _is_done(job, table)]
+
+
+def _is_done(job: Job, table: Table) -> bool:
+    entry = table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
+    return entry is not None and entry.version == job.version
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass
+class Run:
+    """Carries out jobs. say: gets a line for each step."""
+
+    device: Device
+    table: Table
+    path: Path
+    limits: Limits
+    say: Callable[[str], object]
+    trials: str = TRIALS
+    failures: list[Failure] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+
+    def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
+        """Checks and times `jobs`; returns those for which no time was left.
+
+        The processes are stopped whatever happens, an interrupt at the keyboard included; what
+        was measured by then is in the file.
+        """
+        try:
+            passed, left = self._check(jobs)
+            for worker in self.workers[1:]:
+                worker.stop()
+            for number, job in enumerate(passed, 1):
+                if self._is_late():
+                    return [*left, *passed[number - 1 :]]
+                self._time(job, f"[{number}/{len(passed)}]")
+            return left
+        finally:
+            for worker in self.workers:
+                worker.stop()
+
+    def _is_late(self, share: float = 1.0) -> bool:
+        """Whether this share of the time for everything is over."""
+        total = self.limits.total
+        return total is not None and time.monotonic() - self._start > total * share
+
+    def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """Those that pass the gate, and those for which no time was left, in order."""
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        passed: set[Job] = set()
+        seen: set[Job] = set()
+
+        def work(worker: Worker) -> None:
+            while not self._is_late(_CHECKS_SHARE):
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    failure = self._failure_of(worker, job)
+                except StoppedError:
+                    return
+                with self._lock:
+                    seen.add(job)
+                    if failure is None:
+                        passed.add(job)
+                    else:
+                        self._reject(job, failure)
+
+        count = max(1, min(self.limits.jobs, len(jobs)))
+        self.workers += [self._worker() for _ in range(count)]
+        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [job for job in jobs if job in passed], [job for job in jobs if job not in seen]
+
+    def _worker(self) -> Worker:
+        return Worker(self.trials, self.device.kind, self.limits.hang)
+
+    def _failure_of(self, worker: Worker, job: Job) -> JobError | None:
+        start = time.monotonic()
+        try:
+            errors = worker.run(job)[: len(job.gate)]
+        except JobError as error:
+            return error
+        worst = max(error for _, error in errors)
+        seconds = time.monotonic() - start
+        self.say(f"checked  {job}  relative error {worst:.1e} at most ({seconds:.1f} s)")
+        return None
+
+    def _time(self, job: Job, number: str) -> None:
+        job = replace(job, is_timed=True, seconds=self.limits.per_kernel)
+        start = time.monotonic()
+        try:
+            reports = self.workers[0].run(job)
+        except JobError as error:
+            self._reject(job, error)
+            return
+        us = tuple((m, us) for m, us in reports if m > 0)
+        quantised = tuple((-m, us) for m, us in reports if m < 0)
+        self._keep(job, Entry(job.version, _today(), us, quantised))
+        shown = ", ".join(f"{time_us:.4g} us for M = {m}" for m, time_us in (us[0], us[-1]))
+        cut = "" if len(us) == len(job.tokens) else f", {len(job.tokens) - len(us)} counts left out"
+        self.say(f"{number}  {job}  {shown}{cut} ({time.monotonic() - start:.1f} s)")
+
+    def _keep(self, job: Job, entry: Entry) -> None:
+        self.table = self.table.with_entry(job.problem.size_key, job.candidate.backend, entry)
+        write_table(self.path, self.table)
+
+    def _reject(self, job: Job, error: JobError) -> None:
+        failure = Failure(
+            backend=job.candidate.backend,
+            version=job.version,
+            device=str(self.device),
+            size_key=job.problem.size_key,
+            why=error.why,
+            reason=str(error),
+            date=_today(),
+        )
+        add_failure(failure)
+        self.failures.append(failure)
+        self.say(f"REJECTED {job}  {error.why}: {error}")
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()

@@ -1,0 +1,127 @@
+"""Gated delta-net: linear attention whose memory of a request is one state of a fixed size."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.context import ForwardBatch, ModelContext
+from vllm.model_executor.layers.linear import merged_linear, plain_linear
+from vllm.model_executor.layers.sharding import Part, share
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
+from vllm.ops.paged_attention import zeros_on_demand
+
+
+class GatedDeltaNet(nn.Module):
+    """x [T, hidden] -> [T, hidden]: q, k and v through a short causal convolution, then the gated
+    delta rule per head, a gated norm and a projection. Formulas: `gated_delta_rule` in vllm.ops.
+
+    Key and value heads are cut over the tensor-parallel ranks; all sizes here are of this rank.
+
+    conv_state: [slots, taps - 1, channels] in the type of activations. state: float32 [slots,
+    value heads, key_dim, value_dim]. Slot 0 is nobody's; the others belong to running requests.
+    """
+
+    def __init__(self, ctx: ModelContext, prefix: str):
+        super().__init__()
+        config, self.group, self.ops = ctx.hf_config, ctx.parallel.tensor, ctx.ops
+        self.prefix, self.dtype = prefix, ctx.dtype
+        hidden, num_value_heads = config.hidden_size, config.linear_num_value_heads
+        key = config.linear_num_key_heads * config.linear_key_head_dim
+        value = num_value_heads * config.linear_value_head_dim
+        self.num_key_heads = share(config.linear_num_key_heads, self.group)
+        self.num_value_heads = share(num_value_heads, self.group)
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.taps = config.linear_conv_kernel_dim
+        self.eps = float(config.rms_norm_eps)
+        # Three pieces of one weight, each of which is cut by heads.
+        self.qkv = Part("in_proj_qkv", 2 * key + value, pieces=(key, key, value))
+        self.in_proj_qkvz = merged_linear(
+            ctx,
+            f"{prefix}.in_proj_qkvz",
+            hidden,
+            [self.qkv, Part("in_proj_z", value)],
+            cut="rows",
+        )
+        gates = [Part("in_proj_b", num_value_heads), Part("in_proj_a", num_value_heads)]
+        self.in_proj_ba = merged_linear(ctx, f"{prefix}.in_proj_ba", hidden, gates, cut="rows")
+        self.out_proj = plain_linear(ctx, f"{prefix}.out_proj", value, hidden, cut="columns")
+        channels = share(self.qkv.num_rows, self.group)
+        self.conv_weight = empty_parameter(self.taps, channels, dtype=torch.float32)
+        self.decay_rate = empty_parameter(self.num_value_heads, dtype=torch.float32)
+        self.dt_bias = empty_parameter(self.num_value_heads, dtype=torch.float32)
+        self.norm_weight = empty_parameter(self.value_dim, dtype=torch.float32)
+        self.conv_state = self.state = torch.empty(0)
+
+    def slots(self) -> dict[str, Slot]:
+        return {
+            f"{self.prefix}.conv1d.weight": self._conv_slot(),
+            f"{self.prefix}.A_log": self._head_slot(self.decay_rate, torch.exp),
+            f"{self.prefix}.dt_bias": self._head_slot(self.dt_bias),
+            f"{self.prefix}.norm.weight": Slot(
+                (self.value_dim,), FLOATS, self.norm_weight.data.copy_
+            ),
+        }
+
+    def _conv_slot(self) -> Slot:
+        """[channels, 1, taps] in the checkpoint, cut like the rows of in_proj_qkv."""
+        whole, start = None, 0
+        for place in self.qkv.places(self.taps, "rows", self.group):
+            end = start + place.shape[0]
+            columns = self.conv_weight.data[:, start:end]
+            slot = Slot(
+                (self.qkv.num_rows, 1, self.taps),
+                FLOATS,
+                lambda tensor, columns=columns: columns.copy_(tensor.squeeze(1).T),
+                () if self.group.size == 1 else (slice(*place.rows),),
+            )
+            whole, start = whole.with_other(slot) if whole else slot, end
+        assert whole is not None
+        return whole
+
+    def _head_slot(
+        self, target: nn.Parameter, change: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Slot:
+        """One number for each value head."""
+        count, rank, size = self.num_value_heads, self.group.rank, self.group.size
+        return Slot(
+            (count * size,),
+            FLOATS,
+            lambda tensor: target.data.copy_(change(tensor.float())),
+            () if size == 1 else (slice(rank * count, (rank + 1) * count),),
+        )
+
+    def slot_bytes(self) -> int:
+        """Of the states of one request."""
+        kept = (self.taps - 1) * self.conv_weight.shape[1] * self.dtype.itemsize
+        return kept + 4 * self.num_value_heads * self.key_dim * self.value_dim
+
+    def allocate(self, num_slots: int, device: torch.device) -> None:
+        """Zeros; what a slot holds counts for nothing to a request that starts."""
+        channels, heads = self.conv_weight.shape[1], (self.num_value_heads, self.key_dim)
+        shape = (num_slots, self.taps - 1, channels)
+        self.conv_state = zeros_on_demand(shape, self.dtype, device)
+        self.state = zeros_on_demand((num_slots, *heads, self.value_dim), torch.float32, device)
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        at = batch.attention
+        requests = at.state_slots, at.query_start_loc, at.seq_lens
+        key_size = self.num_key_heads * self.key_dim
+        channels, value_size = self.conv_weight.shape[1], self.num_value_heads * self.value_dim
+        qkv, z = self.in_proj_qkvz(x).split((channels, value_size), 1)
+        b, a = self.in_proj_ba(x).chunk(2, 1)
+        qkv = self.ops.causal_conv1d(qkv, self.conv_weight, self.conv_state, *requests)
+        q, k, v = qkv.split((key_size, key_size, value_size), 1)
+        y = self.ops.gated_delta_rule(
+            q.unflatten(1, (self.num_key_heads, self.key_dim)),
+            k.unflatten(1, (self.num_key_heads, self.key_dim)),
+            v.unflatten(1, (self.num_value_heads, self.value_dim)),
+            a,
+            b,
+            self.decay_rate,
+            self.dt_bias,
+            self.state,
+            *requests,
+        )
+        z = z.unflatten(1, (self.num_value_heads, self.value_dim))
+        return self.out_proj(self.ops.rms_norm_gated(y, z, self.norm_weight, self.eps).flatten(1))

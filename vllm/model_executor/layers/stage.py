@@ -1,0 +1,40 @@
+"""Layers of other pipeline stages, and what passes from one stage to the next."""
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.context import ForwardBatch, ModelContext
+
+
+class Elsewhere(nn.Module):
+    """Stands where another stage has a layer, whose weights are not read here; does nothing."""
+
+    def __init__(self, prefix: str):
+        super().__init__()
+        self.elsewhere = (prefix,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Hidden:
+    """Hidden states [T, hidden] on their way through the stages.
+
+    A stage hands on the sum of what its last layer gave and the residual, so the next one begins
+    as the first does: with an input and a residual of zeros. The arithmetic is that of one stage.
+    """
+
+    def __init__(self, ctx: ModelContext):
+        self._group = ctx.parallel.pipeline
+        self._shape = ctx.hf_config.hidden_size
+        self._dtype = ctx.dtype
+
+    def receive(self, batch: ForwardBatch) -> Tensor:
+        ids = batch.input_ids
+        hidden = torch.empty(len(ids), self._shape, dtype=self._dtype, device=ids.device)
+        return self._group.receive(hidden, self._group.rank - 1)
+
+    def send(self, x: Tensor, residual: Tensor) -> Tensor:
+        hidden = residual.add_(x)
+        self._group.send(hidden, self._group.rank + 1)
+        return hidden
