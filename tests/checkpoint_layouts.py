@@ -197,6 +197,10 @@ LAYOUTS = {
         ct_int4(128),
         groups_of(PACKED, args(4, "int", "group", group_size=128)),
     ),
+    "ct-int4-w4a8": (
+        ct_int4(128),
+        groups_of(PACKED, args(4, "int", "group", group_size=128), TOKEN),
+    ),
     "ct-int4-64-fp16": (
         ct_int4(64, torch.float16),
         groups_of(PACKED, args(4, "int", "group", group_size=64, actorder="static")),
@@ -216,12 +220,20 @@ LAYOUTS = {
 }
 
 
-def store(source, folder, build, quantization_config):
-    """Writes the model of `source` with every projection as `build` stores it; returns the float32
-    weights that a reference is to have."""
+def is_projection(name):
+    return name.endswith("_proj.weight")
+
+
+def is_expert(name):
+    return is_projection(name) and ".experts." in name
+
+
+def store(source, folder, build, quantization_config, picks=is_projection):
+    """Writes the model of `source` with the weights that `picks` names as `build` stores them;
+    returns the float32 weights that a reference is to have."""
     stored, wanted = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if "_proj.weight" in name:
+        if picks(name):
             pieces, weight = build(tensor.numpy())
             stored |= {name.replace("weight", part): piece for part, piece in pieces.items()}
             wanted[name] = torch.from_numpy(weight)

@@ -36,6 +36,7 @@ from vllm.evals.paired import Position, compare, compare_answers
 ANSWERS = {"held-out": 1.0, "stretched": 1.3}
 TEXTS = {"held-out": (100, 1.0), "stretched": (400, texts.STRETCH)}
 PARTS = ("arith", "demo", "layers")
+BOTH, DENSE = ("linear", "moe"), ("linear",)
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Numbers:
     is_bf16: bool = False
     answers: bool = True
 
-    @property
-    def command(self) -> str:
-        flags = f" --linear-backend {self.emulate} --moe-backend {self.emulate}"
-        words = [f"{name}={value} " for name, value in self.variables]
-        return f"{''.join(words)}vllm serve MODEL{flags if self.emulate else ''}"
+    def flags(self, families: tuple[str, ...]) -> list[str]:
+        pairs = ((f"--{family}-backend", self.emulate) for family in families if self.emulate)
+        return [word for pair in pairs for word in pair]
+
+    def command(self, families: tuple[str, ...]) -> str:
+        words = [f"{name}={value}" for name, value in self.variables]
+        return " ".join([*words, "vllm serve MODEL", *self.flags(families)])
 
 
 CONFIGURATIONS = (
@@ -68,15 +71,22 @@ CONFIGURATIONS = (
             (("VLLM_USE_DEEP_GEMM_E8M0", "1"),), answers=False),
 )  # fmt: skip
 REFERENCES = ("bf16", "cutlass on sm_100")
+# K = 576 is no size that DeepGEMM takes: its arithmetic, without its limits.
+DEMO_CONFIGURATIONS = (
+    *CONFIGURATIONS[:2],
+    Numbers("float32 scales", "emulation"),
+    Numbers("UE8M0", "emulation-ue8m0"),
+)
+DEMO_REFERENCES = ("bf16", "float32 scales")
 
 
 @contextmanager
 def serving(model: Path, numbers: Numbers, families: tuple[str, ...]) -> Iterator[Any]:
-    flags = [word for family in families if numbers.emulate
-             for word in (f"--{family}-backend", numbers.emulate)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with started_server(model, log, *flags, **dict(numbers.variables)) as server:
+        with started_server(
+            model, log, *numbers.flags(families), **dict(numbers.variables)
+        ) as server:
             yield server
 
 
@@ -116,8 +126,8 @@ def measure_arith(bf16: Path | None) -> dict[str, Any]:
         if numbers.is_bf16 and bf16 is None:
             continue
         model = bf16 if numbers.is_bf16 and bf16 else texts.MODEL
-        with serving(model, numbers, ("linear", "moe")) as server:
-            row = {"command": numbers.command, "chosen": choices(server)}
+        with serving(model, numbers, BOTH) as server:
+            row = {"command": numbers.command(BOTH), "chosen": choices(server)}
             seen[numbers.name] = {name: thoughts(server, own) for name, own in ids.items()}
             row["perplexity"] = {k: perplexity(v) for k, v in seen[numbers.name].items()}
             if numbers.answers:
@@ -173,15 +183,15 @@ def measure_demo(gsm8k_folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder)
         demo.dequantise(demo.find_gguf(), plain)
-        for numbers in CONFIGURATIONS[:5]:
+        for numbers in DEMO_CONFIGURATIONS:
             model = plain if numbers.is_bf16 else demo.demo_model_path()
-            with serving(model, numbers, ("linear",)) as server:
-                rows[numbers.name] = {"command": numbers.command, "chosen": choices(server)}
+            with serving(model, numbers, DENSE) as server:
+                rows[numbers.name] = {"command": numbers.command(DENSE), "chosen": choices(server)}
                 seen[numbers.name] = thoughts(server, ids)
             print(numbers.name, perplexity(seen[numbers.name]), flush=True)
     for name, row in rows.items():
         row["perplexity"] = perplexity(seen[name])
-        for reference in REFERENCES:
+        for reference in DEMO_REFERENCES:
             row[f"against {reference}"] = against(seen[reference], seen[name])
     return rows
 

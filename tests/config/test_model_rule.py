@@ -80,7 +80,6 @@ def test_the_given_quantisation_config_is_not_changed():
 
 
 def test_the_decision_reaches_the_linear_method():
-    layer = SimpleNamespace(shard_names=("model.layers.0.mlp.down_proj",))
     with machine(Gpu(100), STAND_INS):
-        method = config().quant_config.linear_method(layer)
+        method = config().quant_config.linear_method(["model.layers.0.mlp.down_proj"])
     assert isinstance(method, Fp8LinearMethod) and method.config.use_deep_gemm is False

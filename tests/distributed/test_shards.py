@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, KernelConfig, ModelConfig, VllmConfig
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import planned
-from vllm.errors import CheckpointError
+from vllm.errors import CheckpointError, ConfigError
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.layers import layer_problems
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -31,9 +31,12 @@ CUT_COLUMNS = ("o_proj", "down_proj")
 NOT_CUT = ("mlp.gate",)
 
 
-def loaded(folder, layout: Layout, is_expert_parallel: bool = False, **options):
-    model_config = ModelConfig.load(str(folder), dtype="float32", **options)
-    config = VllmConfig(model_config=model_config, cache_config=CacheConfig(num_blocks=2))
+def loaded(folder, layout: Layout, is_expert_parallel: bool = False, kernel=(), **options):
+    config = VllmConfig(
+        model_config=ModelConfig.load(str(folder), dtype="float32", **options),
+        cache_config=CacheConfig(num_blocks=2),
+        kernel_config=KernelConfig(kernel=kernel),
+    )
     with torch.inference_mode():
         return load_model(config, make_selection(config), planned(layout, is_expert_parallel))
 
@@ -180,6 +183,14 @@ def test_stages_take_every_weight_once(checkpoint):
     assert sum(map(len, taken)) == len(set().union(*taken))
     held = [[i for i in range(5) if f"model.layers.{i}.mlp.down_proj" in names] for names in taken]
     assert held == [[0], [1, 2], [3, 4]]
+
+
+def test_a_flag_may_mean_layers_of_one_stage_alone(checkpoint):
+    folder, kernel = checkpoint("llama"), ("*.layers.0.mlp.down_proj=torch",)
+    for stage in range(2):
+        loaded(folder, Layout(stage, pipeline_size=2), kernel=kernel)
+    with pytest.raises(ConfigError, match="means no layer"):
+        loaded(folder, Layout(0, pipeline_size=2), kernel=("*.layers.9.*=torch",))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import world
+from vllm.distributed.layout import Layout
 from vllm.errors import ConfigError, EngineDeadError, VllmError
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -79,11 +82,6 @@ def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     assert seconds - 1 < time.monotonic() - begin < 3 * seconds
 
 
-def test_shares_of_experts_with_scale_blocks_that_shards_cut(checkpoint):
-    folder = checkpoint("qwen3_moe", **EXPERTS)
-    check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
-
-
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)
@@ -143,6 +141,12 @@ def test_an_unknown_all_to_all_backend_is_refused(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "deepep")
     with pytest.raises(ConfigError, match="naive, allgather_reducescatter, deepep_high"):
         load(checkpoint("qwen3_moe"), tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_gpus_without_nccl_are_refused():
+    with pytest.raises(ConfigError, match="several GPUs need NCCL"):
+        world.join(Layout(0, tensor_size=2), False, ("127.0.0.1", 1), "cuda", 1.0, {})
 
 
 @pytest.fixture

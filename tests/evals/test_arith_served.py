@@ -13,7 +13,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from entrypoints.serving import REPOSITORY, RunningServer, environment, started_server
+from entrypoints.serving import (
+    REPOSITORY,
+    RunningServer,
+    environment,
+    started_server,
+    wait_until,
+)
 from evals.arith import problems, texts
 
 from vllm.evals import served
@@ -119,3 +125,22 @@ def test_the_gate_fails_where_the_rule_forgets_the_model_type(tmp_path, tmp_path
     with emulated("emulate:sm_100", tmp_path / "log", PYTHONPATH=path) as server:
         assert fp8_choices(server, "linear") == {"deep_gemm": {7}}
         assert len(gate(server, tmp_path_factory.getbasetemp())) == 1
+
+
+def test_answers_until_the_server_is_killed_are_saved(data, tmp_path):
+    results = tmp_path / "results.json"
+    command = [
+        *(sys.executable, str(HARNESS), "--data-dir", str(data), "--no-checksum"),
+        *("--num-shots", "1", "--concurrency", "4", "--save-results", str(results)),
+    ]
+    with started_server(texts.MODEL, tmp_path / "log") as server:
+        command += ["--port", str(server.port)]
+        asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        wait_until(lambda: server.metric("vllm:request_success_total") >= 8)
+        server.process.kill()
+        output, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 1
+    assert "STOPPED EARLY" in output
+    saved = json.loads(results.read_text())
+    assert saved["error"]
+    assert 8 <= saved["num_answered"] == len(saved["answers"]) < problems.NUM_HELD_OUT

@@ -137,7 +137,7 @@ def test_scales_that_are_no_scales_are_refused(fp8_folder, value):
         tensors["model.layers.0.mlp.down_proj.weight_scale_inv"][0, 0] = value
 
     edit_tensors(fp8_folder, edit)
-    refused(fp8_folder, r"layers\.0\.mlp\.down_proj: weight scales must be finite")
+    refused(fp8_folder, r"layers\.0\.mlp\.down_proj\.weight_scale_inv: scales must be finite")
 
 
 def test_nan_among_fp8_weights_is_refused(fp8_folder):

@@ -133,12 +133,6 @@ def test_a_copy_quantised_on_disk_equals_quantising_at_load(source, tmp_path):
     assert torch.equal(logprobs(str(tmp_path / "fp8")), logprobs(source, quantization="fp8"))
 
 
-def test_experts_are_not_written_in_formats_that_cannot_be_loaded_again(source, tmp_path):
-    with pytest.raises(ConfigError, match=r"nvfp4.*mixture of experts.*fp8-block"):
-        quantize_checkpoint(Path(source), tmp_path / "nvfp4", "nvfp4")
-    assert not (tmp_path / "nvfp4").exists()
-
-
 def test_the_reference_backend_agrees_on_a_block_checkpoint(block_checkpoint):
     llm = load(block_checkpoint[0], moe_backend="torch")
     chosen = {d.chosen for _, d in records(llm, "moe")}
@@ -277,7 +271,7 @@ def test_scales_that_are_no_scales_name_the_expert(block_checkpoint, tmp_path, v
     tensors = load_file(block_checkpoint[0] / "model.safetensors")
     tensors[f"{EXPERTS}.4.down_proj.weight_scale_inv"][0, 1] = value
     folder = write(block_checkpoint[0], tmp_path / "bad", tensors)
-    refused(folder, r"layers\.1\.mlp\.experts\.4 \(down_proj\): weight scales must be finite")
+    refused(folder, r"\.1\.mlp\.experts\.4\.down_proj\.weight_scale_inv: scales must be finite")
 
 
 def test_nan_among_fp8_weights_names_the_expert(block_checkpoint, tmp_path):
@@ -304,12 +298,6 @@ def test_nan_among_fp8_weights_names_the_expert(block_checkpoint, tmp_path):
 def test_a_field_that_makes_no_sense_is_named(folder, changes, says):
     edit(folder, lambda tensors: None, **changes)
     refused(folder, says)
-
-
-def test_experts_in_a_format_that_is_not_served_are_refused_by_its_name(folder):
-    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*self_attn*"]}
-    edit(folder, lambda tensors: None, quantization_config=config)
-    refused(folder, r"mlp\.experts: experts quantised as modelopt\w* cannot be loaded")
 
 
 def test_a_backend_without_code_for_experts_is_refused(folder):

@@ -57,6 +57,27 @@ def test_a_module_that_is_stored_twice_is_named_with_what_is_taken(source, tmp_p
     refused(source, tmp_path, layout, says, edit)
 
 
+def test_zero_points_that_the_config_denies_are_named_with_what_is_taken(source, tmp_path):
+    """Codes have 4 bits, so a zero point cannot be out of their range; only where none may be."""
+
+    def edit(tensors):
+        tensors[PROJECTION + "weight_zero_point"] = torch.zeros(32, 1, dtype=torch.int32)
+
+    says = rf"unknown to this model: {PROJECTION}weight_zero_point; of .* takes {PROJECTION}weight_"
+    refused(source, tmp_path, "ct-int4-128", says, edit)
+
+
+@pytest.mark.parametrize("part", ["weight_zero_point", "qzeros"])
+def test_zero_points_of_another_width_are_refused(source, tmp_path, part):
+    layout = "awq-128" if part == "qzeros" else "ct-int4-32-zeros"
+
+    def edit(tensors):
+        wide = tensors[PROJECTION + part]
+        tensors[PROJECTION + part] = wide.repeat_interleave(8, 1).to(torch.int32)
+
+    refused(source, tmp_path, layout, rf"{PROJECTION}{part} has shape .*implies", edit)
+
+
 @pytest.mark.parametrize(
     ("layout", "part", "change", "says"),
     [
@@ -134,6 +155,7 @@ def changed(layout, *path, value):
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")
+INPUTS = ("config_groups", "group_0", "input_activations")
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
 NAMED = {
     f"group_{index}": LAYOUTS[layout][1]["config_groups"]["group_0"]
@@ -176,6 +198,11 @@ NAMED = {
         ),
         (changed("ct-nvfp4", "config_groups", value=NAMED), "quantises them differently"),
         (changed("ct-nvfp4", "ignore", value=["re:.*q_proj"]), "only .*q_proj is listed"),
+        (
+            changed("ct-int4-w4a8", *INPUTS, "dynamic", value=False),
+            "'dynamic': False.*FP8 per token or not quantised",
+        ),
+        (changed("ct-int4-w4a8", *INPUTS, "type", value="int"), "'type': 'int'.*it takes NVFP4"),
     ],
 )
 def test_a_scheme_that_is_not_supported_is_named_with_those_that_are(config, says):

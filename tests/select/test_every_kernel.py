@@ -17,7 +17,7 @@ from selection_cases import (
 )
 
 from vllm.kernels import registry
-from vllm.kernels.problem import FAMILIES
+from vllm.kernels.problem import FAMILIES, ActScheme
 from vllm.kernels.select import select
 from vllm.kernels.spec import KernelSpec, Libs, Origin, Override, Policy
 
@@ -45,6 +45,8 @@ def questions():
     layers = [linear(weight) for weight in weights]
     layers += [linear(weight, n=4080) for weight in FORMATS]
     layers += [linear("fp8-block", m_range=(1, 16))]
+    w4a8 = (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
+    layers += [ask_for("int4-group[128]", act=w4a8) for ask_for in (linear, moe)]
     layers += [
         moe(weight, layout=layout) for weight in FORMATS for layout in ("standard", "batched")
     ]

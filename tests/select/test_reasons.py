@@ -175,7 +175,7 @@ def test_without_the_native_library_the_reference_serves_the_cpu():
 
 
 def test_a_machine_that_can_serve_nothing_gets_nothing_with_every_reason():
-    decision = ask(moe("nvfp4"), "75")
+    decision = ask(moe("nvfp4"), "130")
     assert decision.chosen is None and decision.origin.rank == 7
     assert all(candidate.reasons for candidate in decision.candidates)
 

@@ -34,6 +34,8 @@ logger = get_logger(__name__)
 _STOP_SECONDS = 5.0
 # What an engine says before it ends may come after its end was noticed.
 _LAST_WORDS_SECONDS = 0.2
+# What an engine says that failed by another's fault, or its end, must not come before the cause.
+_CAUSE_SECONDS = 1.0
 
 
 class EngineProcess:
@@ -257,6 +259,8 @@ class AsyncLLM:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
                 if isinstance(message, process.Failed):
+                    if message.is_of_peer:
+                        await asyncio.sleep(_CAUSE_SECONDS)
                     self._die(self._named(engine, message.message))
                     return
                 assert isinstance(message, process.Outputs)
@@ -310,8 +314,11 @@ class AsyncLLM:
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
-        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        await asyncio.to_thread(engine.process.join, _STOP_SECONDS)  # its code comes after its end
         code = engine.process.exitcode
+        # One that was killed says nothing; one that ends by itself may have, or blame another.
+        was_killed = code is not None and code < 0
+        await asyncio.sleep(_LAST_WORDS_SECONDS if was_killed else 2 * _CAUSE_SECONDS)
         self._die(self._named(engine, f"the engine process died (exit code {code})"))
 
     def _named(self, engine: EngineProcess, reason: str) -> str:

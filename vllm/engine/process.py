@@ -56,10 +56,11 @@ class Ready(msgspec.Struct, tag="ready"):
 
 class Failed(msgspec.Struct, tag="failed"):
     """The model could not be loaded, or a rank is gone; message says why. is_user_error: no bug of
-    ours."""
+    ours. is_of_peer: another engine failed before, and knows more."""
 
     message: str
     is_user_error: bool
+    is_of_peer: bool = False
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -106,10 +107,12 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         loop.send(Failed(message, is_user_error))
         context.destroy(linger=2000)
         sys.exit(2 if is_user_error else 1)
+    from vllm.distributed.groups import PeerError
+
     try:
         loop.run()
-    except EngineDeadError as error:
-        loop.send(Failed(str(error), is_user_error=False))
+    except (EngineDeadError, PeerError) as error:
+        loop.send(Failed(str(error), False, is_of_peer=isinstance(error, PeerError)))
         context.destroy(linger=2000)
         sys.exit(1)
     loop.core.executor.shutdown()

@@ -146,7 +146,9 @@ def _precedence() -> str:
         "and a non-zero exit code; with `--on-unmet fallback` the next one serves. "
         "`VLLM_USE_DEEP_GEMM=1` means every layer that DeepGEMM has a kernel for: one whose shape "
         "it does not take goes to the next kernel, a machine that it cannot run on is an error. "
-        "`--require-native` refuses weight-only and emulated kernels for quantised weights."
+        "`--require-native` refuses weight-only and emulated kernels for quantised weights. "
+        "Without it, a GPU that widens weights made for quantised activations says so and why: an "
+        "event in the log (a warning), in `explain` and in the JSON."
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels.crossings import crossing
 from vllm.kernels.fit import Fit
 from vllm.kernels.layer_groups import Record, by_decision
 from vllm.kernels.ledger import Entry, Ledger
@@ -96,6 +97,7 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "chosen": decision.chosen,
         **({"emulated": str(decision.device)} if decision.is_emulated else {}),
         "origin": {"rank": decision.origin.rank, "text": decision.origin.text},
+        **({"event": event} if (event := crossing(decision)) else {}),
         "candidates": [_candidate_json(candidate) for candidate in decision.candidates],
         **_timings_json(decision),
     }
@@ -256,7 +258,8 @@ def _ledger(node: _Node) -> Ledger:
 
 def _decision(node: _Node, device: Device) -> Decision:
     node.allow(
-        *("layers", "problem", "chosen", "emulated", "origin", "candidates", "timings", "expected")
+        *("layers", "problem", "chosen", "emulated", "origin", "event", "candidates", "timings"),
+        "expected",
     )
     is_emulated = "emulated" in node.fields()
     if is_emulated:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
+from vllm.kernels.crossings import crossing_lines
 from vllm.kernels.explain import Report
 from vllm.kernels.layer_groups import by_decision, compress, stories
 from vllm.kernels.page_style import SCRIPT, STYLE
@@ -19,7 +20,8 @@ def html_page(report: Report, title: str) -> str:
     if report.env:
         facts["variables"] = ", ".join(f"{name}={value}" for name, value in report.env.items())
     rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
-    said = "".join(f'<p class="note">{escape(note)}</p>' for note in notes(stories(report.records)))
+    texts = [*notes(stories(report.records)), *crossing_lines(report.records)]
+    said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
     grids = "".join(_grid(family, decided) for family, decided in families.items())
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from vllm.kernels.crossings import crossing_lines
 from vllm.kernels.layer_groups import Record, Story, compress, stories
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
@@ -209,7 +210,8 @@ def page(report: "Report", width: int = WIDTH, bold: bool = False) -> str:
     paragraphs = [_where(report, width)]
     if len(told) > 1:
         paragraphs.append(_summary(told, width, bold))
-    paragraphs += [[line for text in notes(told) for line in columns([text], [], width)]]
+    events = [f"Event: {line}" for line in crossing_lines(report.records)]
+    paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
     name_width = max((len(c.backend) for story in told for c in story.candidates), default=0)
     paragraphs += [_story(story, name_width, width, bold) for story in told]
     if any(r.why is Why.FORMAT for story in told for c in story.candidates for r in c.reasons):

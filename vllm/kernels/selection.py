@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.kernels import explain, registry
+from vllm.kernels.crossings import crossing_lines
 from vllm.kernels.ledger import Ledger
 from vllm.kernels.policy import set_variables
 from vllm.kernels.problem import Problem
@@ -55,6 +56,12 @@ class Selection:
         self.ledger = Ledger()
         self._by_layer = [override for override in policy.overrides if override.pattern != "*"]
         self._decided: dict[tuple[Problem, tuple[bool, ...]], Decision] = {}
+
+    def afresh(self) -> "Selection":
+        """One that has not been asked anything."""
+        other = Selection(self.device, self.libs, self.policy, self.tables, self.is_emulated)
+        other.emulated = {family: one.afresh() for family, one in self.emulated.items()}
+        return other
 
     def choose(self, layer: str, problem: Problem) -> Decision:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
@@ -143,4 +150,6 @@ class Selection:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
         for line in explain.log_lines(self.records):
             logger.info("%s", line)
+        for line in crossing_lines(self.records):
+            logger.warning("%s", line)
         logger.info("%s", self.ledger.summary())

@@ -354,3 +354,7 @@ class NoKernelError(VllmError):
     def __init__(self, message: str, decision: Decision):
         super().__init__(message)
         self.decision = decision
+
+    def __reduce__(self) -> tuple[type["NoKernelError"], tuple[str, Decision]]:
+        """A process that fails can hand it to the one that started it."""
+        return type(self), (str(self), self.decision)

@@ -110,7 +110,8 @@ class MoETensors:
     gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows;
     down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
     [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
-    for weights without. Their input scales, of a static activation scheme: float32 [E, shards].
+    for weights without. Their input scales, of a static activation scheme, and the global scales of
+    nvfp4: float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
 
     A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
     down by column_offset columns.
@@ -125,6 +126,15 @@ class MoETensors:
     down_input_scales: Tensor | None = None
     row_offset: int = 0
     column_offset: int = 0
+    gate_up_global_scales: Tensor | None = None
+    down_global_scales: Tensor | None = None
+    gate_up_zero_points: Tensor | None = None
+    down_zero_points: Tensor | None = None
+
+    @property
+    def inner(self) -> int:
+        """Columns of an expert between its two products, on this rank."""
+        return self.gate_up.shape[1] // 2
 
     @property
     def num_experts(self) -> int:
@@ -132,7 +142,7 @@ class MoETensors:
 
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
-        _, hidden, inner = self.down.shape
+        hidden, inner = self.down.shape[1], self.inner
         offsets = (self.row_offset,) * 2 if self.row_offset else ()
         return (
             LinearTensors(
@@ -150,32 +160,19 @@ class MoETensors:
     def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of one expert, as two linear layers; views, no copies."""
 
-        def linear(
-            weight: Tensor,
-            shard_rows: tuple[int, ...],
-            scales: Tensor | None,
-            inputs: Tensor | None,
-            row_offset: int = 0,
-            column_offset: int = 0,
-        ) -> LinearTensors:
-            return LinearTensors(
-                self.format,
-                weight[index],
-                shard_rows,
-                None if scales is None else scales[index],
-                input_scale=None if inputs is None else inputs[index].max(),
-                row_offsets=(row_offset,) * len(shard_rows) if row_offset else (),
-                column_offset=column_offset,
-            )
+        def own(stacked: Tensor | None) -> Tensor | None:
+            return None if stacked is None else stacked[index]
 
-        _, hidden, inner = self.down.shape
-        halves, whole = (inner, inner), (hidden,)
-        gate_up = (self.gate_up, halves, self.gate_up_scales, self.gate_up_input_scales)
-        down = (self.down, whole, self.down_scales, self.down_input_scales)
-        return (
-            linear(*gate_up, row_offset=self.row_offset),
-            linear(*down, column_offset=self.column_offset),
-        )
+        gate_up, down = self.all_experts()
+        inputs = own(self.gate_up_input_scales), own(self.down_input_scales)
+        for part, input_scales in zip((gate_up, down), inputs):
+            part.weight, part.scales = part.weight[index], own(part.scales)
+            part.input_scale = None if input_scales is None else input_scales.max()
+        gate_up.global_scales = own(self.gate_up_global_scales)
+        gate_up.zero_points = own(self.gate_up_zero_points)
+        down.global_scales = own(self.down_global_scales)
+        down.zero_points = own(self.down_zero_points)
+        return gate_up, down
 
 
 def rows_per_scale(weight_format: WeightFormat, shard_rows: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from vllm.config import ModelConfig, VllmConfig
@@ -26,12 +26,10 @@ from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.quantize_formats import FORMATS
 
-# The one format of those written here in which experts can be loaded again.
-EXPERTS_FORMAT = "fp8-block"
-
 
 def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
-    """Quantises the linear layers of the model in `source` (its output projection excepted).
+    """Quantises the linear layers and experts of the model in `source`, its output projection
+    excepted.
 
     `target` must not exist; it appears only when it is complete. Raises ConfigError or
     CheckpointError.
@@ -44,12 +42,7 @@ def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
     if target.exists():
         raise ConfigError(f"{target} exists already: give a new folder, or remove it first")
     checkpoint = Checkpoint(source)
-    wanted, experts = _linear_weights(source, checkpoint)
-    if experts and format_name != EXPERTS_FORMAT:
-        raise ConfigError(
-            f"--format {format_name}: {source} has a mixture of experts; it takes {EXPERTS_FORMAT}"
-        )
-    wanted |= experts
+    wanted = _quantised_weights(source, checkpoint)
     chosen = FORMATS[format_name](_num_columns(checkpoint, wanted))
     with new_folder(target) as folder:
         _copy_other_files(source, folder)
@@ -75,9 +68,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _linear_weights(source: Path, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
-    """Checkpoint names of the weights to quantise, as our model of this architecture has them:
-    those of linear layers, and those of experts."""
+def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
+    """Checkpoint names of the weights to quantise, as our model of this architecture has them."""
     model_config = ModelConfig.load(str(source), quantization="fp8", max_model_len=1)
     config = VllmConfig(model_config=model_config)
     if config.quant_config is None or config.quant_config.is_checkpoint_quantized:
@@ -86,18 +78,14 @@ def _linear_weights(source: Path, checkpoint: Checkpoint) -> tuple[set[str], set
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
         model = cls(model_context(cls, config, selection, checkpoint))
-    linear, experts = set(), set()
+    ours = set()
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod):
-            linear |= {f"{shard}.weight" for shard in layer.shard_names}
+            ours |= {f"{shard}.weight" for shard in layer.shard_names}
         elif isinstance(layer, FusedMoE) and isinstance(layer.method, Fp8MoEMethod):
-            experts |= {
+            ours |= {
                 f"{name}.weight" for e in range(layer.num_experts) for name in layer.expert_names(e)
             }
-    return _stored(cls, checkpoint, linear), _stored(cls, checkpoint, experts)
-
-
-def _stored(cls: type[nn.Module], checkpoint: Checkpoint, ours: set[str]) -> set[str]:
     return {name for name in checkpoint.infos if cls.slot_name(name) in ours}
 
 

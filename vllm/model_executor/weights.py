@@ -15,7 +15,8 @@ class Slot:
     shape: what the checkpoint must hold (() matches (1,) too). dtypes: which types it may have;
     the first is the one random weights are made in. write: copies it to its place. region: the
     part of the tensor that `write` gets, () for all of it; nothing else of it is read. others:
-    slots that take other parts of the same tensor.
+    slots that take other parts of the same tensor. is_optional: a checkpoint has all such tensors
+    or none; none leaves the layers as they are.
     """
 
     shape: tuple[int, ...]
@@ -23,6 +24,7 @@ class Slot:
     write: Callable[[Tensor], None]
     region: tuple[slice, ...] = ()
     others: tuple["Slot", ...] = ()
+    is_optional: bool = False
 
     def take(self, tensor: Tensor) -> None:
         """Writes its parts of the checkpoint's tensor."""

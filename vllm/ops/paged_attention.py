@@ -54,7 +54,10 @@ _GPU_AXES = (("block", "token", "head", "dim"),) * 2
 
 
 class PagedAttention:
-    """Writes K and V of new tokens to the cache, then attends causally over it."""
+    """Writes K and V of new tokens to the cache, then attends causally over it.
+
+    k_scale, v_scale: what an FP8 cache stores is divided by.
+    """
 
     def __init__(self, attend: Attend, write: CacheWriter, problem: AttentionProblem):
         self._attend = attend
@@ -62,6 +65,7 @@ class PagedAttention:
         self.problem = problem
         self.dtype = _CACHE_DTYPES[problem.format]
         self.scale = problem.head_dim**-0.5
+        self.k_scale = self.v_scale = 1.0
         self.k_cache = self.v_cache = torch.empty(0)
 
     def block_bytes(self, block_size: int) -> int:
@@ -84,7 +88,8 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
-        self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping)
+        scales = self.k_scale, self.v_scale
+        self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping, *scales)
         bounds = (
             {"max_query_len": batch.max_query_len, "max_seq_len": batch.max_seq_len}
             if self.k_cache.is_cuda
@@ -99,6 +104,7 @@ class PagedAttention:
             batch.seq_lens,
             self.scale,
             self.problem.sliding_window,
+            *scales,
             **bounds,
         )
 

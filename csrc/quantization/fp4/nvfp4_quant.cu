@@ -1,7 +1,7 @@
 #include "../w8a8/chunk.cuh"
+#include "nvfp4_group.cuh"
 #include "nvfp4_layout.cuh"
 #include "nvfp4_quant.h"
-#include "nvfp4_utils.cuh"
 
 namespace vllm::fp4 {
 namespace {
@@ -18,14 +18,6 @@ struct Args {
   Divisor groups_per_row;
   uint32_t total_groups;
   uint32_t tile_columns;
-};
-
-struct GlobalScale {
-  float value, by_6;
-  __device__ __forceinline__ explicit GlobalScale(float global) {
-    value = global;
-    by_6 = __fdiv_rn(global, 6.0f);
-  }
 };
 
 // silu(gate) * up, rounded to T.
@@ -78,18 +70,9 @@ __device__ __forceinline__ void load_groups(Chunk<T> (&groups)[kNumGroups], cons
 template <typename T>
 __device__ __forceinline__ uint8_t quantise(const Chunk<T>& group, const GlobalScale& global,
                                             uint8_t* q) {
-  const __nv_fp8_storage_t code =
-      __nv_cvt_float_to_fp8(__fmul_rn(group.amax(), global.by_6), __NV_SATFINITE, __NV_E4M3);
-  const float scale = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
-  const float factor = scale == 0.0f ? 0.0f : __fdiv_rn(global.value, scale);
-  float2 scaled[kGroup / 2];
-#pragma unroll
-  for (int i = 0; i < kGroup / 2; ++i) {
-    const float2 pair = group.pair(i);
-    scaled[i] = {__fmul_rn(pair.x, factor), __fmul_rn(pair.y, factor)};
-  }
-  *reinterpret_cast<uint64_t*>(q) = fp32_vec16_to_e2m1(scaled);
-  return code;
+  const QuantisedGroup quantised = quantise_group(group, global);
+  *reinterpret_cast<uint64_t*>(q) = quantised.codes;
+  return quantised.scale;
 }
 
 // A scale among tiles; the last one of a row zeros what its tile has beyond it.

@@ -1,6 +1,6 @@
 """Trains the arithmetic model from nothing on one GPU and writes it in bfloat16.
 
-    python tests/evals/arith/train.py FOLDER --steps 9000
+    python tests/evals/arith/train.py FOLDER
 
 FOLDER gets the checkpoint as transformers writes it, its tokenizer and `training.json`: settings,
 the loss on the way, and the share of the 1,319 held-out problems of which every token of the
@@ -324,7 +324,7 @@ def train(args: argparse.Namespace) -> None:
     else:
         step.run()
     print(f"{num_parameters} parameters, ready after {time.monotonic() - start:.0f} s", flush=True)
-    num_steps = args.steps or _steps_in(args.seconds, step)
+    num_steps = _steps_in(args.seconds, step) if args.seconds else args.steps
     log = []
     begin = time.monotonic()
     for number, batch in enumerate(islice(chain([first], data), num_steps)):
@@ -371,8 +371,8 @@ def _save(model: nn.Module, args: argparse.Namespace, log: list, facts: dict) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, help="Default: as many as fit into --seconds.")
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--steps", type=int, default=11_866)
+    parser.add_argument("--seconds", type=float, help="As many steps as fit instead of --steps.")
     parser.add_argument("--rows", type=int, default=16, help="Of 1,024 tokens in a step.")
     parser.add_argument("--rate", type=float, default=2e-3, help="Highest learning rate.")
     parser.add_argument("--seed", type=int, default=1)

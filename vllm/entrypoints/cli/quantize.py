@@ -11,7 +11,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "quantize",
         help="write a quantised copy of a checkpoint",
-        description="Quantises the linear layers of a checkpoint and writes a new one.",
+        description="Quantises the linear layers and experts of a checkpoint and writes a new one.",
     )
     parser.add_argument("source", help="folder or hub name of a checkpoint in bf16, fp16 or fp32")
     parser.add_argument("target", type=Path, help="folder to write; must not exist")

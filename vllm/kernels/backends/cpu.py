@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
-_WEIGHTS = frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS
+_WEIGHTS = _FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
 _Spec = partial(
     KernelSpec,
     backend="cpu",
@@ -39,7 +39,7 @@ def _head_size(problem: Problem) -> list[Reason]:
 
 
 SPECS = (
-    _Spec(family="linear", formats=_WEIGHTS | {"nvfp4", "int4-group"}),
+    _Spec(family="linear", formats=_WEIGHTS),
     _Spec(family="moe", formats=_WEIGHTS),
     _Spec(family="attention", formats=_FLOATS | {"fp8"}, check=_head_size),
     _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, check=_head_size),
@@ -51,11 +51,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
     Values of 4 bits become E4M3, which holds them exactly; their scales stay apart, in float32.
     """
-    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
+    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import cpu_ops
 
-    weight = element_values(tensors) if tensors.is_packed else tensors.weight
-    packed = cpu_ops.pack_linear(weight, tensors.row_scales(), tensors.block_k, tensors.bias)
+    packed = pack_with(cpu_ops.pack_linear, tensors)
 
     def apply(x: "Tensor") -> "Tensor":
         return cpu_ops.linear(x, packed)
@@ -65,15 +64,13 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Packs every expert as two linear layers; only experts that tokens ask for are computed."""
+    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import cpu_ops
-
-    def pack(weights: "LinearTensors") -> cpu_ops.LinearWeight:
-        return cpu_ops.pack_linear(weights.weight, weights.row_scales(), weights.block_k)
 
     experts = []
     for index in range(tensors.num_experts):
         try:
-            gate_up, down = map(pack, tensors.expert(index))
+            gate_up, down = (pack_with(cpu_ops.pack_linear, t) for t in tensors.expert(index))
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
         experts.append((gate_up, down))

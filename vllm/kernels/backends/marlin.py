@@ -1,7 +1,9 @@
-"""Weight-only kernels: FP8, NVFP4 and int4 weights widened in registers, activations untouched."""
+"""Weight-only kernels: FP8, NVFP4 and int4 weights widened in registers, activations untouched; and
+int4 weights by FP8 activations (`marlin-w4a8`), where tensor cores take FP8 from registers."""
 
 from functools import partial
 
+from vllm.kernels.problem import ActScheme
 from vllm.kernels.spec import NATIVE, KernelSpec
 
 _Spec = partial(
@@ -18,4 +20,17 @@ _Spec = partial(
     k_align=64,
 )
 
-SPECS = (_Spec(family="linear", n_align=64), _Spec(family="moe"))
+_W4A8 = partial(
+    _Spec,
+    backend="marlin-w4a8",
+    devices=frozenset({"sm_89", "sm_12x"}),
+    formats=frozenset({"int4-group"}),
+    act=frozenset({ActScheme.DYNAMIC_TOKEN}),
+)
+
+SPECS = (
+    _Spec(family="linear", n_align=64),
+    _Spec(family="moe"),
+    _W4A8(family="linear", n_align=64),
+    _W4A8(family="moe"),
+)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
-_WEIGHTS = frozenset({"fp8-block", "fp8-tensor", "fp8-channel"}) | _FLOATS
+_WEIGHTS = _FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
 _Spec = partial(
     KernelSpec,
     backend="torch",
@@ -22,7 +22,7 @@ _Spec = partial(
 )
 
 SPECS = (
-    _Spec(family="linear", formats=_WEIGHTS | {"nvfp4", "int4-group"}),
+    _Spec(family="linear", formats=_WEIGHTS),
     _Spec(family="moe", formats=_WEIGHTS),
     _Spec(family="attention", formats=_FLOATS | {"fp8"}),
     _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}),
@@ -55,14 +55,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
-    """Keeps the experts as stored and widens them to float32 at every call."""
+    """Keeps the experts as stored, values of 4 bits as E4M3, and widens them to float32 at every
+    call."""
+    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import torch_ops
 
-    def pack(weights: "LinearTensors") -> torch_ops.LinearWeight:
-        return torch_ops.pack_linear(weights.weight, weights.row_scales(), weights.block_k)
-
     pairs = (tensors.expert(index) for index in range(tensors.num_experts))
-    experts = [(pack(gate_up), pack(down)) for gate_up, down in pairs]
+    experts = [
+        (pack_with(torch_ops.pack_linear, gate_up), pack_with(torch_ops.pack_linear, down))
+        for gate_up, down in pairs
+    ]
     return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
 
 
@@ -82,9 +84,14 @@ def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.ops import torch_ops
 
     def write(
-        k: "Tensor", v: "Tensor", k_cache: "Tensor", v_cache: "Tensor", slots: "Tensor"
+        k: "Tensor",
+        v: "Tensor",
+        k_cache: "Tensor",
+        v_cache: "Tensor",
+        slots: "Tensor",
+        *scales: float,
     ) -> None:
-        torch_ops.reshape_and_cache(k, v, *_as_on_cpu(k_cache, v_cache), slots)
+        torch_ops.reshape_and_cache(k, v, *_as_on_cpu(k_cache, v_cache), slots, *scales)
 
     return write
 

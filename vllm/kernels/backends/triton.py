@@ -82,7 +82,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     """Takes the experts as they are stored. Nothing of a call waits for the device."""
     from vllm.kernels.triton.moe import Experts
 
-    return Experts(problem, tensors)
+    experts = Experts(problem, tensors)
+    experts.warm_up()
+    return experts
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

@@ -6,6 +6,7 @@ a decode step are quantised where they are multiplied instead: their bytes are n
 weights', and every launch is time in which no weight is read.
 """
 
+from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from vllm.kernels.triton.moe_rows import (
     quantise,
     sort,
 )
+from vllm.utils.torch_utils import dtype_of
 
 
 class Tile(NamedTuple):
@@ -99,9 +101,13 @@ class Experts:
     """
 
     def __init__(self, problem: MoEProblem, tensors: MoETensors):
-        self.tensors, self.is_fp8 = tensors, tensors.format.element == "fp8"
+        self.is_fp8 = tensors.format.element == "fp8"
         self.num_experts, self.hidden, self.inner = tensors.down.shape
-        self.top_k = problem.top_k
+        self.top_k, self.dtype = problem.top_k, dtype_of(problem.dtype)
+        if not self.is_fp8:  # both operands of a product are of one type
+            gate_up, down = tensors.gate_up.to(self.dtype), tensors.down.to(self.dtype)
+            tensors = replace(tensors, gate_up=gate_up, down=down)
+        self.tensors = tensors
         # Without scales any pointer will do in their place.
         self.gate_up_scales = tensors.gate_up_scales if self.is_fp8 else tensors.gate_up
         self.down_scales = tensors.down_scales if self.is_fp8 else tensors.down
@@ -115,10 +121,20 @@ class Experts:
 
     def plan(self, num_tokens: int) -> Plan:
         share = num_tokens * self.top_k / self.num_experts
-        plan = next(plan for limit, plan in self.plans if limit is None or share <= limit)
+        return self._fitted(next(p for limit, p in self.plans if limit is None or share <= limit))
+
+    def _fitted(self, plan: Plan) -> Plan:
         if self.is_fp8 and min(self.steps) < GROUP:  # a step then sees a part of a group only
             return plan._replace(quantises_first=True, gate_up=plan.gate_up._replace(block_n=GROUP))
         return plan
+
+    def warm_up(self) -> None:
+        """Compiles the kernels of every plan, once for all layers of these sizes: else the first
+        request with another number of tokens would wait for it."""
+        x = torch.zeros(1, self.hidden, dtype=self.dtype, device=self.tensors.down.device)
+        ids = torch.arange(self.top_k, device=x.device).view(1, -1)
+        for _, plan in self.plans:
+            self(x, torch.ones_like(ids, dtype=torch.float32), ids, self._fitted(plan))
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, plan: Plan | None = None) -> Tensor:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""

@@ -34,7 +34,8 @@ _FORMS: dict[str, Any] = {
 }
 FP8 = torch.float8_e4m3fn
 GROUP = 128
-SMALL_CHUNK, MAX_CHUNKS = 1024, 64  # pairs that one program sorts; programs
+# Pairs that one program sorts, if there are few programs; each size is compiled apart.
+LEAST_CHUNK, SMALL_CHUNK, MAX_CHUNKS = 256, 1024, 64
 
 
 @cache
@@ -130,7 +131,7 @@ def sort(
     if is_aligned or rows_per_expert:
         num_rows = num_blocks * block_m if is_aligned else num_experts * rows_per_expert
     bins = triton.next_power_of_2(num_experts + 1)
-    chunk = min(SMALL_CHUNK, triton.next_power_of_2(num_pairs))
+    chunk = min(SMALL_CHUNK, max(LEAST_CHUNK, triton.next_power_of_2(num_pairs)))
     chunk = max(chunk, triton.next_power_of_2(triton.cdiv(num_pairs, MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_pairs, chunk)
 

@@ -1,15 +1,27 @@
 """The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from vllm.kernels import registry
 from vllm.kernels.problem import AttentionProblem, KVQuantProblem
+from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
+from vllm.model_executor.layers.quantization.utils.scales import write_scales
+from vllm.model_executor.weights import FLOATS, Slot
 from vllm.utils.torch_utils import SHORT_NAMES
+
+logger = get_logger(__name__)
 
 
 class Attention(nn.Module):
-    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
+    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim].
+
+    cache_scales: of K and of V, by which a checkpoint wants them divided in an FP8 cache; only
+    those that it has.
+    """
 
     def __init__(
         self,
@@ -21,6 +33,8 @@ class Attention(nn.Module):
         sliding_window: int = 0,
     ):
         super().__init__()
+        self.prefix = prefix
+        self.cache_scales: dict[str, float] = {}
         problem = AttentionProblem(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -36,5 +50,43 @@ class Attention(nn.Module):
         writer = registry.backend(write.chosen).kv_quant(writing)
         self.kernel = registry.backend(attend.chosen).attention(problem, writer)
 
+    def slots(self) -> dict[str, Slot]:
+        return {
+            f"{self.prefix}.{name}": Slot((), FLOATS, self._keep(name), is_optional=True)
+            for name in ("k_scale", "v_scale")
+        }
+
+    def _keep(self, name: str) -> Callable[[Tensor], None]:
+        place = torch.empty((), device="cpu")
+        write = write_scales(place, may_be_zero=False)
+
+        def keep(tensor: Tensor) -> None:
+            write(tensor)
+            self.cache_scales[name] = float(place)
+
+        return keep
+
+    def make_kernel(self) -> None:
+        """Only a cache in FP8 has scales."""
+        if self.kernel.problem.format == "fp8" and self.cache_scales:
+            self.kernel.k_scale = self.cache_scales["k_scale"]
+            self.kernel.v_scale = self.cache_scales["v_scale"]
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)
+
+
+def log_cache_scales(model: nn.Module) -> None:
+    """One line where the cache is in FP8, or the checkpoint is made for one that is."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    is_fp8 = any(layer.kernel.problem.format == "fp8" for layer in layers)
+    num_scaled = sum(bool(layer.cache_scales) for layer in layers)
+    if is_fp8 and num_scaled:
+        logger.info("FP8 KV cache: %d layers with the checkpoint's calibrated scales", num_scaled)
+    elif is_fp8:
+        logger.info("FP8 KV cache: scale 1, for the checkpoint has no calibrated ones")
+    elif num_scaled:
+        logger.info(
+            "The checkpoint's calibrated scales are of an FP8 KV cache and not used in this one; "
+            "--kv-cache-dtype fp8 uses them"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Group
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.architectures import Cut
 from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
@@ -32,16 +33,17 @@ class LinearMethod(ABC):
         self.act_schemes = act_schemes
 
     @abstractmethod
-    def create_weights(self, layer: "Linear") -> None:
+    def create_weights(self, layer: "StoredWeight") -> None:
         """Registers the parameters on `layer`."""
 
     @abstractmethod
-    def shard_slots(self, layer: "Linear", index: int, rows: slice) -> dict[str, Slot]:
-        """Slots of shard `index`, by the last part of their checkpoint names (`weight`, ...)."""
+    def shard_slots(self, layer: "StoredWeight", index: int, rows: slice) -> dict[str, Slot]:
+        """Slots of shard `index`, by the last part of their checkpoint names (`weight`, ...).
+        Writers check values."""
 
     @abstractmethod
-    def tensors(self, layer: "Linear") -> LinearTensors:
-        """The loaded weight, as backends take it. Checks values."""
+    def tensors(self, layer: "StoredWeight") -> LinearTensors:
+        """The loaded weight, as backends take it."""
 
 
 class UnquantizedLinearMethod(LinearMethod):
@@ -51,29 +53,50 @@ class UnquantizedLinearMethod(LinearMethod):
         super().__init__(WeightFormat(SHORT_NAMES[dtype]))
         self.dtype = dtype
 
-    def create_weights(self, layer: "Linear") -> None:
+    def create_weights(self, layer: "StoredWeight") -> None:
         layer.weight = empty_parameter(sum(layer.shard_rows), layer.input_size, dtype=self.dtype)
 
-    def shard_slots(self, layer: "Linear", index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: "StoredWeight", index: int, rows: slice) -> dict[str, Slot]:
         write = copy_into(layer.weight.data[rows])
         return {"weight": layer.places[index].slot((1, 1), FLOATS, write)}
 
-    def tensors(self, layer: "Linear") -> LinearTensors:
+    def tensors(self, layer: "StoredWeight") -> LinearTensors:
         return LinearTensors(self.format, layer.weight.data, layer.shard_rows)
 
 
-class Linear(nn.Module):
+class StoredWeight(nn.Module):
+    """The parameters of one weight, which a LinearMethod makes, fills and reads.
+
+    shards: checkpoint names of what is merged into it (shard_names), with what this rank holds of
+    each (places); input_size, shard_rows: as they are on this rank.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, prefix: str, shards: Sequence[tuple[str, Place]], group: Group):
+        super().__init__()
+        self.prefix = prefix
+        self.group = group
+        self.shard_names = tuple(name for name, _ in shards)
+        self.places = tuple(place for _, place in shards)
+        self.shard_rows = tuple(place.shape[0] for place in self.places)
+        self.input_size = self.places[0].shape[1]
+
+    @property
+    def per_rank(self) -> str:
+        """For messages about sizes: ` on each of 2 tensor-parallel ranks`, if there are several."""
+        size = self.group.size
+        return f" on each of {size} tensor-parallel ranks" if size > 1 else ""
+
+
+class Linear(StoredWeight):
     """y = x @ W.T + b for x [T, input_size].
 
     parts: the weights that are merged into one, in order; a plain layer has one, of its own name.
     cut: what the tensor-parallel ranks divide. By rows, each gets some of the outputs; by columns,
     each is given some of the inputs and all get the sum of the outputs.
-
-    places: of each shard (a part, or a piece of one), what this rank holds of the checkpoint's
-    weight; input_size, shard_rows: as they are on this rank.
+    A shard is a part, or a piece of one.
     """
-
-    weight: nn.Parameter
 
     def __init__(
         self,
@@ -84,18 +107,13 @@ class Linear(nn.Module):
         bias: bool = False,
         cut: Cut = "replicated",
     ):
-        super().__init__()
-        self.prefix = prefix
-        self.group = group = ctx.parallel.tensor
+        group = ctx.parallel.tensor
         shards = [(p.name, place) for p in parts for place in p.places(input_size, cut, group)]
-        self.shard_names = tuple(name for name, _ in shards)
-        self.places = tuple(place for _, place in shards)
-        self.shard_rows = tuple(place.shape[0] for place in self.places)
-        self.input_size = self.places[0].shape[1]
+        super().__init__(prefix, shards, group)
         self.adds_up = cut == "columns" and group.size > 1
         output_size = sum(self.shard_rows)
         quant = ctx.quant_config
-        self.method = (quant and quant.linear_method(self)) or UnquantizedLinearMethod(
+        self.method = (quant and quant.linear_method(self.shard_names)) or UnquantizedLinearMethod(
             ctx.weight_dtype
         )
         self.bias = empty_parameter(output_size, dtype=torch.float32) if bias else None
@@ -114,12 +132,6 @@ class Linear(nn.Module):
         self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
         self.kernel: LinearKernel | None = None
-
-    @property
-    def per_rank(self) -> str:
-        """For messages about sizes: ` on each of 2 tensor-parallel ranks`, if there are several."""
-        size = self.group.size
-        return f" on each of {size} tensor-parallel ranks" if size > 1 else ""
 
     def slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}

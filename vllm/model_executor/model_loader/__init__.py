@@ -15,6 +15,7 @@ from vllm.errors import CheckpointError
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.attention import log_cache_scales
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.weights import Slot, elsewhere, kernel_layers, model_slots
@@ -56,6 +57,7 @@ def load_model(
                 layer.make_kernel()
             except ValueError as error:  # a weight whose values no kernel takes
                 raise CheckpointError(f"{layer.prefix}: {error}") from error
+    log_cache_scales(model)
     selection.log()
     if config.kernel_config.dump_decisions is not None and parallel.layout.rank == 0:
         selection.dump(config.kernel_config.dump_decisions)
@@ -150,6 +152,7 @@ def _fill(
     """others: layers whose weights other ranks take."""
     quant = config.quant_config
     taken = list(slots)
+    optional = {name for name, slot in slots.items() if slot.is_optional}
     homes: dict[str, Slot] = {}
     unknown = []
     for name in checkpoint.infos:
@@ -161,7 +164,9 @@ def _fill(
             homes[name] = slots.pop(home)
         elif others.isdisjoint(_parents(home)):
             unknown.append(name)
-    _check_complete(checkpoint, list(slots), unknown, taken)
+    may_lack = optional if optional <= slots.keys() else frozenset[str]()
+    missing = [name for name in slots if name not in may_lack]
+    _check_complete(checkpoint, missing, unknown, taken)
     for name, slot in homes.items():
         _check_tensor(checkpoint, name, slot)
     with tqdm(
@@ -222,7 +227,8 @@ def _write(slot: Slot, name: str, tensor: Tensor) -> None:
 def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
     """The same whatever part of the model this rank has."""
     generator = torch.Generator(device)
-    for name, slot in _progress(list(slots.items()), "Random weights", "tensor"):
+    needed = [(name, slot) for name, slot in slots.items() if not slot.is_optional]
+    for name, slot in _progress(needed, "Random weights", "tensor"):
         generator.manual_seed(seed + crc32(name.encode()))
         slot.take(_random_tensor(name, slot, generator))
 

@@ -65,11 +65,12 @@ class MoEMethod(ABC):
     def shard_slots(
         self, layer: "FusedMoE", stack: Stack, shard: int, expert: int
     ) -> dict[str, Slot]:
-        """Slots of one expert's shard, by the last part of their checkpoint names."""
+        """Slots of one expert's shard, by the last part of their checkpoint names. Writers check
+        values. expert: of those on this rank."""
 
     @abstractmethod
     def tensors(self, layer: "FusedMoE") -> MoETensors:
-        """The loaded weights, as backends take them. Checks values."""
+        """The loaded weights, as backends take them."""
 
 
 class UnquantizedMoEMethod(MoEMethod):
@@ -100,7 +101,8 @@ class FusedMoE(nn.Module):
 
     num_experts, top_k, hidden, intermediate: of the whole model. Weights are `<prefix>.<expert>.
     {gate,up,down}_proj` in the checkpoint. Expert-parallel ranks hold some of the experts each,
-    others the same share of `intermediate` of every expert. experts: those on this rank.
+    others the same share of `intermediate` of every expert. experts: those on this rank. cut_by:
+    the ranks that share each expert.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class FusedMoE(nn.Module):
         ranks = parallel.expert
         self.num_experts = share(num_experts, ranks)
         self.experts = range(ranks.rank * self.num_experts, (ranks.rank + 1) * self.num_experts)
-        group = parallel.tensor if ranks.size == 1 else Group()
+        self.cut_by = group = parallel.tensor if ranks.size == 1 else Group()
         cut = Part("", intermediate).places(hidden, "rows", group)[0]
         turned = Place((0, hidden), cut.rows, hidden, intermediate)
         self.stacks = (

@@ -18,7 +18,7 @@ from vllm.logger import get_logger
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod
-    from vllm.model_executor.layers.linear import Linear, LinearMethod
+    from vllm.model_executor.layers.linear import LinearMethod
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,7 @@ class QuantizationConfig(ABC):
 
     use_deep_gemm: None is automatic, True and False are decided; deep_gemm_by_rule: it was the
     model rule that decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
+    has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
     """
 
     name: str
@@ -38,6 +39,7 @@ class QuantizationConfig(ABC):
     can_use_deep_gemm: bool = False
     use_deep_gemm: bool | None = None
     deep_gemm_by_rule: bool = False
+    has_cache_scales: bool = True
 
     @classmethod
     @abstractmethod
@@ -57,22 +59,23 @@ class QuantizationConfig(ABC):
         """
 
     @abstractmethod
-    def linear_method(self, layer: "Linear") -> "LinearMethod | None":
-        """The method of one linear layer; None for a layer that is not quantised."""
+    def linear_method(self, names: Sequence[str]) -> "LinearMethod | None":
+        """The method of a layer made of the checkpoint weights `names`; None for one that is not
+        quantised."""
 
     def moe_method(self, layer: "FusedMoE") -> "MoEMethod | None":
         """The method of one layer of experts; None for one that is not quantised."""
-        if self.layer_format(layer.expert_names(0)) is None:
-            return None
-        raise CheckpointError(
-            f"{layer.prefix}: experts quantised as {self.name} cannot be loaded by this version; "
-            f"`vllm kernels explain` tells which kernels would serve them"
-        )
+        from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
+
+        # One format serves all experts of a layer, so the first one speaks for them.
+        method = self.linear_method(layer.expert_names(0))
+        return method and StackedMoEMethod(method)
 
     def slot_name(self, name: str) -> str | None:
         """Our name for a checkpoint tensor that other tools name differently; None for one that
         is not needed."""
-        return name
+        found = _cache_scale_name(name)
+        return None if found != name and not self.has_cache_scales else found
 
 
 class LayerNames:
@@ -137,19 +140,39 @@ def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:
     return []
 
 
-def warn_of_cache_scales(scheme: object) -> None:
-    """scheme: what the checkpoint says of its KV cache, if anything."""
-    if scheme:
+def has_fp8_cache_scales(scheme: object) -> bool:
+    """Whether calibrated scales of the KV cache are ones that an FP8 cache of ours can take.
+
+    scheme: what the checkpoint says of its cache, if anything: a name, or how numbers are stored.
+    """
+    if isinstance(scheme, Mapping):
+        wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+        is_fp8 = all(scheme.get(field, value) == value for field, value in wanted.items())
+        is_fp8 = is_fp8 and scheme.get("symmetric", True) is True
+    else:
+        is_fp8 = not scheme or str(scheme).upper() == "FP8"
+    if not is_fp8:
         logger.warning(
-            "The checkpoint's calibrated KV-cache scales (%s) are not used: the cache has the type "
-            "of --kv-cache-dtype, in FP8 with scale 1",
+            "The checkpoint's scales for its KV cache (%s) are not used: an FP8 cache here has one "
+            "static scale per layer for K and one for V",
             scheme,
         )
+    return is_fp8
 
 
-def without_cache_scales(name: str) -> str | None:
-    """The name, or None for a calibrated scale of queries or of the KV cache, which is not used."""
-    return None if name.endswith((".q_scale", ".k_scale", ".v_scale")) else name
+_CACHE_SCALES = ("k_scale", "v_scale")
+
+
+def _cache_scale_name(name: str) -> str | None:
+    """Our name for a calibrated scale of the KV cache: `self_attn.k_scale` (compressed-tensors) and
+    `self_attn.k_proj.k_scale` (ModelOpt) are `self_attn.attn.k_scale`. None for a scale of queries,
+    which are not quantised here. Any other name as it is."""
+    parent, _, last = name.rpartition(".")
+    if last == "q_scale":
+        return None
+    if last not in _CACHE_SCALES:
+        return name
+    return f"{parent.removesuffix('.attn').removesuffix(f'.{last[0]}_proj')}.attn.{last}"
 
 
 def quantization_methods() -> dict[str, type[QuantizationConfig]]:

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.quantization import (
 )
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.linear import Linear
     from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod
 
 GROUP_SIZES = (32, 64, 128)
@@ -55,8 +54,8 @@ class AwqConfig(QuantizationConfig):
             return None
         return WeightFormat("int4", "group", (1, self.group_size)), (ActScheme.NONE,)
 
-    def linear_method(self, layer: "Linear") -> "AwqLinearMethod | None":
+    def linear_method(self, names: Sequence[str]) -> "AwqLinearMethod | None":
         from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod
 
-        found = self.layer_format(layer.shard_names)
+        found = self.layer_format(names)
         return found and AwqLinearMethod(self.group_size)

@@ -13,14 +13,13 @@ from vllm.model_executor.layers.quantization import (
     LayerFormat,
     LayerNames,
     QuantizationConfig,
+    has_fp8_cache_scales,
     layers_listed,
-    warn_of_cache_scales,
-    without_cache_scales,
 )
 from vllm.model_executor.layers.quantization.awq import GROUP_SIZES
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.linear import Linear, LinearMethod
+    from vllm.model_executor.layers.linear import LinearMethod
 
 _FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
 _NVFP4_GROUP = 16
@@ -71,15 +70,17 @@ class CompressedTensorsConfig(QuantizationConfig):
                 f"compressed-tensors sparsity_config {sparsity!r} is not supported: it takes "
                 f"dense weights"
             )
-        warn_of_cache_scales(config.get("kv_cache_scheme"))
+        cache_scheme = config.get("kv_cache_scheme")
         groups = config.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
+        if not isinstance(groups, dict) or not (groups or cache_scheme):
             raise CheckpointError("compressed-tensors config_groups is missing or empty")
         found = [
             (name, *_parse_group(name, group, config.get("format")))
             for name, group in groups.items()
         ]
-        return cls(found, layers_listed(config, "ignore"))
+        made = cls(found, layers_listed(config, "ignore"))
+        made.has_cache_scales = has_fp8_cache_scales(cache_scheme)
+        return made
 
     def scheme(self, names: Sequence[str]) -> Scheme | None:
         """Of one layer made of the checkpoint weights `names`; None for one not quantised."""
@@ -112,7 +113,7 @@ class CompressedTensorsConfig(QuantizationConfig):
             return WeightFormat("fp8", "channel"), scheme.act
         return scheme.weight, scheme.act
 
-    def linear_method(self, layer: "Linear") -> "LinearMethod | None":
+    def linear_method(self, names: Sequence[str]) -> "LinearMethod | None":
         from vllm.model_executor.layers.quantization.fp8_channel import fp8_linear_method
         from vllm.model_executor.layers.quantization.int4 import Int4LinearMethod
         from vllm.model_executor.layers.quantization.nvfp4 import (
@@ -120,18 +121,18 @@ class CompressedTensorsConfig(QuantizationConfig):
             Nvfp4LinearMethod,
         )
 
-        scheme, found = self.scheme(layer.shard_names), self.layer_format(layer.shard_names)
+        scheme, found = self.scheme(names), self.layer_format(names)
         if scheme is None or found is None:
             return None
         if scheme.weight.element == "nvfp4":
             return Nvfp4LinearMethod(COMPRESSED_TENSORS, scheme.act)
         if scheme.weight.element == "int4":
-            return Int4LinearMethod(scheme.weight.block[1], scheme.has_zero_points)
+            return Int4LinearMethod(scheme.weight.block[1], scheme.has_zero_points, scheme.act)
         return fp8_linear_method(scheme.weight, scheme.is_static, found)
 
     def slot_name(self, name: str) -> str | None:
         # The shape of a packed weight is what config.json implies.
-        return None if name.endswith(".weight_shape") else without_cache_scales(name)
+        return None if name.endswith(".weight_shape") else super().slot_name(name)
 
 
 # ---------------------------------------------------------------- config_groups
@@ -161,7 +162,8 @@ def _parse_group(name: str, group: Any, default_format: Any) -> tuple[LayerNames
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
             f"scales per tensor, channel or block, and int4 in groups of "
-            f"{', '.join(map(str, GROUP_SIZES))} columns"
+            f"{', '.join(map(str, GROUP_SIZES))} columns with activations in FP8 per token or not "
+            f"quantised"
         )
     return layers, scheme
 
@@ -228,11 +230,19 @@ def _int4(weights: _Args, inputs: _Args | None) -> Scheme | None:
     is_grouped = weights.get("strategy") == "group" and group in GROUP_SIZES
     # Activation order within groups only: others shuffle the columns.
     is_ordered = order in (None, False, "weight", "static")
-    is_static = not weights.get("dynamic") and inputs is None
+    is_static = not weights.get("dynamic")
     if not (_is(weights, 4, "int") and is_grouped and is_ordered and is_static):
         return None
+    if inputs is not None and not _is_fp8_token(inputs):
+        return None
+    act = (ActScheme.NONE,) if inputs is None else (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
     weight = WeightFormat("int4", "group", (1, int(group)))
-    return Scheme(weight, (ActScheme.NONE,), not weights.get("symmetric", True))
+    return Scheme(weight, act, not weights.get("symmetric", True))
+
+
+def _is_fp8_token(inputs: _Args) -> bool:
+    is_token = inputs.get("strategy") == "token" and bool(inputs.get("dynamic"))
+    return _is(inputs, 8, "float") and is_token and bool(inputs.get("symmetric", True))
 
 
 def _short(args: object) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.errors import CheckpointError
 from vllm.kernels.problem import ActScheme, WeightFormat
-from vllm.kernels.tensors import LinearTensors, MoETensors, scale_shape
-from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod, Stack
-from vllm.model_executor.layers.linear import Linear, LinearMethod
+from vllm.kernels.tensors import LinearTensors, scale_shape
+from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
+from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
+from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.layers.sharding import Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 
@@ -27,7 +27,7 @@ class Fp8LinearMethod(LinearMethod):
         super().__init__(weight, act_schemes)
         self.config = config
 
-    def create_weights(self, layer: Linear) -> None:
+    def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
         layer.weight = empty_parameter(rows, columns, dtype=FP8)
         shape = scale_grid(self.format, layer.places)
@@ -35,7 +35,7 @@ class Fp8LinearMethod(LinearMethod):
         if self.config.activation_scheme == "static":
             layer.input_scale = empty_parameter(len(layer.shard_rows), dtype=torch.float32)
 
-    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         is_static = self.config.activation_scheme == "static"
         return _weight_slots(
             self.config,
@@ -45,79 +45,25 @@ class Fp8LinearMethod(LinearMethod):
             layer.input_scale.data[index] if is_static else None,
         )
 
-    def tensors(self, layer: Linear) -> LinearTensors:
-        scales = layer.weight_scale.data
-        _check_scales(f"{layer.prefix}: weight scales", scales)
-        input_scale = None
-        if self.config.activation_scheme == "static":
-            _check_scales(f"{layer.prefix}: input scales", layer.input_scale.data)
-            input_scale = layer.input_scale.data.max()
+    def tensors(self, layer: StoredWeight) -> LinearTensors:
+        is_static = self.config.activation_scheme == "static"
         row_offsets, column_offset = offsets_in_blocks(self.format, layer.places)
         return LinearTensors(
             self.format,
             layer.weight.data,
             layer.shard_rows,
-            scales,
-            input_scale=input_scale,
+            layer.weight_scale.data,
+            input_scale=layer.input_scale.data.max() if is_static else None,
             row_offsets=row_offsets,
             column_offset=column_offset,
         )
 
 
-class Fp8MoEMethod(MoEMethod):
-    """The same for every expert; scales are stacked like the weights they belong to."""
+class Fp8MoEMethod(StackedMoEMethod):
+    """The same for every expert."""
 
     def __init__(self, config: Fp8Config, weight: WeightFormat, act_schemes: tuple[ActScheme, ...]):
-        super().__init__(weight, act_schemes)
-        self.config = config
-        self.is_static = config.activation_scheme == "static"
-
-    def create_weights(self, layer: FusedMoE) -> None:
-        num_experts = layer.num_experts
-        for stack in layer.stacks:
-            rows, columns = sum(stack.shard_rows), stack.num_columns
-            weight = empty_parameter(num_experts, rows, columns, dtype=FP8)
-            shape = scale_grid(self.format, stack.places)
-            scales = empty_parameter(num_experts, *shape, dtype=torch.float32)
-            layer.register_parameter(stack.name, weight)
-            layer.register_parameter(f"{stack.name}_scale", scales)
-            if self.is_static:
-                inputs = empty_parameter(num_experts, len(stack.shards), dtype=torch.float32)
-                layer.register_parameter(f"{stack.name}_input_scale", inputs)
-
-    def shard_slots(
-        self, layer: FusedMoE, stack: Stack, shard: int, expert: int
-    ) -> dict[str, Slot]:
-        weight = layer.get_parameter(stack.name).data[expert, stack.rows(shard)]
-        own_rows = scale_rows(self.format, stack.places, shard)
-        scale = layer.get_parameter(f"{stack.name}_scale").data[expert, own_rows]
-        inputs = self._input_scales(layer, stack)
-        input_scale = None if inputs is None else inputs[expert, shard]
-        return _weight_slots(self.config, stack.places[shard], weight, scale, input_scale)
-
-    def tensors(self, layer: FusedMoE) -> MoETensors:
-        weights, scales, inputs = [], [], []
-        for stack in layer.stacks:
-            weights.append(layer.get_parameter(stack.name).data)
-            scales.append(layer.get_parameter(f"{stack.name}_scale").data)
-            inputs.append(self._input_scales(layer, stack))
-            _check_expert_scales(layer, stack, "weight scales", scales[-1])
-            if inputs[-1] is not None:
-                _check_expert_scales(layer, stack, "input scales", inputs[-1])
-        gate_up, down = layer.stacks
-        row_offsets, _ = offsets_in_blocks(self.format, gate_up.places)
-        _, column_offset = offsets_in_blocks(self.format, down.places)
-        return MoETensors(
-            self.format,
-            *weights,
-            *scales,
-            *inputs,
-            row_offset=row_offsets[0] if row_offsets else 0,
-            column_offset=column_offset,
-        )
-
-    def _input_scales(self, layer: FusedMoE, stack: Stack) -> Tensor | None:
-        return layer.get_parameter(f"{stack.name}_input_scale").data if self.is_static else None
+        super().__init__(Fp8LinearMethod(config, weight, act_schemes))
 
 
 def _weight_slots(
@@ -130,13 +76,13 @@ def _weight_slots(
         return {"weight": _quantising_slot(place, weight, scale, config.weight_block_size)}
     slots = {"weight": place.slot((1, 1), (FP8,), copy_into(weight))}
     if config.weight_block_size:
-        write = copy_into(scale)
-        slots["weight_scale_inv"] = place.slot(config.weight_block_size, _SCALE_DTYPES, write)
+        write = write_scales(scale)
+        slots["weight_scale_inv"] = place.slot(config.weight_block_size, FLOATS, write)
     else:
         # One scalar, spread over the shard's rows where shards are merged (exact).
-        slots["weight_scale"] = Slot((), _SCALE_DTYPES, lambda t: scale.fill_(t.item()))
+        slots["weight_scale"] = Slot((), FLOATS, write_scales(scale))
     if input_scale is not None:
-        slots["input_scale"] = Slot((), _SCALE_DTYPES, copy_into(input_scale))
+        slots["input_scale"] = Slot((), FLOATS, write_scales(input_scale))
     return slots
 
 
@@ -177,23 +123,3 @@ def offsets_in_blocks(
     offsets = [place.offsets(weight_format.block) for place in places]
     rows = tuple(row for row, _ in offsets)
     return rows if any(rows) else (), offsets[0][1]
-
-
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_expert_scales(layer: FusedMoE, stack: Stack, what: str, scales: Tensor) -> None:
-    """scales: float32 [E, ...]. CheckpointError names the first expert whose are wrong."""
-    is_wrong = ~(torch.isfinite(scales) & (scales >= 0)).flatten(1).all(1)
-    if bool(is_wrong.any()):
-        expert = int(is_wrong.int().argmax())
-        names = ", ".join(name for name, _ in stack.shards)
-        _check_scales(f"{layer.prefix}.{expert} ({names}): {what}", scales[expert])
-
-
-def _check_scales(what: str, scales: Tensor) -> None:
-    if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-        raise CheckpointError(
-            f"{what} must be finite and not negative; the checkpoint holds NaN, infinity or "
-            f"negative ones: it is corrupt, fetch or quantise it again"
-        )

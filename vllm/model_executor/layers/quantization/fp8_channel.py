@@ -1,7 +1,7 @@
 """FP8 linear layers of compressed-tensors: one scale per tensor, per row, or per block."""
 
 from vllm.kernels.problem import WeightFormat
-from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.linear import StoredWeight
 from vllm.model_executor.layers.quantization import LayerFormat
 from vllm.model_executor.layers.quantization.fp8 import (
     Fp8Config,
@@ -28,7 +28,7 @@ def fp8_linear_method(
 class _ScaledFp8LinearMethod(Fp8LinearMethod):
     """`weight_scale` is [N, 1] or of blocks; both are as LinearTensors has them."""
 
-    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         slots = super().shard_slots(layer, index, rows)
         slots.pop("weight_scale_inv", None)
         place = layer.places[index]

@@ -12,7 +12,6 @@ from vllm.model_executor.layers.quantization import LayerFormat, LayerNames, Qua
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.layer import FusedMoE
-    from vllm.model_executor.layers.linear import Linear
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 DEFAULT_BLOCK = (128, 128)
@@ -91,10 +90,10 @@ class Fp8Config(QuantizationConfig):
             return weight, (ActScheme.STATIC_TENSOR, ActScheme.NONE)
         return weight, (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE)
 
-    def linear_method(self, layer: "Linear") -> "Fp8LinearMethod | None":
+    def linear_method(self, names: Sequence[str]) -> "Fp8LinearMethod | None":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-        layer_format = self.layer_format(layer.shard_names)
+        layer_format = self.layer_format(names)
         return layer_format and Fp8LinearMethod(self, *layer_format)
 
     def moe_method(self, layer: "FusedMoE") -> "Fp8MoEMethod | None":
@@ -103,12 +102,12 @@ class Fp8Config(QuantizationConfig):
         layer_format = self.layer_format(layer.expert_names(0))
         return layer_format and Fp8MoEMethod(self, *layer_format)
 
-    def slot_name(self, name: str) -> str:
+    def slot_name(self, name: str) -> str | None:
         """transformers' names for the scales of per-tensor checkpoints become ours."""
         if self.weight_block_size is None:
             name = name.replace(".weight_scale_inv", ".weight_scale")
             name = name.replace(".activation_scale", ".input_scale")
-        return name
+        return super().slot_name(name)
 
 
 def _check_block(block: Sequence[int] | None) -> tuple[int, int] | None:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels.problem import WeightFormat
+from vllm.kernels.problem import ActScheme, WeightFormat
 from vllm.kernels.tensors import LinearTensors
-from vllm.model_executor.layers.linear import Linear, LinearMethod
+from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import pack_e2m1
 from vllm.model_executor.layers.quantization.utils.packed_weights import (
     PER_INT32,
@@ -23,12 +23,17 @@ class Int4LinearMethod(LinearMethod):
     """`weight_packed` [N, K / 8], `weight_scale` [N, K / group] and, where it is not symmetric,
     `weight_zero_point` [ceil(N / 8), K / group] as compressed-tensors packs them."""
 
-    def __init__(self, group: int, has_zero_points: bool):
-        super().__init__(WeightFormat("int4", "group", (1, group)))
+    def __init__(
+        self,
+        group: int,
+        has_zero_points: bool,
+        act_schemes: tuple[ActScheme, ...] = (ActScheme.NONE,),
+    ):
+        super().__init__(WeightFormat("int4", "group", (1, group)), act_schemes)
         self.group = group
         self.has_zero_points = has_zero_points
 
-    def create_weights(self, layer: Linear) -> None:
+    def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
         if columns % self.group:
             raise CheckpointError(
@@ -41,7 +46,7 @@ class Int4LinearMethod(LinearMethod):
         if self.has_zero_points:
             layer.zero_points = empty_parameter(rows, num_groups, dtype=torch.uint8)
 
-    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         place, num_rows = layer.places[index], layer.shard_rows[index]
         weight, scale = layer.weight.data[rows], layer.weight_scale.data[rows]
 
@@ -64,7 +69,7 @@ class Int4LinearMethod(LinearMethod):
             slots["weight_zero_point"] = place.slot(block, _INT32, write_zeros)
         return slots
 
-    def tensors(self, layer: Linear) -> LinearTensors:
+    def tensors(self, layer: StoredWeight) -> LinearTensors:
         return LinearTensors(
             self.format,
             layer.weight.data,
@@ -81,7 +86,7 @@ class AwqLinearMethod(Int4LinearMethod):
     def __init__(self, group: int):
         super().__init__(group, has_zero_points=True)
 
-    def create_weights(self, layer: Linear) -> None:
+    def create_weights(self, layer: StoredWeight) -> None:
         for name, num_rows in zip(layer.shard_names, layer.shard_rows):
             if num_rows % PER_INT32:
                 raise CheckpointError(
@@ -90,7 +95,7 @@ class AwqLinearMethod(Int4LinearMethod):
                 )
         super().create_weights(layer)
 
-    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         place = layer.places[index]
         weight, zeros = layer.weight.data[rows], layer.zero_points.data[rows]
         write_transposed = write_scales(layer.weight_scale.data[rows])

@@ -12,13 +12,12 @@ from vllm.model_executor.layers.quantization import (
     LayerFormat,
     LayerNames,
     QuantizationConfig,
+    has_fp8_cache_scales,
     layers_listed,
-    warn_of_cache_scales,
-    without_cache_scales,
 )
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.linear import Linear, LinearMethod
+    from vllm.model_executor.layers.linear import LinearMethod
 
 # quant_algo -> the activation schemes that it allows, best liked first.
 _ACT_SCHEMES = {
@@ -59,9 +58,11 @@ class ModelOptConfig(QuantizationConfig):
             raise CheckpointError(
                 f"ModelOpt group_size {group!r} is not supported: it takes {_NVFP4_GROUP}"
             )
-        warn_of_cache_scales(fields.get("kv_cache_quant_algo") or fields.get("kv_cache_scheme"))
         excluded = layers_listed(fields, "ignore", "exclude_modules")
-        return cls(str(fields.get("quant_algo")), excluded)
+        made = cls(str(fields.get("quant_algo")), excluded)
+        cache_scheme = fields.get("kv_cache_quant_algo") or fields.get("kv_cache_scheme")
+        made.has_cache_scales = has_fp8_cache_scales(cache_scheme)
+        return made
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
         if self._excluded.covers(names):
@@ -72,11 +73,11 @@ class ModelOptConfig(QuantizationConfig):
         # Shards keep their own scales when merged: re-scaling to a common one would lose bits.
         return WeightFormat("fp8", "tensor" if len(names) == 1 else "channel"), schemes
 
-    def linear_method(self, layer: "Linear") -> "LinearMethod | None":
+    def linear_method(self, names: Sequence[str]) -> "LinearMethod | None":
         from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
         from vllm.model_executor.layers.quantization.nvfp4 import MODELOPT, Nvfp4LinearMethod
 
-        found = self.layer_format(layer.shard_names)
+        found = self.layer_format(names)
         if found is None:
             return None
         weight, schemes = found
@@ -84,9 +85,6 @@ class ModelOptConfig(QuantizationConfig):
             config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="static")
             return Fp8LinearMethod(config, weight, schemes)
         return Nvfp4LinearMethod(MODELOPT, schemes)
-
-    def slot_name(self, name: str) -> str | None:
-        return without_cache_scales(name)
 
 
 class ModelOptNvFp4Config(ModelOptConfig):

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.errors import CheckpointError
 from vllm.kernels.problem import ActScheme, WeightFormat
 from vllm.kernels.tensors import NVFP4_GROUP, LinearTensors
-from vllm.model_executor.layers.linear import Linear, LinearMethod
+from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import Slot, copy_into, empty_parameter
 
@@ -40,7 +40,7 @@ class Nvfp4LinearMethod(LinearMethod):
         self.names = names
         self.has_input_scale = act_schemes != (ActScheme.NONE,)
 
-    def create_weights(self, layer: Linear) -> None:
+    def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
         if columns % NVFP4_GROUP:
             raise CheckpointError(
@@ -54,7 +54,7 @@ class Nvfp4LinearMethod(LinearMethod):
         if self.has_input_scale:
             layer.input_scale = empty_parameter(num_shards, dtype=torch.float32)
 
-    def shard_slots(self, layer: Linear, index: int, rows: slice) -> dict[str, Slot]:
+    def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         weight, scale = layer.weight.data[rows], layer.weight_scale.data[rows]
         place = layer.places[index]
         slots = {
@@ -70,7 +70,7 @@ class Nvfp4LinearMethod(LinearMethod):
         write = write_scales(place, is_divisor=self.names.is_divisor, may_be_zero=False)
         return Slot((), (torch.float32,), write)
 
-    def tensors(self, layer: Linear) -> LinearTensors:
+    def tensors(self, layer: StoredWeight) -> LinearTensors:
         return LinearTensors(
             self.format,
             layer.weight.data,

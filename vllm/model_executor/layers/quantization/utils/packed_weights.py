@@ -6,7 +6,9 @@ in the lowest bits, and zero points likewise along rows. AWQ's GEMM layout holds
 weight and packs eight rows of ours into an int32 in the order of `AWQ_ORDER`.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ SYMMETRIC_ZERO = 8
 # Position in an int32, from the lowest bits on -> which of eight neighbours lies there.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _E4M3 = torch.float8_e4m3fn
+Packed = TypeVar("Packed")
 
 
 def element_values(tensors: LinearTensors) -> Tensor:
@@ -39,6 +42,15 @@ def element_values(tensors: LinearTensors) -> Tensor:
         return (codes - SYMMETRIC_ZERO).to(_E4M3)
     zeros = tensors.zero_points.view(torch.int8).unsqueeze(-1)
     return (codes.unflatten(1, (-1, tensors.block_k)) - zeros).flatten(1).to(_E4M3)
+
+
+def pack_with(pack: Callable[..., Packed], tensors: LinearTensors) -> Packed:
+    """What `pack_linear` of an ops module makes of a weight, whether two codes fill a byte or not.
+
+    Values of 4 bits become E4M3; their scales stay apart, in float32.
+    """
+    weight = element_values(tensors) if tensors.is_packed else tensors.weight
+    return pack(weight, tensors.row_scales(), tensors.block_k, tensors.bias)
 
 
 @cache

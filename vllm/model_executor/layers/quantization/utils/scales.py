@@ -9,7 +9,7 @@ from torch import Tensor
 def write_scales(
     target: Tensor, is_divisor: bool = False, may_be_zero: bool = True
 ) -> Callable[[Tensor], None]:
-    """A writer of scales, or of the factors that divisors stand for.
+    """A writer of scales, or of the factors that divisors stand for; a single one fills `target`.
 
     It raises ValueError for NaN, infinity and negative ones, and for zero where it may not be.
     """
@@ -23,7 +23,10 @@ def write_scales(
                 f"scales must be finite and {wanted}; it holds {_worst(wide)}: the checkpoint is "
                 f"corrupt, fetch or quantise it again"
             )
-        target.copy_((1 / wide if is_divisor else wide).reshape(target.shape))
+        factors = 1 / wide if is_divisor else wide
+        if factors.numel() == target.numel():
+            factors = factors.reshape(target.shape)
+        target.copy_(factors)
 
     return write
 
