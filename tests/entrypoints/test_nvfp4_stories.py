@@ -128,3 +128,21 @@ def test_layers_that_are_kept_cross_nothing(run):
     _, out, _ = run(EXPERTS, "--device", "sm_90", "--libs", "all", "--json")
     events = [d for d in json.loads(out)["decisions"] if "event" in d]
     assert {d["problem"]["family"] for d in events} == {"moe"}
+
+
+@pytest.mark.parametrize(
+    ("model", "variable", "value"),
+    [
+        ("Qwen3-8B-FP8", "VLLM_TEST_FORCE_FP8_MARLIN", "1"),
+        (DENSE, "VLLM_NVFP4_GEMM_BACKEND", "marlin"),
+        (DENSE, "VLLM_NVFP4_GEMM_BACKEND", "flashinfer-trtllm"),
+    ],
+)
+def test_a_variable_that_asks_for_a_kernel_without_code_here_is_refused(
+    run, monkeypatch, model, variable, value
+):
+    monkeypatch.setenv(variable, value)
+    code, out, err = run(model, "--device", "sm_100")
+    assert code == 1 and "without a kernel" in err
+    assert "backend not in this build" in out and f"{variable}={value}" in out
+    assert run(model, "--device", "sm_100", "--libs", "all")[0] == 0

@@ -46,7 +46,9 @@ __host__ __device__ __forceinline__ QuantisedGroup quantise_group(const Values& 
   const float scale = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
   const float factor = scale == 0.0f ? 0.0f : quotient(global.value, scale);
   float2 scaled[8];
+#if defined(__CUDA_ARCH__)
 #pragma unroll
+#endif
   for (int i = 0; i < 8; ++i) {
     const float2 pair = values.pair(i);
     scaled[i] = {product(pair.x, factor), product(pair.y, factor)};
