@@ -30,6 +30,10 @@ class RequestError(VllmError, ValueError):
         self.param = param
 
 
+class NumericsError(RequestError):
+    """The numbers of one request went wrong, which is no fault of who sent it; it alone failed."""
+
+
 class EngineDeadError(VllmError, RuntimeError):
     """The engine process is gone; nothing can be generated any more."""
 

@@ -274,3 +274,10 @@ def test_sampling_params_out_of_range_name_the_field(field, value):
 def test_an_unknown_engine_argument_is_refused_with_a_suggestion(text_checkpoint):
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         LLM(text_checkpoint, max_num_seq=3)
+
+
+def test_a_grammar_that_is_complete_ends_a_request_even_before_min_tokens(llm):
+    grammar = StructuredOutputsParams(regex="[a-c]{3}")
+    output = one(llm, max_tokens=20, min_tokens=15, structured_outputs=grammar).outputs[0]
+    assert len(output.text) == 3 and set(output.text) <= set("abc")
+    assert output.finish_reason == "stop"

@@ -7,6 +7,8 @@ from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
 from vllm.engine.request import EngineRequest, FinishReason
+from vllm.entrypoints.openai.errors import as_api_error
+from vllm.errors import NumericsError
 
 POISON = VOCAB - 1
 """A token whose embedding is NaN in `folder`."""
@@ -69,3 +71,26 @@ def test_debugging_names_the_first_layer_that_is_not_finite(folder):
     outputs = run(llm, {"good": [3, 4], "bad": [7, POISON, 9]})
     assert "model.embed_tokens (Embedding)" in outputs["bad"][-1].error
     assert len(tokens_of(outputs["good"])) == 6
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_later_failure_is_traced_to_where_it_begins_itself(folder, runs_ahead):
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64, debug_numerics=True)
+    core = llm.llm_engine.core
+    core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
+    assert "model.embed_tokens" in run(llm, {"bad": [7, POISON, 9]})["bad"][-1].error
+    core.runner.model.model.layers[1].input_layernorm.weight.data.fill_(torch.nan)
+    assert "model.layers.1." in run(llm, {"next": [7, 8, 9]})["next"][-1].error
+
+
+def test_who_ends_in_the_step_in_which_another_fails_comes_with_the_next(folder):
+    engine = LLM(folder, skip_tokenizer_init=True, max_model_len=64).llm_engine
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for name, prompt in {"good": [3, 4], "bad": [7, POISON], "same": [3, 4]}.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    with pytest.raises(NumericsError, match="NaN") as raised:
+        engine.step()
+    assert as_api_error(raised.value).status == 500
+    assert engine.has_unfinished
+    assert {output.request_id for output in engine.step()} == {"good", "same"}
+    assert not engine.has_unfinished

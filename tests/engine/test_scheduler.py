@@ -177,6 +177,18 @@ def test_the_request_admitted_last_is_preempted_and_resumes_with_its_tokens():
     s.pool.check_idle()
 
 
+def test_what_is_forgotten_of_a_preempted_request_is_not_found_again():
+    s = scheduler(num_blocks=5, max_model_len=20)
+    s.add(request("first", list(range(7)), max_tokens=10))
+    s.add(request("second", list(range(20, 28)), max_tokens=10))
+    while s.num_preemptions == 0:
+        advance(s)
+    assert s.waiting[0].request_id == "second"
+    assert s.prefix_cache.match(request("like second", list(range(20, 29))))
+    s.forget_cached("second")
+    assert not s.prefix_cache.match(request("like second", list(range(20, 29))))
+
+
 def test_abort_in_every_state_gives_the_blocks_back():
     s = scheduler(max_num_seqs=1)
     s.add(request("running", [1, 2, 3]))

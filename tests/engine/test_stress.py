@@ -8,6 +8,7 @@ import pytest
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
+from vllm.engine.request import EngineRequest
 
 NUM_REQUESTS = 2000
 NUM_RUNNING = 32
@@ -33,7 +34,8 @@ def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(checkpo
         num_gpu_blocks_override=NUM_BLOCKS,
     )
     # What a GPU does: the tokens of a step are known to the next one only in the runner's memory.
-    tight.llm_engine.core.runner.runs_ahead = runs_ahead
+    core = tight.llm_engine.core
+    core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
     rng = random.Random(0)
     distinct = [random_request(rng) for _ in range(100)]
     wanted = [
@@ -64,11 +66,40 @@ def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(checkpo
     assert len(finished) + len(cancelled) == NUM_REQUESTS
     assert len(cancelled) > 100
     assert all(tokens == wanted[int(name) % 100] for name, tokens in finished.items())
-    core = engine.core
     assert core.scheduler.num_preemptions > 40
     core.check_idle()
     gc.collect()
     assert resident_bytes() - at_half < 8 << 20
+
+
+def test_a_request_with_the_id_of_one_aborted_during_a_step_gets_its_own_tokens(checkpoint):
+    llm = LLM(checkpoint("llama"), skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
+              max_num_batched_tokens=16)  # fmt: skip
+    core = llm.llm_engine.core
+    core.executor.runs_ahead = core.runner.runs_ahead = True
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = {"alone": list(range(9, 49)), "other": [3, 4], "reused": list(range(9, 49))}
+    tokens = {name: [] for name in prompts}
+
+    def step():
+        for output in core.step():
+            tokens[output.request_id] += output.token_ids
+
+    core.add(EngineRequest("alone", prompts["alone"], params, 0, [], 6))
+    while core.has_work:
+        step()
+    core.add(EngineRequest("reused", [5, 6, 7], params, 0, [], 6))
+    core.add(EngineRequest("other", prompts["other"], params, 0, [], 6))
+    for _ in range(3):
+        step()
+    core.abort(["reused"])
+    tokens["reused"].clear()
+    core.add(EngineRequest("reused", prompts["reused"], params, 0, [], 6))
+    while core.has_work:
+        step()
+    assert tokens["reused"] == tokens["alone"]
+    assert len(tokens["other"]) == 6
+    core.check_idle()
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:

@@ -52,6 +52,16 @@ def test_what_a_library_starts_and_leaves_behind_does_not_hold_the_trial_up(fold
     assert time.monotonic() - start < 20
 
 
+def test_what_python_prints_at_its_start_is_no_answer(folder, monkeypatch):
+    (folder / "start").mkdir()
+    (folder / "start" / "sitecustomize.py").write_text("print('noise')")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "start"))
+    write_package(folder, "lib_works", "__version__ = '1.2'")
+    write_package(folder, "lib_faults", FAULTS)
+    assert library_state("lib_works", ()).version == "1.2"
+    assert "SIGSEGV" in library_state("lib_faults", ()).broken
+
+
 @pytest.mark.parametrize(("code", "reason"), [(FAULTS, "SIGSEGV"), (HANGS, "did not end")])
 def test_the_selector_goes_to_the_next_kernel_and_tells_what_happened(
     folder, monkeypatch, code, reason

@@ -14,7 +14,7 @@ from vllm.kernels import registry
 from vllm.kernels.explain import Report, parse_report, report
 from vllm.kernels.render import expectation_of, outcome, page
 from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Timings, Why
-from vllm.kernels.tune_splits import MAX_PARTS, PART_COST, TOLERANCE, best_split, expected
+from vllm.kernels.tune_splits import MAX_PARTS, PART_COST, REACH, TOLERANCE, best_split, expected
 
 LISTED = "qwen3_5_moe_text"
 ALWAYS, NEVER = (1, 8192), (1, 0)
@@ -180,7 +180,7 @@ def _splits(tokens, names, count):
 @given(tables(st.floats(1, 1000), most_tokens=5, most_names=3))
 def test_no_other_split_costs_less(timings):
     able = tuple((name, 16 if name == "skinny" else None) for name, _ in timings.us)
-    found = best_split(timings, able, (1, 8192))
+    found = best_split(timings, able, (1, min(8192, REACH * timings.tokens[-1])))
     lasting = {name for name, limit in able if limit is None}
     allowed = [
         parts
@@ -200,6 +200,13 @@ def test_nothing_is_split_for_noise_or_for_a_gain_at_a_single_count():
     able = (("a", None), ("b", None))
     assert best_split(noisy, able, (1, 64)) == best_split(small, able, (1, 64)) == ((None, "a"),)
     assert best_split(large, able, (1, 64)) == ((1, "b"), (None, "a"))
+
+
+def test_what_was_measured_for_few_tokens_decides_nothing_for_many():
+    able = (("deep_gemm", None), ("cutlass", None))
+    row = Timings("", (1, 8), (("cutlass", (5.0, 5.0)), ("deep_gemm", (9.0, 9.0))))
+    assert best_split(row, able, (1, 8192)) == ()
+    assert best_split(row, able, (1, 64)) == ((None, "cutlass"),)
 
 
 @settings(max_examples=200, deadline=None)

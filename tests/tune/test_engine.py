@@ -36,7 +36,7 @@ def size_key(decision: dict) -> str:
 def test_a_table_of_this_machine_decides(choices):
     before = choices()
     assert {d["chosen"] for d in before} == {"cpu"}
-    slow, fast = (Entry("", "2026-11-22", ((1, us), (64, us))) for us in (9.0, 3.0))
+    slow, fast = (Entry("", "2026-11-22", ((1, us), (256, us))) for us in (9.0, 3.0))
     rows = {size_key(d): {"cpu": slow, "torch": fast} for d in before[:1]}
     table = Table(probe_device(), probe_num_sms(), "this CPU", rows)
     write_table(user_folder() / file_name(table.device, table.num_sms), table)

@@ -205,7 +205,7 @@ class AsyncLLM:
                 await flight.news.wait()
                 flight.news.clear()
                 if flight.state.error is not None:
-                    raise RequestError(flight.state.error)
+                    raise flight.state.error
                 finished = flight.state.is_finished
                 if not finished:
                     self._check_alive()

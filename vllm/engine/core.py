@@ -59,6 +59,7 @@ class EngineCore:
         self._waits: dict[str, float] = {}
         self._counted = (0, 0, 0)
         self._running: tuple[Step, Launched] | None = None
+        self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
         # What is loaded stays: collections need not look at it again.
         gc.collect()
@@ -66,7 +67,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_requests or self.grammars.has_pending or self._running is not None
+        waits = self.scheduler.has_requests or self.grammars.has_pending
+        return waits or self._running is not None or bool(self._held)
 
     @property
     def runner(self) -> "ModelRunner":
@@ -91,6 +93,9 @@ class EngineCore:
         return self.lock_step is not None and self.lock_step.is_running
 
     def add(self, request: EngineRequest) -> None:
+        if self._running is not None and request.request_id in self._running[0].num_tokens:
+            # One of the same id was aborted during this step, whose token is not for its successor.
+            self._held += self._finish_running()
         self._arrivals[request.request_id] = time.monotonic()
         sampling = request.sampling
         if sampling.may_edit_logits or sampling.structured_outputs is not None:
@@ -108,7 +113,8 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Advances by one step; empty when nothing could be scheduled or it only just began."""
-        outputs = self._admit_compiled()
+        outputs, self._held = self._held, []
+        outputs += self._admit_compiled()
         if self._reads_tokens:
             outputs += self._finish_running()
         step = self.scheduler.schedule()
@@ -138,9 +144,10 @@ class EngineCore:
             return []
         (step, launched), self._running = self._running, None
         result = launched.result()
-        outputs = [self._fail(*broken) for broken in result.broken.items()]
         requests = self.scheduler.requests
         # Who stopped with the step before, or was aborted since, got a token in vain.
+        broken = {name: why for name, why in result.broken.items() if name in requests}
+        outputs = [self._fail(name, why) for name, why in broken.items()]
         takers = [requests[request_id] for request_id in result.tokens if request_id in requests]
         self.scheduler.update(step, result.tokens)
         self._follow_grammars(result)
@@ -207,7 +214,9 @@ class EngineCore:
         """Ends a request whose numbers went wrong; nobody else gets to read them."""
         logger.error("Request %s failed: %s", request_id, error)
         self.scheduler.forget_cached(request_id)
-        return self._refusal(request_id, error)
+        output = self._refusal(request_id, error)
+        output.is_fault = True
+        return output
 
     def _output(self, request: Request, result: StepResult) -> EngineOutput:
         request_id = request.request_id

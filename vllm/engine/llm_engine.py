@@ -5,8 +5,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.core import EngineCore
 from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.output_processor import OutputProcessor
-from vllm.errors import ConfigError, RequestError
+from vllm.engine.output_processor import OutputProcessor, RequestState
+from vllm.errors import ConfigError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.tokenizer import load_tokenizer
@@ -28,6 +28,7 @@ class LLMEngine:
         self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         self.inputs = InputProcessor(model, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
+        self._changed: dict[str, RequestState] = {}
 
     @property
     def has_unfinished(self) -> bool:
@@ -41,17 +42,24 @@ class LLMEngine:
             self.core.add(request)
 
     def abort(self, request_id: str) -> None:
+        self._changed.pop(request_id, None)
         self.core.abort(self.outputs.remove(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Advances the engine one step; returns the requests that have something new."""
+        """Advances the engine one step; returns the requests that have something new.
+
+        RequestError for one that failed; what the others have comes with the next call.
+        """
         changed, to_abort = self.outputs.process(self.core.step())
         self.core.abort(to_abort)
-        results = []
-        for state in {id(state): state for state, _ in changed}.values():
+        self._changed |= {state.request_id: state for state, _ in changed}
+        for state in self._changed.values():
             if state.error is not None:
                 self.abort(state.request_id)
-                raise RequestError(state.error)
+                raise state.error
+        results, news = [], self._changed
+        self._changed = {}
+        for state in news.values():
             output = state.take()
             if state.is_finished:
                 self.outputs.remove(state.request_id)

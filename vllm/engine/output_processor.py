@@ -7,6 +7,7 @@ from typing import Any
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 from vllm.engine.input_processor import ProcessedInput
 from vllm.engine.request import EngineOutput, FinishReason, TokenLogprobs
+from vllm.errors import NumericsError, RequestError
 from vllm.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -47,7 +48,7 @@ class RequestState:
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
-        self.error: str | None = None
+        self.error: RequestError | None = None
         self._tokenizer = tokenizer
         self._token_texts = token_texts
         self.choices = [self._new_choice(index) for index in range(params.n)]
@@ -77,7 +78,9 @@ class RequestState:
         choice = self.choices[int(output.request_id.rpartition("#")[2])]
         if choice.finish_reason is not None:
             return False
-        self.error = self.error or output.error
+        if output.error is not None and self.error is None:
+            kind = NumericsError if output.is_fault else RequestError
+            self.error = kind(output.error)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.queue_seconds = output.queue_seconds
         if output.prompt_logprobs is not None:

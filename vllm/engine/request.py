@@ -43,7 +43,7 @@ class EngineOutput(msgspec.Struct, array_like=True):
     """What one step adds to one request.
 
     prompt_logprobs come once, for the prompt's tokens but the first. error: why a request with
-    finish_reason ERROR was refused.
+    finish_reason ERROR was refused, or failed where is_fault.
     """
 
     request_id: str
@@ -55,6 +55,7 @@ class EngineOutput(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
     error: str | None = None
+    is_fault: bool = False
 
 
 @dataclass(slots=True, eq=False)

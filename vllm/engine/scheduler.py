@@ -88,7 +88,9 @@ class Scheduler:
         """Lets no later request find the blocks of this one; unknown ids are no error."""
         request = self.requests.get(request_id)
         if request is not None:
-            self.pool.forget(request.block_ids)
+            # By content: one that was preempted has no blocks, but they may still be found.
+            blocks = map(self.pool.find, request.block_hashes)
+            self.pool.forget([block for block in blocks if block is not None])
 
     def schedule(self) -> Step:
         step = Step()

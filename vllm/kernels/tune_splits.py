@@ -13,6 +13,9 @@ from vllm.kernels.spec import Parts, Timings
 MAX_PARTS = 4
 # A backend this close to the fastest counts as fast: nothing is split for noise.
 TOLERANCE = 1.03
+# How far beyond its largest measured token count a row may decide: one that was measured for
+# decoding alone, or cut short, says nothing about prompts.
+REACH = 32
 # What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
 PART_COST = 0.05
 
@@ -22,12 +25,14 @@ Able = tuple[tuple[str, int | None], ...]
 
 @lru_cache(maxsize=1024)
 def best_split(timings: Timings, able: Able, m_range: tuple[int, int]) -> Parts:
-    """At most MAX_PARTS ranges of M with the least regret; () where nothing of it was measured.
+    """At most MAX_PARTS ranges of M with the least regret; () where too little of it was measured.
 
     Limits are measured token counts, which are sizes of captured graphs. Among equals the fewest
     parts win, then the earlier in `able`. The last range has no limit, so its backend takes any
     number of tokens.
     """
+    if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
+        return ()
     us = dict(timings.us)
     limits = [(backend, limit) for backend, limit in able if backend in us]
     columns = _columns(timings, m_range)

@@ -47,8 +47,9 @@ def try_library(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if out:
-            return {str(key): str(value) for key, value in json.loads(out).items()}
+        answered = out.rpartition("\n")[2]  # what Python prints at its start comes before
+        if answered.startswith("{"):
+            return {str(key): str(value) for key, value in json.loads(answered).items()}
         err.seek(0)
         return {"broken": _ending(process.returncode, err.read())}
 
@@ -77,7 +78,7 @@ def answer(module: str, *archs: str) -> None:
             result = {"version": str(getattr(imported, "__version__", ""))}
         except Exception as error:  # whatever a foreign library raises makes it unusable
             result = {"broken": one_line(error)}
-        stdout.write(json.dumps(result))
+        stdout.write(f"\n{json.dumps(result)}")
         stdout.flush()
         os._exit(0)  # a library may fault in what it runs at exit, after it has worked
 

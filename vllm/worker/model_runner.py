@@ -51,7 +51,8 @@ class LaunchedStep:
     """A step on its way. On a GPU it may still run; the next one can be launched meanwhile.
 
     places: where each request's token goes in the batch. copied: when `tokens` (host memory) hold
-    them; None where they do at once. watch: of the layers, where --debug-numerics is set.
+    them; None where they do at once. watch: of the layers, where --debug-numerics is set;
+    first_broken: the first it had found when the step was launched.
     """
 
     batch: InputBatch
@@ -62,6 +63,7 @@ class LaunchedStep:
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     watch: NumericsWatch | None = None
+    first_broken: str | None = None
 
     def result(self) -> StepResult:
         """Waits for the step's end. To be called once, in the order of launching."""
@@ -80,7 +82,8 @@ class LaunchedStep:
         text = "the model's logits for the next token are NaN or infinite"
         if self.watch is None:
             return f"{text}; start with --debug-numerics to learn in which layer that begins"
-        return f"{text}; the first output that is not finite is that of {self.watch.first}"
+        self.watch.reset()  # the next failure may begin elsewhere
+        return f"{text}; the first output that is not finite is that of {self.first_broken}"
 
 
 class ModelRunner:
@@ -105,8 +108,6 @@ class ModelRunner:
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
                 self.model = load_model(config, selection, parallel)
                 parallel.meet("loaded")
-            debugs = config.model_config.debug_numerics
-            self._watch = NumericsWatch(self.model) if debugs else None
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
                 peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
@@ -115,6 +116,9 @@ class ModelRunner:
                 self.num_blocks = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
                 )
+        # Not of the largest step, whose numbers mean nothing.
+        debugs = config.model_config.debug_numerics
+        self._watch = NumericsWatch(self.model) if debugs else None
         self.config = config = fit_max_model_len(config, self.num_blocks)
         scheduler = config.scheduler_config
         self.batch = InputBatch(
@@ -260,6 +264,7 @@ class ModelRunner:
             logprobs={ids[index]: entry for index, entry in logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             watch=self._watch,
+            first_broken=self._watch and self._watch.first,
         )
 
     def _next_tokens(

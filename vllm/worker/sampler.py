@@ -125,4 +125,8 @@ def _apply_edits(row: Tensor, edit: RowEdits) -> None:
     for token, bias in (edit.logit_bias or {}).items():
         row[token] += bias
     if edit.banned:
-        row[list(edit.banned)] = -torch.inf
+        banned = list(edit.banned)
+        before = row[banned]
+        row[banned] = -torch.inf
+        # A grammar that is complete allows nothing else.
+        row[banned] = torch.where(row.isneginf().all(), before, -torch.inf)

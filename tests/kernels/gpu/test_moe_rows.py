@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from vllm.kernels.problem import MoEProblem, WeightFormat
 from vllm.kernels.spec import Scales
+from vllm.kernels.tensors import MoETensors
 from vllm.kernels.triton import moe_rows as kernels
+from vllm.kernels.triton.moe import Experts
 from vllm.model_executor.layers.fused_moe.router import route
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.utils.deep_gemm import pack_ue8m0
@@ -166,3 +169,16 @@ def test_sums_leave_out_the_experts_of_other_ranks():
     first, second, third = values[places]
     wanted = torch.stack((0.5 * first + 0.25 * second, 2 * third, torch.zeros_like(first)))
     torch.testing.assert_close(y, wanted)
+
+
+def test_pairs_that_arrive_one_by_one_are_computed_as_those_of_whole_tokens():
+    gate_up, down = torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+    weights = (stack.to(DEVICE, torch.float16) for stack in (gate_up, down))
+    stored = WeightFormat("fp16")
+    experts = Experts(MoEProblem(4, 2, 64, 32, stored, dtype="fp16"), MoETensors(stored, *weights))
+    x = torch.randn(5, 64, device=DEVICE, dtype=torch.float16)
+    ids = torch.stack([torch.randperm(4, device=DEVICE)[:2] for _ in range(5)])
+    plan = next(plan for _, plan in experts.plans if plan.sorts)
+    together, places = experts.pair_rows(x, ids, plan)
+    apart, own_places = experts.pair_rows(x.repeat_interleave(2, 0), ids.view(-1, 1), plan)
+    assert torch.equal(apart[own_places.flatten()], together[places.flatten()])

@@ -9,7 +9,14 @@ import msgspec
 from fastapi import Response
 from pydantic import BaseModel, ValidationError
 
-from vllm.errors import EngineDeadError, QueueFullError, RequestError, VllmError, did_you_mean
+from vllm.errors import (
+    EngineDeadError,
+    NumericsError,
+    QueueFullError,
+    RequestError,
+    VllmError,
+    did_you_mean,
+)
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -52,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case NumericsError():
+            return ApiError(500, str(error), code="numerics")
         case RequestError():
             return ApiError(400, str(error), error.param)
         case QueueFullError():

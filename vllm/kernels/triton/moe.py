@@ -168,7 +168,7 @@ class Experts:
         gate_up_kernel[(num_blocks * triton.cdiv(self.inner, tile.block_n),)](
             x, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids, blocks,
             order, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
-            TOP_K=self.top_k, QUANTISES=quantises, OFFSET=self.tensors.row_offset,
+            TOP_K=ids.shape[1], QUANTISES=quantises, OFFSET=self.tensors.row_offset,
             **self._constants(plan, tile, self.steps[0]),
         )  # fmt: skip
         return out, out_scales
