@@ -66,13 +66,8 @@ def route(
     kept_groups: int = 1,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Weights float32 and ids int64 [T, top_k] of the best experts of logits [T, E], best first.
-
-    Scores are softmax (or sigmoid) of the logits, in float32. Chosen are the best of score + bias
-    (float32 [E]), of equal ones the first, out of the `kept_groups` best of `num_groups` groups: a
-    group counts as its best expert, with a bias as the sum of its two best. Weights are the scores
-    without the bias, divided by their sum (renormalise), times `factor`.
-    """
+    """Weights float32 and ids int64 [T, top_k] as `fused_moe.router.route` defines them, in one
+    launch; of equal experts the first is chosen."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)

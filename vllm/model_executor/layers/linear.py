@@ -20,8 +20,8 @@ from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES
 
 
-class LinearMethod(ABC):
-    """How the weight of a linear layer is stored; one instance serves one layer.
+class StorageMethod:
+    """How the weights of a layer are stored; one instance serves one layer.
 
     act_schemes: the activation schemes the checkpoint allows, best liked first.
     """
@@ -31,6 +31,10 @@ class LinearMethod(ABC):
     ):
         self.format = weight
         self.act_schemes = act_schemes
+
+
+class LinearMethod(StorageMethod, ABC):
+    """How the weight of a linear layer is stored."""
 
     @abstractmethod
     def create_weights(self, layer: "StoredWeight") -> None:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from vllm.distributed.expert_exchange import Exchange, Experts, make_exchange
 from vllm.distributed.groups import Group
-from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
+from vllm.kernels.problem import MoEProblem, WeightFormat
 from vllm.kernels.spec import Decision, Scales
 from vllm.kernels.split import make_moe
 from vllm.kernels.tensors import MoEKernel, MoETensors
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.activation import check_activation
+from vllm.model_executor.layers.linear import StorageMethod
 from vllm.model_executor.layers.sharding import Part, Place, share
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES
@@ -45,17 +46,8 @@ class Stack:
         return slice(start, start + self.shard_rows[shard])
 
 
-class MoEMethod(ABC):
-    """How the weights of experts are stored; one instance serves one layer.
-
-    act_schemes: the activation schemes the checkpoint allows, best liked first.
-    """
-
-    def __init__(
-        self, weight: WeightFormat, act_schemes: tuple[ActScheme, ...] = (ActScheme.NONE,)
-    ):
-        self.format = weight
-        self.act_schemes = act_schemes
+class MoEMethod(StorageMethod, ABC):
+    """How the weights of experts are stored."""
 
     @abstractmethod
     def create_weights(self, layer: "FusedMoE") -> None:
