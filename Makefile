@@ -4,6 +4,7 @@
 # make lint    ruff, mypy, clang-format and the architecture lints
 # make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
 #                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
+# make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
 # make test-build   compiles every GPU kernel for every kind of architecture; needs nvcc
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
   -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm; print(vllm.__version__)')
 
-.PHONY: serve test test-build lint build build-cuda format clean
+.PHONY: serve test test-build test-gpu lint build build-cuda format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vllm serve --port $(PORT) $(ARGS)
@@ -47,6 +48,9 @@ build: $(VENV)/.test
 build-cuda: $(VENV)/.cutlass
 	$(CONFIGURE) -B build/cuda -DVLLM_TARGET_DEVICE=cuda $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/cuda
+
+test-gpu:
+	$(PYTHON) tests/gpu_tests.py $(ARGS)
 
 test-build: $(VENV)/.cutlass
 	$(BIN)/python -m pytest tests/cmake -m build $(ARGS)

@@ -48,10 +48,20 @@ vllm_cuda_kernel(NAME cuda_layers
                  SOURCES csrc/layers/elementwise.cu csrc/layers/norm.cu csrc/layers/rotary.cu
                          csrc/layers/sampling.cu csrc/bindings/cuda_layers.cu
                  ARCHS 8.0 9.0 10.0 12.0)
+# Short sums over the GPUs of a machine, over memory that all of them map.
+vllm_cuda_kernel(NAME peer_sum
+                 SOURCES csrc/layers/peer_sum.cu csrc/bindings/cuda_peers.cu
+                 ARCHS 8.0 9.0 10.0 12.0)
 # Its conversion from E4M3 is an instruction from 8.9 on.
 vllm_cuda_kernel(NAME skinny_fp8_block_gemm
                  SOURCES csrc/gemm/skinny_fp8_block.cu csrc/bindings/cuda_gemm.cu
                  ARCHS 8.9 9.0 10.0 12.0)
+# Weights of 4 and 8 bits widened in registers, by activations as they are.
+vllm_cuda_kernel(NAME marlin_gemm
+                 SOURCES csrc/gemm/weight_only_fp8.cu csrc/gemm/weight_only_nvfp4.cu
+                         csrc/gemm/weight_only_int4.cu csrc/gemm/weight_only.cu
+                         csrc/bindings/cuda_weight_only.cu
+                 ARCHS 8.0 9.0 10.0 11.0 12.0)
 # FP8 block and NVFP4 GEMMs, one row per generation of tensor cores.
 vllm_cuda_kernel(NAME sm90_fp8_block_gemm USES_CUTLASS
                  SOURCES csrc/gemm/sm90_fp8_block.cu

@@ -80,6 +80,11 @@ function(vllm_cpu_kernel)
     list(APPEND built ${isa})
   endforeach()
   vllm_record_kernel(${KERNEL_NAME} "${built}")
+  set(flags "")
+  foreach(isa IN LISTS built)
+    list(APPEND flags ${VLLM_ISA_FLAGS_${isa}})
+  endforeach()
+  vllm_record_sources(${KERNEL_NAME} vllm_options "${CMAKE_CXX_FLAGS};${flags}" "${KERNEL_SOURCES}")
 endfunction()
 
 # vllm_cuda_kernel(NAME name SOURCES file... ARCHS arch... [MIN_CUDA version] [USES_CUTLASS]
@@ -115,6 +120,11 @@ function(vllm_cuda_kernel)
   set_property(GLOBAL APPEND PROPERTY VLLM_CUDA_KERNELS ${KERNEL_NAME})
   vllm_manifest_archs(archs "${PLAN_BUILT}")
   vllm_record_kernel(${KERNEL_NAME} "${archs}")
+  set(flags ${CMAKE_CUDA_FLAGS} ${KERNEL_FLAGS})
+  if(KERNEL_USES_CUTLASS)
+    list(APPEND flags "CUTLASS ${VLLM_CUTLASS_VERSION}")
+  endif()
+  vllm_record_sources(${KERNEL_NAME} vllm_cuda_options "${flags}" "${KERNEL_SOURCES}")
 endfunction()
 
 # vllm_cuda_host(SOURCES file...): host code that several rows need, compiled once where there are
@@ -141,6 +151,17 @@ function(vllm_record_kernel name built)
   list(TRANSFORM built REPLACE "(.+)" "\"\\1\"")
   list(JOIN built ", " built)
   set_property(GLOBAL APPEND PROPERTY VLLM_KERNELS "    \"${name}\": [${built}]")
+endfunction()
+
+# Notes what a kernel's build id is made of (build_ids.py): a line `name|flags|source|source...`.
+function(vllm_record_sources name options flags sources)
+  get_target_property(common ${options} INTERFACE_COMPILE_OPTIONS)
+  list(JOIN common " " common)
+  list(JOIN flags " " flags)
+  list(TRANSFORM sources PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
+  list(JOIN sources "|" sources)
+  set_property(GLOBAL APPEND_STRING PROPERTY VLLM_SOURCES
+               "${name}|${CMAKE_BUILD_TYPE} ${common} ${flags}|${sources}\n")
 endfunction()
 
 # Says what a CUDA kernel is built for, and notes what it is not: `kernel|arch|reason`.
@@ -205,7 +226,8 @@ function(vllm_finish)
   message(NOTICE "Asked for and not built (-DVLLM_STRICT_ARCHS=ON makes this an error):\n${lines}")
 endfunction()
 
-# The manifest follows the library into the output folder: it must not describe a failed build.
+# The manifest follows the library into the output folder, with what its kernels were built from:
+# it must not describe a failed build.
 function(vllm_write_manifest skipped)
   get_property(kernels GLOBAL PROPERTY VLLM_KERNELS)
   list(JOIN kernels ",\n" kernels)
@@ -229,6 +251,10 @@ function(vllm_write_manifest skipped)
   ]
 }
 ")
+  get_property(sources GLOBAL PROPERTY VLLM_SOURCES)
+  set(listed "${CMAKE_CURRENT_BINARY_DIR}/kernel_sources.txt")
+  file(CONFIGURE OUTPUT "${listed}" @ONLY CONTENT "@sources@")
   add_custom_target(vllm_manifest ALL DEPENDS vllm_kernels
-                    COMMAND ${CMAKE_COMMAND} -E copy_if_different "${written}" "${VLLM_OUTPUT_DIR}")
+                    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/cmake/build_ids.py"
+                            "${written}" "${listed}" "${VLLM_OUTPUT_DIR}")
 endfunction()

@@ -25,6 +25,7 @@ ROUTINGS = ("even", "uneven", "few experts", "one expert", "other ranks")
 # Of ||y - wanted|| / ||wanted||: intermediate results in half precision; where they are quantised
 # after that, some are rounded to the next E4M3 number instead.
 TOLERANCES = {ActScheme.NONE: 0.008, ActScheme.DYNAMIC_GROUP128: 0.03}
+WORST_TOKEN = 2.5  # times the tolerance
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,10 @@ def check(case: Case, winner: Candidate, device: str) -> None:
     error = (y.float() - wanted).norm(dim=1)[here]
     bound = tolerance * wanted.norm(dim=1)[here]
     worst = float((error / bound).max()) if len(bound) else 0.0
-    assert worst < 2.5, f"worst token: {worst:.2f} times the tolerance"
-    assert float(error.norm()) <= float(bound.norm())
+    assert worst < WORST_TOKEN, f"worst token: {worst:.2f} times the tolerance"
+    # Of few tokens a rounding to the next number shows: one alone may be as far off as the worst.
+    factor = 1 + (WORST_TOKEN - 1) / max(1, len(bound))
+    assert float(error.norm()) <= factor * float(bound.norm())
 
 
 @lru_cache(maxsize=4)

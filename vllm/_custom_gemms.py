@@ -125,6 +125,8 @@ def _plain_scaled_mm(
     out_dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
+    if not a.shape[0]:
+        return a.new_empty(0, b.shape[1], dtype=out_dtype)
     is_per_tensor = scale_a.numel() == 1 and scale_b.numel() == 1
     if a.is_cuda and (is_per_tensor or out_dtype == torch.bfloat16):
         if not is_per_tensor:  # torch takes one scale on both sides, or one per row and column

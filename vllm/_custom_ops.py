@@ -24,8 +24,7 @@ from vllm._custom_fp4 import (
 from vllm._custom_gemms import cutlass_scaled_fp4_mm, cutlass_scaled_mm
 from vllm._torch_library import register
 from vllm.kernels.backends import cutlass
-from vllm.kernels.select import serves
-from vllm.kernels.spec import Device
+from vllm.kernels.spec import Device, serves
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
     MIN_AMAX,

@@ -48,6 +48,14 @@ def load(isa: str | None = None) -> tvm_ffi.Module:
     return library
 
 
+@functools.cache
+def function(name: str) -> Any:
+    """The library's function of that name; None where there is no library, or one without it."""
+    if not (LIBRARY_DIR / LIBRARY_NAME).exists():
+        return None
+    return getattr(load(), name, None)
+
+
 def status() -> NativeStatus:
     """What `load` would find. Never raises."""
     path = LIBRARY_DIR / LIBRARY_NAME
@@ -67,7 +75,8 @@ def manifest() -> dict[str, Any]:
 
     `kernels` maps each kernel to the instruction sets or GPU architectures it was compiled for;
     `version`, `compiler`, `cuda` (None without nvcc) and `processor` are strings; `skipped` lists
-    what was asked for and not built, as {kernel, arch, reason} with kernel `*` for every one.
+    what was asked for and not built, as {kernel, arch, reason} with kernel `*` for every one;
+    `builds` maps each kernel to a hash of the sources and flags that it was built from.
 
     Raises NativeLibraryError if the file is missing or not what the build writes.
     """
@@ -79,6 +88,12 @@ def manifest() -> dict[str, Any]:
     if not isinstance(content, dict) or not {"version", "compiler", "kernels"} <= content.keys():
         raise NativeLibraryError(f"{path} lacks version, compiler or kernels: {_BUILD_HINT}")
     return content
+
+
+def build_ids() -> tuple[str, ...]:
+    """`kernel:build id` for each kernel; () for a library that was built without. Raises
+    NativeLibraryError as `manifest` does."""
+    return tuple(f"{kernel}:{build}" for kernel, build in manifest().get("builds", {}).items())
 
 
 def gpu_archs() -> dict[str, tuple[str, ...]]:

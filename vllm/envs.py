@@ -80,6 +80,25 @@ VARIABLES: dict[str, Variable] = {
         "a folder",
         "Where the demo model and other generated files are kept.",
     ),
+    "VLLM_KERNEL_BUNDLE": Variable(
+        _path,
+        lambda: None,
+        "a folder that `vllm kernels precompile` wrote",
+        "Kernels compiled elsewhere for this chip and these libraries; only read.",
+    ),
+    "VLLM_KERNEL_CACHE": Variable(
+        _path,
+        lambda: read("VLLM_CACHE_ROOT") / "compiled",
+        "a folder",
+        "Where kernels that were compiled on this machine are kept; unset: in VLLM_CACHE_ROOT.",
+    ),
+    "VLLM_KERNEL_COMPILE_SECONDS": Variable(
+        _positive_float,
+        lambda: 5.0,
+        "a number of seconds above 0",
+        "How long a start waits, with its weights loaded, for kernels that others can stand in "
+        "for; those not ready by then are compiled while it serves.",
+    ),
     "VLLM_LOGGING_LEVEL": Variable(
         _choice(*_LEVELS), lambda: "info", "one of " + ", ".join(_LEVELS), "Log level."
     ),
@@ -191,9 +210,17 @@ def check_all() -> list[str]:
     ]
 
 
-def set_for_children(name: str, value: str) -> None:
-    """Sets a variable for this process and the processes it starts."""
-    os.environ[name] = value
+def set_for_children(name: str, value: str | None) -> None:
+    """Sets a variable for this process and the processes it starts; None unsets it."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def foreign(name: str) -> str | None:
+    """A variable of a library's own, as it is; None where it is unset or empty."""
+    return os.environ.get(name) or None
 
 
 def __getattr__(name: str) -> Any:

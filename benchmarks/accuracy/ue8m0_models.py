@@ -1,7 +1,7 @@
 """What DeepGEMM's UE8M0 scales do to two models, end to end through `vllm serve`.
 
     python benchmarks/accuracy/ue8m0_models.py FILE [--only arith demo layers]
-        [--bf16 FOLDER] [--gsm8k DIR]
+        [--bf16 FOLDER] [--gsm8k DIR] [--gpu]
 
 Writes FILE (JSON), part by part; parts that are not run stay as they are in it.
   arith   the model of tests/evals/arith: answers to its 1,319 held-out problems, to as many with
@@ -9,15 +9,19 @@ Writes FILE (JSON), part by part; parts that are not run stay as they are in it.
           held-out and of stretched problems. --bf16: what tests/evals/arith/train.py wrote.
   demo    the demo model on 100 GSM8K questions with their answers (--gsm8k).
   layers  errors of every layer of the arithmetic model on its own activations (--bf16).
+--gpu: arith and demo with the kernels themselves on an H100, where DeepGEMM takes scales of both
+kinds, all servers at once. DeepGEMM has only the demo model's down_proj (the others have K = 576).
 """
 
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import exp, fsum
 from pathlib import Path
 from typing import Any
@@ -41,17 +45,18 @@ BOTH, DENSE = ("linear", "moe"), ("linear",)
 
 @dataclass(frozen=True)
 class Numbers:
-    """How one configuration computes. emulate: value of --linear-backend and --moe-backend."""
+    """How one configuration computes. backend: value of --linear-backend and --moe-backend."""
 
     name: str
-    emulate: str = ""
+    backend: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     is_bf16: bool = False
     answers: bool = True
+    more: tuple[str, ...] = ()
 
     def flags(self, families: tuple[str, ...]) -> list[str]:
-        pairs = ((f"--{family}-backend", self.emulate) for family in families if self.emulate)
-        return [word for pair in pairs for word in pair]
+        pairs = ((f"--{family}-backend", self.backend) for family in families if self.backend)
+        return [*(word for pair in pairs for word in pair), *self.more]
 
     def command(self, families: tuple[str, ...]) -> str:
         words = [f"{name}={value}" for name, value in self.variables]
@@ -79,15 +84,50 @@ DEMO_CONFIGURATIONS = (
 )
 DEMO_REFERENCES = ("bf16", "float32 scales")
 
+_CEIL = (("VLLM_USE_DEEP_GEMM_E8M0", "1"),)
+# Several servers share the device; graphs change no number.
+_SHARED = ("--gpu-memory-utilization", "0.08", "--enforce-eager")
+_DOWN = (*_SHARED, "--kernel", "*.down_proj=deep_gemm")
+GPU_CONFIGURATIONS = (
+    Numbers("bf16", is_bf16=True, more=_SHARED),
+    Numbers("cutlass and triton", more=_SHARED, variables=(("VLLM_USE_DEEP_GEMM", "0"),)),
+    Numbers("deep_gemm, float32 scales", "deep_gemm", more=_SHARED),
+    Numbers("deep_gemm, FLOAT32_CEIL_UE8M0", "deep_gemm", _CEIL, more=_SHARED),
+)
+GPU_REFERENCES = ("bf16", "cutlass and triton")
+GPU_DEMO_CONFIGURATIONS = (
+    Numbers("cutlass", "cutlass", more=_SHARED),
+    Numbers("down_proj by deep_gemm, float32 scales", more=_DOWN),
+    Numbers("down_proj by deep_gemm, FLOAT32_CEIL_UE8M0", variables=_CEIL, more=_DOWN),
+)
+GPU_DEMO_REFERENCES = ("cutlass",)
+
 
 @contextmanager
 def serving(model: Path, numbers: Numbers, families: tuple[str, ...]) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with started_server(
-            model, log, *numbers.flags(families), **dict(numbers.variables)
-        ) as server:
+        flags, variables = numbers.flags(families), dict(numbers.variables)
+        with started_server(model, log, *flags, start_seconds=180, **variables) as server:
             yield server
+
+
+def measured(
+    measure: Callable[[Numbers], dict[str, Any]], wanted: Sequence[Numbers], at_once: bool
+) -> dict[str, dict[str, Any]]:
+    """By name what each configuration gives; one that fails has an `error` and spares the rest."""
+
+    def row_of(numbers: Numbers) -> dict[str, Any]:
+        try:
+            row = measure(numbers)
+        except Exception as error:  # whatever its server did
+            row = {"error": f"{type(error).__name__}: {error}"[-500:]}
+        print(numbers.name, json.dumps(row), flush=True)
+        return row
+
+    with ThreadPoolExecutor(len(wanted) if at_once else 1) as pool:
+        rows = pool.map(row_of, wanted)
+        return {numbers.name: row for numbers, row in zip(wanted, rows, strict=True)}
 
 
 def choices(server: Any) -> dict[str, str]:
@@ -117,14 +157,13 @@ def perplexity(positions: list[Position]) -> float:
 # ---------------------------------------------------------------- the arithmetic model
 
 
-def measure_arith(bf16: Path | None) -> dict[str, Any]:
+def measure_arith(bf16: Path | None, gpu: bool) -> dict[str, Any]:
+    configurations = GPU_CONFIGURATIONS if gpu else CONFIGURATIONS
     ids = {name: texts.token_ids(count, stretch) for name, (count, stretch) in TEXTS.items()}
-    rows: dict[str, Any] = {}
     seen: dict[str, dict[str, list[Position]]] = {}
     right: dict[str, dict[str, list[bool]]] = {}
-    for numbers in CONFIGURATIONS:
-        if numbers.is_bf16 and bf16 is None:
-            continue
+
+    def measure(numbers: Numbers) -> dict[str, Any]:
         model = bf16 if numbers.is_bf16 and bf16 else texts.MODEL
         with serving(model, numbers, BOTH) as server:
             row = {"command": numbers.command(BOTH), "chosen": choices(server)}
@@ -132,10 +171,13 @@ def measure_arith(bf16: Path | None) -> dict[str, Any]:
             row["perplexity"] = {k: perplexity(v) for k, v in seen[numbers.name].items()}
             if numbers.answers:
                 row["answers"], right[numbers.name] = answer(server)
-        rows[numbers.name] = row
-        print(numbers.name, json.dumps(row["perplexity"]), row.get("answers"), flush=True)
-    for name, row in rows.items():
-        for reference in REFERENCES:
+        return row
+
+    wanted = [numbers for numbers in configurations if bf16 or not numbers.is_bf16]
+    rows = measured(measure, wanted, gpu)
+    for name in seen:
+        row = rows[name]
+        for reference in GPU_REFERENCES if gpu else REFERENCES:
             if reference in seen:
                 row[f"against {reference}"] = {
                     kind: against(seen[reference][kind], seen[name][kind]) for kind in ids
@@ -169,7 +211,7 @@ def answer(server: Any) -> tuple[dict[str, Any], dict[str, list[bool]]]:
 # ---------------------------------------------------------------- the demo model
 
 
-def measure_demo(gsm8k_folder: Path) -> dict[str, Any]:
+def measure_demo(gsm8k_folder: Path, gpu: bool) -> dict[str, Any]:
     """Perplexity of 100 questions with their worked answers; experts it has none."""
     from transformers import AutoTokenizer
 
@@ -178,21 +220,26 @@ def measure_demo(gsm8k_folder: Path) -> dict[str, Any]:
     questions, _ = gsm8k.questions_and_shots(gsm8k_folder, 100, 0, None)
     encode = AutoTokenizer.from_pretrained(demo.demo_model_path())
     ids = [encode(f"Question: {q.question}\nAnswer: {q.solution}")["input_ids"] for q in questions]
-    rows: dict[str, Any] = {}
     seen = {}
+    configurations = GPU_DEMO_CONFIGURATIONS if gpu else DEMO_CONFIGURATIONS
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder)
-        demo.dequantise(demo.find_gguf(), plain)
-        for numbers in DEMO_CONFIGURATIONS:
+        if any(numbers.is_bf16 for numbers in configurations):
+            demo.dequantise(demo.find_gguf(), plain)
+
+        def measure(numbers: Numbers) -> dict[str, Any]:
             model = plain if numbers.is_bf16 else demo.demo_model_path()
             with serving(model, numbers, DENSE) as server:
-                rows[numbers.name] = {"command": numbers.command(DENSE), "chosen": choices(server)}
+                row = {"command": numbers.command(DENSE), "chosen": choices(server)}
                 seen[numbers.name] = thoughts(server, ids)
-            print(numbers.name, perplexity(seen[numbers.name]), flush=True)
-    for name, row in rows.items():
-        row["perplexity"] = perplexity(seen[name])
-        for reference in DEMO_REFERENCES:
-            row[f"against {reference}"] = against(seen[reference], seen[name])
+            row["perplexity"] = perplexity(seen[numbers.name])
+            return row
+
+        rows = measured(measure, configurations, gpu)
+    for name in seen:
+        for reference in GPU_DEMO_REFERENCES if gpu else DEMO_REFERENCES:
+            if reference in seen:
+                rows[name][f"against {reference}"] = against(seen[reference], seen[name])
     return rows
 
 
@@ -244,26 +291,39 @@ def _expert_input(layer: str, inputs: dict[str, Any], plain: dict[str, Any]) -> 
     return silu(gate) * up
 
 
+def gpu_machine() -> dict[str, Any]:
+    import torch
+
+    date = datetime.now(UTC).date().isoformat()
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": date}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--bf16", type=Path, help="The arithmetic model before it was quantised.")
     parser.add_argument("--gsm8k", type=Path, help="Folder of test.jsonl.")
+    parser.add_argument("--gpu", action="store_true", help="On an H100, with its own kernels.")
     args = parser.parse_args()
     for part, needed in (("demo", "gsm8k"), ("layers", "bf16")):
         if part in args.only and getattr(args, needed) is None:
             parser.error(f"{part} needs --{needed}")
     content = json.loads(args.file.read_text()) if args.file.exists() else {}
-    content |= machine()
+    content |= gpu_machine() if args.gpu else machine()
     measures = {
-        "arith": lambda: measure_arith(args.bf16),
-        "demo": lambda: measure_demo(args.gsm8k),
+        "arith": lambda: measure_arith(args.bf16, args.gpu),
+        "demo": lambda: measure_demo(args.gsm8k, args.gpu),
         "layers": lambda: measure_layers(args.bf16),
     }
     for part in args.only:
         content[part] = rounded(measures[part]())
         args.file.write_text(json.dumps(content, indent=1) + "\n")
+    failed = [
+        name for part in args.only for name in content[part] if "error" in content[part][name]
+    ]
+    if failed:
+        sys.exit(f"failed, see {args.file}: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times the Triton attention kernels: decoding against copy bandwidth, prompts in TFLOP/s.
+"""Times attention: decoding against copy bandwidth, prompts in TFLOP/s; FlashInfer beside ours.
 
     python benchmarks/kernels/bench_attention.py [--out DIR] [--fp8] [--flashinfer]
 
@@ -132,7 +132,7 @@ def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
     types = {"q_data_type": torch.bfloat16, "kv_data_type": inputs.k_cache.dtype}
     heads = (NUM_HEADS, NUM_KV_HEADS, DIM)
     for tables in inputs.tables:
-        workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
         indices = tables.flatten()
         if inputs.query_len == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(

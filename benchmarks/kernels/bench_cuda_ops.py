@@ -115,8 +115,11 @@ def sampling_cases(s: int) -> Iterator[Case]:
         yield Case(
             f"sample: {name}", s, 4 * s * VOCAB, lambda values=values: make(values, torch.float32)
         )
-    greedy = SAMPLERS["greedy"]
-    yield Case("sample: greedy, bfloat16", s, 2 * s * VOCAB, lambda: make(greedy, torch.bfloat16))
+    for name in ("greedy", "temperature"):  # what the logits of a bfloat16 model are
+        yield Case(
+            f"sample: {name}, bfloat16", s, 2 * s * VOCAB,
+            lambda name=name: make(SAMPLERS[name], torch.bfloat16),
+        )  # fmt: skip
 
     def argmax():
         logits = torch.randn(s, VOCAB, device="cuda")
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder that receives cuda_ops.json")
     parser.add_argument("--quick", action="store_true", help="few sizes, few replays")
     arguments = parser.parse_args()
-    tokens = (1, 8192) if arguments.quick else (1, 16, 64, 256, 1024, 8192)
+    tokens = (1, 3500) if arguments.quick else (1, 16, 64, 256, 1024, 3500, 8192)
     num_replays = 5 if arguments.quick else 21
     cases = [case for t in tokens for case in layer_cases(t)]
     cases += [case for s in (1, 64, 256) for case in sampling_cases(s)]

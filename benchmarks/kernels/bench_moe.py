@@ -28,11 +28,12 @@ from torch import Tensor
 
 from vllm.kernels import registry
 from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
+from vllm.kernels.question import chip_of
 from vllm.kernels.select import select
 from vllm.kernels.spec import BUILD, Decision, Device, Libs, Policy
 from vllm.kernels.tensors import MoEKernel, MoETensors
-from vllm.kernels.tune_quarantine import version_of
 from vllm.kernels.tune_table import Entry, find_tables, read_table, timings_of, write_table
+from vllm.kernels.versions import version_of
 from vllm.platforms.probe import probe_device, probe_libs
 from vllm.utils.math_utils import cdiv
 
@@ -100,11 +101,12 @@ def copy_bandwidth() -> float:
 
 
 def problem_of(model: str) -> MoEProblem:
-    return MoEProblem(*MODELS[model], FORMAT, (ActScheme.DYNAMIC_GROUP128,))
+    schemes = (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)  # as these checkpoints allow
+    return MoEProblem(*MODELS[model], FORMAT, schemes)
 
 
 def decide(problem: MoEProblem, device: Device, libs: Libs) -> Decision:
-    timings = timings_of(find_tables(device, None), problem)
+    timings = timings_of(find_tables(chip_of(str(device), device)), problem)
     libs = Libs(libs.libs | {registry.built()})
     return select(problem, device, libs, Policy(), registry.specs("moe"), timings=timings)
 
@@ -156,7 +158,7 @@ def read_results(path: Path) -> tuple[list[Row], Device, Libs, dict[str, Any]]:
     return rows, Device.parse(content["arch"]), Libs.parse(content["libs"]), content
 
 
-def add_to_table(path: Path, rows: Sequence[Row], libs: Libs, date: str) -> None:
+def add_to_table(path: Path, rows: Sequence[Row], device: Device, libs: Libs, date: str) -> None:
     """Measured once in one process: there is no time for inputs that are quantised already."""
     table = read_table(path)
     for model in MODELS:
@@ -164,7 +166,7 @@ def add_to_table(path: Path, rows: Sequence[Row], libs: Libs, date: str) -> None
             own = [row for row in rows if (row.model, row.backend) == (model, backend)]
             spec = next(s for s in registry.specs("moe") if s.backend == backend)
             us = tuple((row.num_tokens, row.microseconds) for row in own)
-            entry = Entry(version_of(spec, libs), date, us)
+            entry = Entry(version_of(spec, libs, device), date, us)
             table = table.with_entry(problem_of(model).size_key, backend, entry)
     write_table(path, table)
 
@@ -208,7 +210,7 @@ def main() -> None:
     if arguments.of:
         rows, device, libs, content = read_results(arguments.of)
         if arguments.table:
-            add_to_table(arguments.table, rows, libs, content["date"])
+            add_to_table(arguments.table, rows, device, libs, content["date"])
         print_regret(rows, device, libs)
         return
     copied = copy_bandwidth()

@@ -1,6 +1,6 @@
 """Enters results of bench_fp8_block_gemm.py in a table of measured kernels, for want of better.
 
-    python benchmarks/kernels/results_to_table.py RESULTS.json ... --table sm_90_132.json
+    python benchmarks/kernels/results_to_table.py RESULTS.json ... --chip h100
 
 `vllm kernels tune` measures what the engine runs, and replaces what comes from here. These are
 GEMMs alone: `quantised_us` of kernels that take quantised activations. Of sweeps it takes the best
@@ -15,10 +15,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from vllm.kernels.tune_table import Entry, Table, read_table, write_table
+from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
+from vllm.kernels.question import GPUS
+from vllm.kernels.tune_table import SHIPPED, Entry, Table, read_table, write_table
 
 NUM_SMS = 132
-_SOURCE = "GEMM alone as in results/h100"
+FORMAT, SCHEMES = WeightFormat.parse("fp8-block"), (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
+_SOURCE = "GEMM alone as in results/"
 # Name in the results -> backend, and whether its input is quantised before.
 KERNELS = {
     "deep_gemm": ("deep_gemm", True),
@@ -42,7 +45,7 @@ def add_results(table: Table, path: Path) -> Table:
     results = json.loads(path.read_text())
     found: dict[tuple[str, str, bool], dict[int, float]] = {}
     for row in results["rows"]:
-        size_key = f"fp8-block[128x128]:{row['n']}x{row['k']} bf16"
+        size_key = LinearProblem(row["n"], row["k"], FORMAT, SCHEMES).size_key
         for name, us in row["us"].items():
             kernel = kernel_of(name, row["n"], row["m"])
             is_old = "earlier revision" in results.get("note", "") and name != "deep_gemm"
@@ -55,9 +58,8 @@ def add_results(table: Table, path: Path) -> Table:
         if us.keys() <= known.keys():
             continue
         added = {"quantised_us" if is_quantised else "us": tuple(sorted((us | known).items()))}
-        version = (
-            old.version if _SOURCE in old.version else f"{old.version}, {_SOURCE}".lstrip(", ")
-        )
+        source = f"{_SOURCE}{path.resolve().parent.name}"
+        version = old.version if _SOURCE in old.version else f"{old.version}, {source}".lstrip(", ")
         table = table.with_entry(size_key, backend, replace(old, version=version, **added))
     return table
 
@@ -65,12 +67,15 @@ def add_results(table: Table, path: Path) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--chip", choices=GPUS, required=True)
     args = parser.parse_args()
-    table = read_table(args.table)
-    for path in args.results:
-        table = add_results(table, path)
-    write_table(args.table, table)
+    chip = GPUS[args.chip]
+    path = SHIPPED / chip.file_name
+    device = json.loads(args.results[0].read_text())["device"]
+    table = read_table(path) if path.exists() else Table(chip, device)
+    for results in args.results:
+        table = add_results(table, results)
+    write_table(path, table)
     return 0
 
 

@@ -101,13 +101,13 @@ void launch_sm90(const TensorView& a, const gemm::Fp8BlockArgs& args,
     TVM_FFI_THROW(RuntimeError) << name << ": this build has no code for sm_90a";
   }
   const int sms = num_sms(a);
-  const gemm::Sm90Tiling used =
-      tiling ? *tiling : gemm::sm90_tiling(args.m, args.n, args.k, args.num_experts, sms);
+  const gemm::Sm90Tiling used = tiling ? *tiling : gemm::sm90_tiling(args, sms);
   check_launch(gemm::launch_sm90_fp8_block(args, used, sms, stream_of(a)), name);
 }
 
 void launch_blackwell(const TensorView& a, const gemm::Fp8BlockArgs& args, const char* name) {
   const auto launch = for_gpu(a, name, gemm::launch_sm100_fp8_block, gemm::launch_sm120_fp8_block);
+  if (args.m == 0 || args.n == 0) return;
   VLLM_CHECK(args.x_scales_ld == 1 && args.x_scales_ldk % 4 == 0 &&
                  args.x_scales_ldk >= (args.m + 3) / 4 * 4 &&
                  reinterpret_cast<uintptr_t>(args.x_scales) % 16 == 0,
@@ -262,6 +262,7 @@ void cutlass_nvfp4_gemm(TensorView a, TensorView a_scales, TensorView b, TensorV
   const DeviceGuard guard(a);
   const auto launch =
       for_gpu(a, "cutlass_nvfp4_gemm", gemm::launch_sm100_nvfp4, gemm::launch_sm120_nvfp4);
+  if (args.m == 0 || args.n == 0) return;
   check_launch(launch(args, num_sms(a), stream_of(a)), "cutlass_nvfp4_gemm");
 }
 

@@ -23,7 +23,7 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
              "out: given " << type_name(out.dtype()) << "; accepted: bfloat16, float16");
   if (x_scales.has_value()) {
     const TensorView given = x_scales.value();
-    check_cuda(given, "x_scales", 2);
+    check_cuda(given, "x_scales", 2, x, "x");
     check_type(given, "x_scales", kDLFloat, 32);
     check_size(given, "x_scales", 0, m, "rows of x");
     check_size(given, "x_scales", 1, (k + 127) / 128, "blocks of 128 columns of x");
@@ -34,22 +34,22 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
     check_type(x, "x", is_bf16 ? kDLBfloat : kDLFloat, 16);
   }
   check_rows(x, "x", 16);
-  check_cuda(weight, "weight", 2);
+  check_cuda(weight, "weight", 2, x, "x");
   VLLM_CHECK(is_type(weight, kDLFloat8_e4m3fn, 8),
              "weight: given " << type_name(weight.dtype()) << "; accepted: float8_e4m3fn");
   check_size(weight, "weight", 1, k, "columns of x");
   check_rows(weight, "weight", 16);
-  check_cuda(scales, "scales", 2);
+  check_cuda(scales, "scales", 2, x, "x");
   check_type(scales, "scales", kDLFloat, 32);
   check_size(scales, "scales", 0, (n + 127) / 128, "blocks of 128 rows of weight");
   check_size(scales, "scales", 1, (k + 127) / 128, "blocks of 128 columns of weight");
   check_last_contiguous(scales, "scales");
-  check_cuda(out, "out", 2);
+  check_cuda(out, "out", 2, x, "x");
   check_size(out, "out", 0, m, "rows of x");
   check_size(out, "out", 1, n, "rows of weight");
   check_last_contiguous(out, "out");
   if (bias.has_value()) {
-    check_cuda(bias.value(), "bias", 1);
+    check_cuda(bias.value(), "bias", 1, x, "x");
     check_type(bias.value(), "bias", kDLFloat, 32);
     check_size(bias.value(), "bias", 0, n, "rows of weight");
     check_contiguous(bias.value(), "bias");
@@ -65,6 +65,7 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
   gemm::SkinnyShape shape = gemm::skinny_shape(args.m, args.n, x_scales.has_value(), num_sms(x));
   if (row_tiles > 0) shape.row_tiles = static_cast<int>(row_tiles);
   if (warps > 0) shape.warps = static_cast<int>(warps);
+  const DeviceGuard guard(x);
   check_launch(gemm::launch_skinny_fp8_block(args, is_bf16, shape, stream_of(x)),
                "skinny_fp8_block_gemm");
 }

@@ -14,6 +14,11 @@ constexpr int num_stages(int num_blocks) {
   return free / (Layout::kStageBytes + Layout::kNumScales * 4 + 2 * 8);
 }
 
+// Lanes write 8 columns at once, and W comes in groups of 32 rows.
+bool can_be_tall(const Fp8BlockArgs& args) {
+  return args.is_vector && args.n % 32 == 0 && args.k > 0;
+}
+
 template <int kTileM, int kTileN, bool kIsSplit>
 cudaError_t launch(const Fp8BlockArgs& args, int cluster, int num_sms, cudaStream_t stream) {
   constexpr int kNumBlocks = kTileM == 64 ? 2 : 1;  // on a multiprocessor
@@ -27,8 +32,10 @@ cudaError_t launch(const Fp8BlockArgs& args, int cluster, int num_sms, cudaStrea
   CUtensorMap x_map, w_map;
   cudaError_t error = encode_byte_rows(&x_map, args.x, args.m, args.k, args.ldx, x_rows / sharers);
   if (error != cudaSuccess) return error;
-  error = encode_byte_rows(&w_map, args.weight, int64_t{args.n} * args.num_experts, args.k,
-                           args.ldw, kTileN);
+  const int64_t w_rows = int64_t{args.n} * args.num_experts;
+  if (Layout::kIsTall && !can_be_tall(args)) return cudaErrorInvalidValue;
+  const auto encode_w = Layout::kIsTall ? encode_interleaved_rows : encode_byte_rows;
+  error = encode_w(&w_map, args.weight, w_rows, args.k, args.ldw, kTileN);
   if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::kBytes);
   if (error != cudaSuccess) return error;
@@ -68,7 +75,7 @@ constexpr Row row() {
 
 constexpr Row kTable[] = {
     row<64, 32, true>(),   row<128, 64, true>(),  row<64, 32, false>(),   row<64, 64, false>(),
-    row<128, 32, false>(), row<128, 64, false>(), row<128, 128, false>(),
+    row<128, 32, false>(), row<128, 64, false>(), row<128, 128, false>(), row<256, 128, false>(),
 };
 
 // The first row that fits is taken. is_narrow: weights whose tiles of 32 rows do not outnumber the
@@ -80,6 +87,8 @@ struct Choice {
 };
 
 constexpr int kAnyM = 1 << 30, kDeepK = 8192;
+constexpr int kTallM = 256;         // tokens, above which tall tiles are thought of
+constexpr double kTallTime = 1.85;  // of a tall tile, in those of a 128x128 one (H100)
 constexpr Choice kChoices[] = {
     {64, true, true, {64, 32, 2, true}},         {64, false, false, {64, 32, 1, false}},
     {128, true, false, {128, 32, 1, false}},     {256, true, false, {128, 64, 1, false}},
@@ -89,16 +98,26 @@ constexpr Choice kChoices[] = {
 
 }  // namespace
 
-Sm90Tiling sm90_tiling(int m, int n, int k, int num_experts, int num_sms) {
+Sm90Tiling sm90_tiling(const Fp8BlockArgs& args, int num_sms) {
+  const int m = args.m, n = args.n, num_experts = args.num_experts;
   if (num_experts > 1) {  // who gets how many rows is known on the GPU alone
     return m > 64 * num_experts ? Sm90Tiling{128, 128, 1, false} : Sm90Tiling{64, 64, 1, false};
   }
-  const bool is_narrow = n <= 32 * num_sms, is_deep = k >= kDeepK;
+  const bool is_narrow = n <= 32 * num_sms, is_deep = args.k >= kDeepK;
   const Choice* choice = kChoices;
   while (m > choice->max_m || (choice->is_narrow && !is_narrow) || (choice->is_deep && !is_deep)) {
     ++choice;  // the last one fits all
   }
   Sm90Tiling tiling = choice->tiling;
+  const auto num_rounds = [&](int tile_m) {  // of tiles of 128 columns on all multiprocessors
+    const int64_t num_tiles = int64_t{(m + tile_m - 1) / tile_m} * ((n + 127) / 128);
+    return (num_tiles + num_sms - 1) / num_sms;
+  };
+  const bool is_square = tiling.tile_m == 128 && tiling.tile_n == 128;
+  if (is_square && m > kTallM && can_be_tall(args) &&
+      kTallTime * num_rounds(256) <= num_rounds(128)) {
+    tiling = {256, 128, 2, false};
+  }
   // Of an odd number of tiles, the last has no neighbour to share x with.
   const bool is_even = (n + tiling.tile_n - 1) / tiling.tile_n % 2 == 0;
   if (!tiling.is_split && !is_even) tiling.cluster = 1;

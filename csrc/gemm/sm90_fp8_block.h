@@ -32,9 +32,10 @@ struct Sm90Tiling {
 };
 
 // The tiling that measured fastest for sizes like these (H100, bench_fp8_block_gemm.py --sweep).
-[[gnu::weak]] Sm90Tiling sm90_tiling(int m, int n, int k, int num_experts, int num_sms);
+[[gnu::weak]] Sm90Tiling sm90_tiling(const Fp8BlockArgs& args, int num_sms);
 
-// Returns cudaErrorInvalidValue for a tiling that was not compiled.
+// Returns cudaErrorInvalidValue for a tiling that was not compiled, and for 256 rows where rows of
+// out are not is_vector, n % 32 != 0 or k == 0.
 [[gnu::weak]] cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling,
                                                 int num_sms, cudaStream_t stream);
 

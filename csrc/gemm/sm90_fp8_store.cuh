@@ -70,6 +70,37 @@ __device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile&
   }
 }
 
+// Of `row` and `row` + 8, what a lane has of a tile's kTileN columns, whose W came by
+// encode_interleaved_rows: 8 neighbours of every 32. Rows of out are aligned, and n % 32 == 0.
+template <int kTileN>
+__device__ __forceinline__ void store_neighbours(const Fp8BlockArgs& args, const Tile& tile,
+                                                 int row, const float (&sums)[kTileN / 2]) {
+  const int lane_column = tile.column + threadIdx.x % 4 * 8;
+  uint16_t* out = static_cast<uint16_t*>(args.out) + row * args.ldo + lane_column;
+#pragma unroll
+  for (int part = 0; part < kTileN / 32; ++part) {
+    if (tile.column + part * 32 >= args.n) return;
+    float bias[8] = {};
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) bias[i] = args.bias[lane_column + part * 32 + i];
+    }
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = sums + part * 16 + i * 4 + below * 2;
+        packed[i] = pack(pair[0] + bias[2 * i], pair[1] + bias[2 * i + 1], args.is_bf16);
+      }
+      if (row + below * 8 < tile.row_end) {
+        *reinterpret_cast<uint4*>(out + below * 8 * args.ldo + part * 32) =
+            make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      }
+    }
+  }
+}
+
 // What a group of four warps leaves for the other thread blocks of its cluster.
 template <int kTileN, class Layout>
 __device__ __forceinline__ void store_partial(uint8_t* ring, int warp,

@@ -22,9 +22,11 @@ constexpr int kStagingPitch = kStagingColumns<kTileN> * 2 + 16;
 template <int kTileM, int kTileN, int kStages, bool kIsSplit>
 struct Sm90Layout {
   static_assert(kBlockK % kTileN == 0, "a tile must lie in one row of blocks");
-  static constexpr int kRows = kTileM, kNumStages = kStages;
+  static constexpr int kRows = kTileM, kColumns = kTileN, kNumStages = kStages;
   static constexpr bool kSplits = kIsSplit;
-  static constexpr int kNumGroups = kTileM / kGroupRows;
+  // Of a tall tile, a group multiplies two halves of 64 rows, one after the other.
+  static constexpr bool kIsTall = kTileM == 256;
+  static constexpr int kNumGroups = kTileM / kGroupRows / (kIsTall ? 2 : 1);
   static constexpr int kMathThreads = kNumGroups * kGroupThreads;
   static constexpr int kMathWarps = kMathThreads / 32;
   // Where a thread needs more than 168 registers, four warps that need few give theirs up.
@@ -33,7 +35,8 @@ struct Sm90Layout {
   static constexpr int kBytesX = kTileM * kBlockK, kBytesW = kTileN * kBlockK;
   static constexpr int kNumScales = kTileM + 1;  // of a stage: x's, then W's
   static constexpr int kStageBytes = kBytesX + kBytesW;
-  static constexpr int kStagingBytes = kIsSplit ? 0 : kMathWarps * 16 * kStagingPitch<kTileN>;
+  static constexpr int kStagingBytes =
+      kIsSplit || kIsTall ? 0 : kMathWarps * 16 * kStagingPitch<kTileN>;
   // Partial sums of a split tile take the place of the stages, once all are multiplied.
   static constexpr int kPartialPitch = kTileN + 8;  // floats
   static constexpr int kRingBytes = kStages * kStageBytes;

@@ -13,4 +13,11 @@ namespace vllm::gemm {
 cudaError_t encode_byte_rows(CUtensorMap* map, const void* data, int64_t rows, int64_t columns,
                              int64_t stride, int box_rows);
 
+// The same, but of every 32 rows the one numbered 8 t + 2 j + e (t, j < 4, e < 2) arrives as row
+// 8 j + 2 t + e: lane t of a quad, which has columns 2 t and 2 t + 1 of every 8 of wgmma's result,
+// then has 8 neighbours of every 32. rows and box_rows: multiples of 32. A box begins at {column,
+// 0, 0, 0, row / 32}.
+cudaError_t encode_interleaved_rows(CUtensorMap* map, const void* data, int64_t rows,
+                                    int64_t columns, int64_t stride, int box_rows);
+
 }  // namespace vllm::gemm

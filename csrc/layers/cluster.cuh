@@ -26,9 +26,25 @@ struct Cluster {
     }
   }
 
-  // The same variable of another rank, for reading.
+  // The same in two steps.
+  static __device__ __forceinline__ void arrive() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kRanks > 1) cooperative_groups::this_cluster().barrier_arrive();
+#endif
+  }
+  static __device__ __forceinline__ void wait() {
+    if constexpr (kRanks == 1) {
+      __syncthreads();
+    } else {
+#if __CUDA_ARCH__ >= 900
+      cooperative_groups::this_cluster().barrier_wait();
+#endif
+    }
+  }
+
+  // The same variable of another rank, which must have started and not ended.
   template <typename V>
-  static __device__ __forceinline__ const V* of(V* variable, int rank) {
+  static __device__ __forceinline__ V* of(V* variable, int rank) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kRanks > 1)
       return cooperative_groups::this_cluster().map_shared_rank(variable, rank);
@@ -86,6 +102,8 @@ struct Histogram {
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < kSize; i += blockDim.x) low[i] = high[i] = 0;
   }
+  // One more, of fewer than 2^32.
+  __device__ __forceinline__ void count(int i) { atomicAdd(&low[i], 1u); }
   __device__ __forceinline__ void add(int i, uint64_t amount) {
     const uint32_t part = static_cast<uint32_t>(amount);
     const uint32_t before = atomicAdd(&low[i], part);

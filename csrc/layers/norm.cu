@@ -19,15 +19,6 @@ __device__ __forceinline__ T* row_of(const Heads& heads, unsigned row) {
          row % num_heads * heads.head_stride;
 }
 
-// For all threads, in an order that depends on the number of threads alone.
-__device__ __forceinline__ float sum_over_block(float value, float* shared) {
-  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  value = sum_over_lanes(value, 32);
-  if (lane == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  return sum_over_lanes(lane < num_warps ? shared[lane] : 0.0f, 32);
-}
-
 // num_lanes: threads per row, where they are fewer than the block's.
 template <typename T, int kChunks, bool kIsBlock, bool kIsVector>
 __global__ __launch_bounds__(kMaxThreads<kChunks>) void rms_norm_kernel(NormArgs args,

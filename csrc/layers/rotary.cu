@@ -1,6 +1,8 @@
 // Rotary position embedding of q and k in place, alone or after the RMSNorm of each head: one
 // launch for the heads of both. A head lies in the registers of some lanes of a warp, which hand
-// the other elements of their pairs around in shared memory.
+// the other elements of their pairs around: heads of any shape in shared memory; those of 64, 128
+// or 256 columns that are rotated whole, in halves, by shuffles, several heads of a token at a
+// time.
 #include "launch.cuh"
 #include "vector.cuh"
 
@@ -8,6 +10,9 @@ namespace vllm::layers {
 namespace {
 
 constexpr int kThreads = 128;
+// From here on bytes in flight count for more than latency: a thread takes kManyHeads heads.
+constexpr int64_t kManyTokens = 256;
+constexpr int kManyHeads = 4;
 
 // What the kWidth columns from `column` on are rotated with: their pairs' other elements, cosines,
 // and sines with the sign of the term.
@@ -50,7 +55,7 @@ __device__ __forceinline__ Turn turn_of(const RotaryArgs& args, const T* head, c
 template <typename T, bool kHasNorm, bool kIsVector>
 __global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsigned num_rows,
                                                           int num_lanes) {
-  __shared__ alignas(16) T shared[kThreads * kWidth];
+  alignas(16) __shared__ T shared[kThreads * kWidth];
   wait_for_inputs();
   const unsigned row = blockIdx.x * (kThreads / num_lanes) + threadIdx.x / num_lanes;
   const bool is_row = row < num_rows;
@@ -94,6 +99,104 @@ __global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsig
   store<kIsVector>(data, valid, values);
 }
 
+// Cosines, and sines with the sign of their term, for kWidth columns of a head of 2 * half that is
+// rotated whole. NaN where the position is unknown.
+__device__ __forceinline__ void load_turn(const RotaryArgs& args, int64_t position, int column,
+                                          int half, float (&cosine)[kWidth],
+                                          float (&sine)[kWidth]) {
+  const bool is_known = position >= 0 && position < args.max_position, is_first = column < half;
+  const float* cos_sin = args.cos_sin + (is_known ? position : 0) * (2 * half);
+  const int frequency = is_first ? column : column - half;
+  load<true>(cos_sin + frequency, kWidth, cosine);
+  load<true>(cos_sin + half + frequency, kWidth, sine);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    cosine[i] = is_known ? cosine[i] : __int_as_float(0x7FC00000);
+    sine[i] = is_first ? -sine[i] : sine[i];
+  }
+}
+
+// kLanes lanes take kHeads heads of kLanes * kWidth columns, all of one token.
+template <typename T, int kLanes, int kHeads, bool kHasNorm>
+__global__ __launch_bounds__(kThreads) void whole_rotary_kernel(RotaryArgs args,
+                                                                unsigned num_groups,
+                                                                unsigned groups_per_token) {
+  constexpr int kDim = kLanes * kWidth;
+  wait_for_inputs();
+  const unsigned group = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const unsigned token = group < num_groups ? group / groups_per_token : 0;
+  const unsigned first = group % groups_per_token * kHeads;
+  const unsigned num_queries = static_cast<unsigned>(args.query.num_heads);
+  const unsigned num_heads = num_queries + static_cast<unsigned>(args.key.num_heads);
+  const unsigned end = group < num_groups ? num_heads : 0;
+  const int column = threadIdx.x % kLanes * kWidth;
+  T* queries = static_cast<T*>(args.query.data) + token * args.query.token_stride + column;
+  T* keys = static_cast<T*>(args.key.data) + token * args.key.token_stride + column;
+  const auto head_at = [&](unsigned head) {
+    return reinterpret_cast<Stored<T>*>(head < num_queries
+                                            ? queries + head * args.query.head_stride
+                                            : keys + (head - num_queries) * args.key.head_stride);
+  };
+  Stored<T> stored[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    stored[h] = {};
+    if (first + h < end) stored[h] = *head_at(first + h);
+  }
+  float cosine[kWidth], sine[kWidth];
+  load_turn(args, args.positions[token], column, kDim / 2, cosine, sine);
+  [[maybe_unused]] float weight[kWidth];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    float values[kWidth], partner[kWidth];
+    if constexpr (kHasNorm) {
+      if (h == 0 || first + h == num_queries) {
+        load<true>((first + h < num_queries ? args.query_norm : args.key_norm) + column, kWidth,
+                   weight);
+      }
+      unpack(stored[h], values);
+      const float sum = sum_over_lanes(sum_of_squares(values, 0.0f), kLanes);
+      // inverse_rms: to divide by a power of two is to multiply by its inverse.
+      scale(values, __frsqrt_rn(__fmul_rn(sum, 1.0f / kDim) + args.eps), weight);
+      stored[h] = pack<T>(values);
+    }
+    unpack(stored[h], values);
+    Stored<T> other;
+#pragma unroll
+    for (int i = 0; i < Stored<T>::kWords; ++i) {
+      other.words[i] = __shfl_xor_sync(kAllLanes, stored[h].words[i], kLanes / 2);
+    }
+    unpack(other, partner);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      values[i] = __fmaf_rn(values[i], cosine[i], __fmul_rn(partner[i], sine[i]));
+    }
+    if (first + h < end) *head_at(first + h) = pack<T>(values);
+  }
+}
+
+template <typename T, int kLanes, int kHeads>
+cudaError_t launch_whole(const RotaryArgs& args, cudaStream_t stream) {
+  const int64_t per_token = (args.query.num_heads + args.key.num_heads + kHeads - 1) / kHeads;
+  const unsigned groups = static_cast<unsigned>(args.num_tokens * per_token);
+  const LaunchShape shape = {(groups - 1) / (kThreads / kLanes) + 1, kThreads};
+  const auto kernel = args.query_norm != nullptr ? whole_rotary_kernel<T, kLanes, kHeads, true>
+                                                 : whole_rotary_kernel<T, kLanes, kHeads, false>;
+  return launch(kernel, shape, stream, args, groups, static_cast<unsigned>(per_token));
+}
+
+template <typename T, int kLanes>
+cudaError_t launch_whole(const RotaryArgs& args, cudaStream_t stream) {
+  return args.num_tokens < kManyTokens ? launch_whole<T, kLanes, 1>(args, stream)
+                                       : launch_whole<T, kLanes, kManyHeads>(args, stream);
+}
+
+bool is_whole(const RotaryArgs& args) {
+  const int64_t dim = args.head_dim;
+  const bool is_supported = dim == 64 || dim == 128 || dim == 256;
+  return args.is_vector && args.is_neox && args.rotary_dim == dim && is_supported;
+}
+
 }  // namespace
 
 cudaError_t launch_rotary(const RotaryArgs& args, cudaStream_t stream) {
@@ -106,6 +209,11 @@ cudaError_t launch_rotary(const RotaryArgs& args, cudaStream_t stream) {
   const unsigned rows = static_cast<unsigned>(num_rows);
   const LaunchShape shape = {(rows - 1) / rows_per_block + 1, kThreads};
   return dispatch(args.type, [&]<typename T>() {
+    if (is_whole(args)) {
+      return columns == 64    ? launch_whole<T, 64 / kWidth>(args, stream)
+             : columns == 128 ? launch_whole<T, 128 / kWidth>(args, stream)
+                              : launch_whole<T, 256 / kWidth>(args, stream);
+    }
     if (has_norm) {
       return args.is_vector
                  ? launch(rotary_kernel<T, true, true>, shape, stream, args, rows, lanes)

@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "layers.h"
 
 namespace vllm::layers {
@@ -33,6 +35,53 @@ struct alignas(16) Packed {
   T values[16 / sizeof(T)];
 };
 
+// kWidth elements as they are stored, in words.
+template <typename T>
+struct alignas(16) Stored {
+  static constexpr int kWords = kWidth * sizeof(T) / 4;
+  uint32_t words[kWords];
+};
+
+// Two 16-bit floats become a word in one instruction.
+template <typename T>
+__device__ __forceinline__ Stored<T> pack(const float (&values)[kWidth]) {
+  Stored<T> stored;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) stored.words[i] = __float_as_uint(values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      const float2 pair = {values[2 * i], values[2 * i + 1]};
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 rounded = __float22half2_rn(pair);
+        stored.words[i] = *reinterpret_cast<const uint32_t*>(&rounded);
+      } else {
+        const __nv_bfloat162 rounded = __float22bfloat162_rn(pair);
+        stored.words[i] = *reinterpret_cast<const uint32_t*>(&rounded);
+      }
+    }
+  }
+  return stored;
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack(const Stored<T>& stored, float (&values)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < Stored<T>::kWords; ++i) {
+    const uint32_t word = stored.words[i];
+    if constexpr (sizeof(T) == 4) {
+      values[i] = __uint_as_float(word);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+      values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    } else {
+      values[2 * i] = __uint_as_float(word << 16);
+      values[2 * i + 1] = __uint_as_float(word & 0xFFFF0000u);
+    }
+  }
+}
+
 // Number of the kWidth elements from `column` on that a row of `size` has.
 __device__ __forceinline__ int num_valid(int64_t column, int64_t size) {
   const int64_t rest = size - column;
@@ -44,14 +93,9 @@ __device__ __forceinline__ int num_valid(int64_t column, int64_t size) {
 template <bool kIsVector, typename T>
 __device__ __forceinline__ void load(const T* p, int valid, float (&values)[kWidth]) {
   if constexpr (kIsVector) {
-    constexpr int kPerAccess = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < kWidth / kPerAccess; ++i) {
-      Packed<T> packed = {};
-      if (valid > 0) packed = reinterpret_cast<const Packed<T>*>(p)[i];
-#pragma unroll
-      for (int j = 0; j < kPerAccess; ++j) values[i * kPerAccess + j] = to_float(packed.values[j]);
-    }
+    Stored<T> stored = {};
+    if (valid > 0) stored = *reinterpret_cast<const Stored<T>*>(p);
+    unpack(stored, values);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = i < valid ? to_float(p[i]) : 0.0f;
@@ -61,17 +105,7 @@ __device__ __forceinline__ void load(const T* p, int valid, float (&values)[kWid
 template <bool kIsVector, typename T>
 __device__ __forceinline__ void store(T* p, int valid, const float (&values)[kWidth]) {
   if constexpr (kIsVector) {
-    if (valid == 0) return;
-    constexpr int kPerAccess = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < kWidth / kPerAccess; ++i) {
-      Packed<T> packed;
-#pragma unroll
-      for (int j = 0; j < kPerAccess; ++j) {
-        packed.values[j] = from_float<T>(values[i * kPerAccess + j]);
-      }
-      reinterpret_cast<Packed<T>*>(p)[i] = packed;
-    }
+    if (valid > 0) *reinterpret_cast<Stored<T>*>(p) = pack<T>(values);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -82,8 +116,7 @@ __device__ __forceinline__ void store(T* p, int valid, const float (&values)[kWi
 
 template <typename T>
 __device__ __forceinline__ void round_to(float (&values)[kWidth]) {
-#pragma unroll
-  for (float& value : values) value = to_float(from_float<T>(value));
+  unpack(pack<T>(values), values);
 }
 
 __device__ __forceinline__ float sum_of_squares(const float (&values)[kWidth], float sum) {
@@ -98,6 +131,15 @@ __device__ __forceinline__ float sum_over_lanes(float value, int num_lanes) {
     value += __shfl_xor_sync(kAllLanes, value, lanes);
   }
   return value;
+}
+
+// For all threads of the block, in an order that depends on their number alone. shared: [32].
+__device__ __forceinline__ float sum_over_block(float value, float* shared) {
+  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+  value = sum_over_lanes(value, 32);
+  if (lane == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  return sum_over_lanes(lane < num_warps ? shared[lane] : 0.0f, 32);
 }
 
 __device__ __forceinline__ float inverse_rms(float sum, int64_t dim, float eps) {

@@ -1,6 +1,7 @@
 """Ranks together give the tokens that one gives, and say so when one of them is gone."""
 
 import os
+import re
 import signal
 import time
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import world
+from vllm.distributed.groups import PeerError, wait_for
 from vllm.distributed.layout import Layout
 from vllm.errors import ConfigError, EngineDeadError, VllmError
 from vllm.sampling_params import StructuredOutputsParams
@@ -107,6 +109,35 @@ def test_two_stages_follow_a_grammar(text_checkpoint):
     assert text.removesuffix("c").replace("ab", "") == ""
 
 
+def test_ranks_of_a_machine_share_its_memory_for_recurrent_states(checkpoint):
+    folder, one, two = checkpoint("qwen3_5"), Layout(), Layout(tensor_size=2)
+    needed = {}
+    for layout in (one, two):
+        size = layout.tensor_size
+        options = {"skip_tokenizer_init": True, "max_num_seqs": 2**20, "load_format": "dummy"}
+        options["hf_overrides"] = {"linear_value_head_dim": 256}
+        with pytest.raises(VllmError, match="states of so many requests") as caught:
+            LLM(folder, tensor_parallel_size=size, **options)
+        needed[size] = float(
+            re.search(r"and ([0-9.]+) GiB of memory are free", str(caught.value))[1]
+        )
+    assert needed[2] == pytest.approx(needed[1] / 2, rel=0.2)
+
+
+class NeverOver:
+    """An event of a GPU that waits for ever."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_wait_for_a_gpu_whose_peer_is_stuck_ends():
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match=r"not over after 0\.2 s"):
+        wait_for(NeverOver(), 0.2)
+    assert 0.2 <= time.monotonic() - begin < 1
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -119,6 +150,9 @@ def test_two_stages_follow_a_grammar(text_checkpoint):
             r"num_attention_heads = 6 .* tp = 4: take a divisor",
         ),
         ("llama", {"tensor_parallel_size": 0}, "--tensor-parallel-size 0"),
+        ("llama", {"tensor_parallel_size": "2"}, "--tensor-parallel-size '2'"),
+        ("llama", {"tensor_parallel_size": None}, "--tensor-parallel-size None"),
+        ("llama", {"pipeline_parallel_size": 2.0}, r"--pipeline-parallel-size 2\.0"),
         ("llama", {"pipeline_parallel_size": 4}, "3 layers"),
         ("llama", {"enable_expert_parallel": True}, "has no experts"),
         ("llama", {"data_parallel_size": 2}, "vllm serve --data-parallel-size 2"),
@@ -130,6 +164,8 @@ def test_two_stages_follow_a_grammar(text_checkpoint):
             "uni runs one rank",
         ),
         ("llama", {"distributed_timeout_seconds": 0.0}, "--distributed-timeout-seconds"),
+        ("llama", {"distributed_timeout_seconds": "5"}, "--distributed-timeout-seconds .5."),
+        ("llama", {"distributed_executor_backend": 3}, "--distributed-executor-backend 3"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_before_anything_starts(checkpoint, name, options, words):
@@ -170,13 +206,13 @@ def test_a_rank_with_other_variables_is_named_with_them(checkpoint, in_second_ra
     assert '"VLLM_USE_DEEP_GEMM": "False"' in str(caught.value)
 
 
-# Once our code is there, only 100 MB more.
+# Once all but the model is there, only 100 MB more.
 _LITTLE_MEMORY = """
 import builtins, resource
 original = builtins.__import__
-def importing(name, *args, **options):
-    module = original(name, *args, **options)
-    if name == "vllm.worker.model_runner":
+def importing(name, globals=None, *args, **options):
+    module = original(name, globals, *args, **options)
+    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm.ops import cpu_ops
 from vllm.worker import sampler
+from vllm.worker.numerics import BROKEN, mark_broken
 from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, uniforms
 
 VOCAB = 50
@@ -147,6 +148,28 @@ def test_bias_and_bans_decide_greedy_choice():
     edits = [RowEdits(0, logit_bias={4: 5.0}), RowEdits(1, logit_bias={4: 5.0}, banned=(4,))]
     tokens, _ = sample(logits, batch(2, temperature=0, edits=edits))
     assert tokens[0] == 4 and tokens[1] != 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [{}, {7: 4.1}])
+def test_logits_of_any_type_give_what_the_same_numbers_in_float32_give(dtype, bias):
+    logits = logits_of(6).to(dtype)
+    settings = batch(6, temperature=0.8, num_logprobs={0: 2, 4: 3})
+    settings.edits = [RowEdits(row, logit_bias=bias) for row in (0, 1, 2) if bias]
+    wanted = sample(logits.float(), settings)
+    before = logits.clone()
+    tokens, logprobs = sample(logits, settings)
+    assert tokens.tolist() == wanted[0].tolist() and logprobs == wanted[1]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_without_an_allowed_token_is_broken_in_any_type(dtype):
+    settings = batch(2, temperature=0)
+    settings.bitmask = torch.tensor([[0, 0], [1 << 7, 0]], dtype=torch.int32)
+    logits = sampler.widened(logits_of(2).to(dtype), settings, cpu_ops)
+    tokens, _ = sample(logits, settings)
+    assert mark_broken(logits, tokens).tolist() == [BROKEN, 7]
 
 
 def test_logprobs_are_of_the_raw_distribution_and_rank_the_token_taken():

@@ -1,10 +1,13 @@
 """What a start says: where its seconds went, and which option to change when a GPU is full."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
+from vllm import LLM
 from vllm.errors import ConfigError
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
@@ -24,6 +27,36 @@ def test_a_phase_that_fails_is_counted_too():
     with pytest.raises(KeyError), report.phase("broken"):
         raise KeyError
     assert "broken" in report.seconds
+
+
+def test_what_no_phase_has_counted_has_a_name():
+    report = StartupReport()
+    with report.phase("first"):
+        time.sleep(0.02)
+    time.sleep(0.05)
+    report.count_rest("imports")
+    assert 0.02 <= report.seconds["first"] < 0.05 <= report.seconds["imports"]
+    assert sum(report.seconds.values()) == pytest.approx(report.total, abs=0.01)
+
+
+def test_a_process_knows_how_long_it_has_run():
+    code = (
+        "import time; time.sleep(0.3)\n"
+        "from vllm.utils.startup import current_report; print(current_report().total)"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # The kernel tells a process's start in hundredths of a second.
+    assert 0.29 < float(done.stdout) < time.perf_counter() - begin + 0.02
+
+
+def test_a_start_tells_where_all_its_seconds_went(text_checkpoint):
+    begin = time.perf_counter()
+    llm = LLM(text_checkpoint, max_num_seqs=2)
+    waited = time.perf_counter() - begin
+    seconds = llm.llm_engine.core.executor.report.seconds
+    assert list(seconds)[:3] == ["configuration", "imports", "libraries and device"]
+    assert sum(seconds.values()) <= waited
 
 
 def test_a_full_gpu_names_the_option():

@@ -22,7 +22,8 @@ COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 def environment(**variables: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **variables}
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **variables}
 
 
 def run_cli(
@@ -160,7 +161,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
 
 @contextlib.contextmanager
 def started_server(
-    model: Path, log: Path, *flags: str, **variables: str
+    model: Path, log: Path, *flags: str, start_seconds: float = START_SECONDS, **variables: str
 ) -> Iterator[RunningServer]:
     """A server that is ready, on a free port; killed at the end if it still runs."""
     command = [*COMMAND, "serve", str(model), "--host", "127.0.0.1", "--port", "0",
@@ -170,15 +171,15 @@ def started_server(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(**variables)
         )
     try:
-        yield RunningServer(process, _port_when_ready(process, log), log)
+        yield RunningServer(process, _port_when_ready(process, log, start_seconds), log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait(10)
 
 
-def _port_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> int:
-    end = time.monotonic() + START_SECONDS
+def _port_when_ready(process: "subprocess.Popen[bytes]", log: Path, seconds: float) -> int:
+    end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         if match := re.search(r"Serving tiny at https?://[^:]+:(\d+)/v1", log.read_text()):
             return int(match[1])

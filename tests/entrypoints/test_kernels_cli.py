@@ -57,6 +57,31 @@ def chosen(content: dict, layer: str) -> str | None:
     return next(d["chosen"] for d in content["decisions"] if layer in d["layers"])
 
 
+def test_a_chip_that_is_emulated_is_explained_as_the_engine_would_choose(explain, run):
+    words = (LISTED, "--device", "cpu", "--linear-backend")
+    content = explain(*words, "emulate:sm_100")
+    layer = "model.layers.0.mlp.shared_expert.down_proj"
+    decision = next(d for d in content["decisions"] if layer in d["layers"])
+    assert (decision["chosen"], decision["emulated"]) == ("cutlass", "cuda:sm_100")
+    assert chosen(content, "model.layers.0.mlp.experts") == "cpu"
+    content = explain(*words, "emulate:deep_gemm@sm_100")
+    assert chosen(content, layer) == "deep_gemm"
+    assert (
+        "deep_gemm of cuda:sm_100, emulated"
+        in run("explain", *words, "emulate:deep_gemm@sm_100")[1]
+    )
+    code, _, err = run("explain", *words, "emulate:sm_9000")
+    assert code == 2 and "did you mean sm_90?" in err
+
+
+def test_gpus_of_one_architecture_are_told_apart_by_what_was_measured_on_them(run):
+    layer = ("--layer", "fp8-block:4096x12288", "--libs", "all", "--device")
+    outs = {name: run("explain", *layer, name) for name in ("sm_90", "h100", "h200")}
+    assert outs["sm_90"][1] == outs["h100"][1] and "measured:" in outs["h100"][1]
+    assert "another chip" not in outs["h100"][1] and not outs["h100"][2]
+    assert ("another chip" in outs["h200"][1]) == ("nothing was measured" in outs["h200"][2])
+
+
 def reasons(content: dict, backend: str) -> list[tuple[str, str]]:
     found = next(c for c in content["decisions"][0]["candidates"] if c["backend"] == backend)
     return [(reason["why"], reason["text"]) for reason in found["reasons"]]
@@ -189,7 +214,7 @@ def test_libraries_are_those_listed_all_or_none(explain):
 def test_without_a_list_libraries_are_what_is_installed_and_built_here(run, explain):
     content = explain(*BLOCK, "--device", "sm_100")
     assert str(registry.built()) in content["libs"]
-    assert ("library", "backend not in this build") in reasons(content, "marlin")
+    assert ("library", "backend not in this build") in reasons(content, "marlin-w4a8")
     _, _, err = run("explain", *BLOCK, "--device", "sm_100")
     assert "--libs all" in err
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -35,6 +36,14 @@ class Background:
 
 def wait_for_running(server: RunningServer) -> None:
     wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+
+
+def test_both_processes_tell_where_the_seconds_of_a_start_went(server: RunningServer) -> None:
+    log = server.log.read_text()
+    for line in (r"\] Ready after [\d.]+ s: configuration .*imports .*weights ",
+                 r"\] Server ready after [\d.]+ s: .*tokenizer .*imports .*waiting for the engine ",
+                 r"^Serving .* \(ready after [\d.]+ s\)"):  # fmt: skip
+        assert re.search(line, log, re.MULTILINE)
 
 
 def test_one_server_guards_its_door_and_finishes_its_work(tiny_model: Path, tmp_path: Path) -> None:

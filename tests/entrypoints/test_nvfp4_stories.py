@@ -89,7 +89,7 @@ def test_a_missing_121a_is_a_fact_about_the_build_and_not_about_the_chip(run, mo
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
 def test_a_kernel_without_code_here_is_not_promised(run, model):
-    """Without --libs the answer is this build's: Marlin is declared, and never chosen."""
+    """Without --libs the answer is this build's: Marlin without code for the chip is not chosen."""
     code, decision = nvfp4_decision(run, model, "sm_90", None)
     assert code == 0
     assert "library" in whys(decision, "marlin")

@@ -1,6 +1,8 @@
 """A library that faults or hangs when it is tried is broken, with that reason; nothing else is."""
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
@@ -92,6 +94,20 @@ def test_a_trial_that_passed_is_not_repeated_until_the_library_changes(folder):
     assert counter.read_text() == "xx"
 
 
+def test_a_trial_is_repeated_after_the_compiler_that_libraries_use_has_changed(folder, monkeypatch):
+    counter, nvcc = folder / "imports", folder / "nvcc"
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    write_package(folder, "lib_compiles", f"open({str(counter)!r}, 'a').write('x')")
+    write_distribution(folder, "lib-compiles", "1.0")
+    for age, runs in ((1, "x"), (1, "x"), (2, "xx")):
+        nvcc.write_text("#!/bin/sh\n")
+        nvcc.chmod(0o755)
+        os.utime(nvcc, (age, age))
+        library_state("lib_compiles", ("lib-compiles",))
+        library_state.cache_clear()
+        assert counter.read_text() == runs
+
+
 def test_a_trial_that_failed_is_repeated_at_the_next_start(folder):
     write_package(folder, "lib_mended", "raise OSError('no driver')")
     write_distribution(folder, "lib-mended", "1.0")
@@ -99,6 +115,13 @@ def test_a_trial_that_failed_is_repeated_at_the_next_start(folder):
     library_state.cache_clear()
     (folder / "lib_mended" / "__init__.py").write_text("")
     assert not library_state("lib_mended", ("lib-mended",)).broken
+
+
+def test_trials_that_pass_side_by_side_are_all_remembered(folder):
+    keys = [f"library {number}" for number in range(32)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(trial.remember, keys))
+    assert all(map(trial.remembers, keys))
 
 
 def test_a_memory_that_cannot_be_written_is_no_error(folder, monkeypatch):

@@ -14,12 +14,27 @@ from vllm.kernels import registry
 from vllm.kernels.explain import Report, parse_report, report
 from vllm.kernels.render import expectation_of, outcome, page
 from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Timings, Why
-from vllm.kernels.tune_splits import MAX_PARTS, PART_COST, REACH, TOLERANCE, best_split, expected
+from vllm.kernels.tune_splits import (
+    MAX_PARTS,
+    MEAN_COST_OF_LEAVING_OUT,
+    PART_COST,
+    REACH,
+    TOLERANCE,
+    WORST_COST_OF_LEAVING_OUT,
+    best_split,
+    expected,
+)
 
 LISTED = "qwen3_5_moe_text"
 ALWAYS, NEVER = (1, 8192), (1, 0)
 SPLIT = timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=NEVER)
-SMALL_FIRST = timed(skinny=(1, 8), deep_gemm=(9, 8192), cutlass=(9, 8192))
+SMALL_FIRST = replace(
+    timed(skinny=(1, 8), deep_gemm=(9, 8192)),
+    us=(
+        *timed(skinny=(1, 8), deep_gemm=(9, 8192)).us,
+        ("cutlass", tuple(100.0 if m <= 8 else 15.0 for m in TOKENS)),
+    ),
+)
 
 
 def test_the_fastest_is_chosen_by_rank_6_with_the_table_that_says_so():
@@ -200,6 +215,55 @@ def test_nothing_is_split_for_noise_or_for_a_gain_at_a_single_count():
     able = (("a", None), ("b", None))
     assert best_split(noisy, able, (1, 64)) == best_split(small, able, (1, 64)) == ((None, "a"),)
     assert best_split(large, able, (1, 64)) == ((1, "b"), (None, "a"))
+
+
+# ---------------------------------------------------------------- kernels compiled at the start
+
+
+def of_two(*ratios: float) -> Timings:
+    """deep_gemm, which compiles when the engine starts, takes 10 us; cutlass so much as much."""
+    tokens = tuple(2**i for i in range(len(ratios)))
+    us = (("deep_gemm", (10.0,) * len(tokens)), ("cutlass", tuple(10.0 * r for r in ratios)))
+    return Timings("", tokens, us)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "chosen"),
+    [
+        ((1.05, 1.0, 1.02, 1.0), "cutlass"),  # 2 % on average
+        ((1.09, 1.0, 1.0, 1.0), "cutlass"),
+        ((1.12, 1.0, 1.0, 1.0), "deep_gemm"),  # 12 % at worst
+        ((1.05, 1.05, 1.05, 1.05), "deep_gemm"),  # 5 % on average
+        ((0.9, 0.9, 1.2, 1.2), "deep_gemm"),  # fastest where it matters, slow elsewhere
+    ],
+)
+def test_a_kernel_that_compiles_at_the_start_must_win_by_more_than_noise(ratios, chosen):
+    able = (("deep_gemm", None), ("cutlass", None))
+    parts = best_split(of_two(*ratios), able, (1, 64), ("deep_gemm",))
+    assert chosen in {name for _, name in parts}
+    without = best_split(of_two(*ratios), able[1:], (1, 64), ("deep_gemm",))
+    assert without == ((None, "cutlass"),)
+
+
+def test_of_two_equals_the_one_that_is_built_ahead_of_time_serves():
+    timings = timed(deep_gemm=ALWAYS, cutlass=ALWAYS)
+    decision = ask(linear(), "90", timings=timings)
+    assert decision.chosen == "cutlass" and decision.origin.rank == 6
+    assert ask(linear(), "90", "all", "VLLM_USE_DEEP_GEMM=1", timings=timings).chosen == "deep_gemm"
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables(st.floats(1, 1000)), st.permutations(_NAMES), st.integers(0, 5))
+def test_leaving_compiled_kernels_out_costs_no_more_than_its_limits(timings, order, count):
+    able = tuple((name, None) for name, _ in timings.us)
+    m_range = (1, min(8192, REACH * timings.tokens[-1]))
+    names = [name for name, _ in able]
+    fastest = expected(timings, best_split(timings, able, m_range), names, m_range)
+    found = expected(
+        timings, best_split(timings, able, m_range, tuple(order[:count])), names, m_range
+    )
+    assert found.mean_regret <= max(fastest.mean_regret, MEAN_COST_OF_LEAVING_OUT) + 1e-9
+    assert found.worst_regret <= max(fastest.worst_regret, WORST_COST_OF_LEAVING_OUT) + 1e-9
 
 
 def test_what_was_measured_for_few_tokens_decides_nothing_for_many():

@@ -6,8 +6,8 @@ import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, whys
 
 from vllm.kernels.problem import ActScheme
-from vllm.kernels.select import select, serves, version_key
-from vllm.kernels.spec import BUILD, NATIVE, KernelSpec, Lib, Libs, Policy, Reason, Why
+from vllm.kernels.select import select, version_key
+from vllm.kernels.spec import BUILD, NATIVE, KernelSpec, Lib, Libs, Policy, Reason, Why, serves
 
 # A kernel with one requirement of each kind, and a problem that breaks them all.
 STRICT = KernelSpec(
@@ -147,8 +147,8 @@ def test_batched_experts_are_a_shape_reason_for_kernels_that_take_tokens_by_rout
 @pytest.mark.parametrize(
     ("head_dim", "device", "chosen"),
     [
-        (128, "90", "flashinfer"),
-        (80, "90", "triton"),
+        (256, "90", "triton"),
+        (512, "90", "torch"),
         (128, "cpu", "cpu"),
         (20, "cpu", "torch"),
         (512, "cpu", "torch"),
@@ -159,6 +159,16 @@ def test_a_head_size_that_a_kernel_lacks_is_a_shape_reason(head_dim, device, cho
     assert decision.chosen == chosen
     for candidate in decision.candidates[: [c.backend for c in decision.candidates].index(chosen)]:
         assert {reason.why for reason in candidate.reasons} & {Why.SHAPE, Why.DEVICE}
+
+
+def test_attention_that_compiles_for_a_minute_serves_where_it_is_asked_for():
+    problem = attention(head_dim=128)
+    assert ask(problem, "90").chosen == "triton"
+    wish = "--attention-backend flashinfer"
+    assert ask(problem, "90", wishes=wish).chosen == "flashinfer"
+    refused = ask(attention(head_dim=64), "90", wishes=wish)
+    assert refused.chosen is None
+    assert whys(refused, "flashinfer") == ["shape"]
 
 
 def test_an_fp8_cache_needs_a_chip_that_triton_compiles_e4m3_for():

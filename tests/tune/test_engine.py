@@ -5,9 +5,11 @@ import json
 import pytest
 
 from vllm import LLM, SamplingParams
+from vllm.kernels import registry
 from vllm.kernels.tune_quarantine import Failure, add_failure
-from vllm.kernels.tune_table import Entry, Table, file_name, user_folder, write_table
-from vllm.platforms.probe import probe_device, probe_libs, probe_num_sms
+from vllm.kernels.tune_table import Entry, Table, user_folder, write_table
+from vllm.kernels.versions import version_of
+from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 
 
 @pytest.fixture
@@ -30,29 +32,42 @@ def choices(checkpoint, tmp_path, monkeypatch):
 
 def size_key(decision: dict) -> str:
     problem = decision["problem"]
-    return f"{problem['weight']}:{problem['n']}x{problem['k']} {problem['dtype']}"
+    sizes = f"{problem['weight']}:{problem['n']}x{problem['k']}"
+    return f"{sizes} {problem['dtype']} {','.join(problem['act'])}"
 
 
-def test_a_table_of_this_machine_decides(choices):
+def test_a_table_of_this_machine_decides_and_what_is_stale_in_it_is_told(choices, caplog):
     before = choices()
     assert {d["chosen"] for d in before} == {"cpu"}
-    slow, fast = (Entry("", "2026-11-22", ((1, us), (256, us))) for us in (9.0, 3.0))
+    slow, fast = (Entry("torch 0.1", "2026-11-22", ((1, us), (256, us))) for us in (9.0, 3.0))
     rows = {size_key(d): {"cpu": slow, "torch": fast} for d in before[:1]}
-    table = Table(probe_device(), probe_num_sms(), "this CPU", rows)
-    write_table(user_folder() / file_name(table.device, table.num_sms), table)
+    table = Table(probe_chip(), "this CPU", rows)
+    write_table(user_folder() / table.chip.file_name, table)
+    caplog.clear()
     after = choices()
     assert after[0]["chosen"] == "torch" and after[0]["origin"]["rank"] == 6
     assert "this CPU" in after[0]["origin"]["text"]
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert any("torch: measured in another version than the one here" in text for text in told)
     assert {d["chosen"] for d in after[1:] if size_key(d) not in rows} == {"cpu"}
 
 
 def test_a_kernel_in_quarantine_is_passed_over_and_the_engine_serves(choices):
     first = choices()[0]
-    native = probe_libs().get("native")
+    (spec,) = (s for s in registry.specs("linear") if s.backend == "cpu")
+    device = probe_device()
+    version = version_of(spec, probe_libs(), device)
     add_failure(
-        Failure("cpu", f"native {native.version}", str(probe_device()), size_key(first),
-                "library", "killed by SIGSEGV, after M = 33", "2026-11-22")
-    )  # fmt: skip
+        Failure(
+            "cpu",
+            version,
+            str(device),
+            size_key(first),
+            "library",
+            "killed by SIGSEGV",
+            "2026-11-22",
+        )
+    )
     after = choices()[0]
     assert after["chosen"] == "torch"
     told = next(c for c in after["candidates"] if c["backend"] == "cpu")["reasons"]

@@ -1,5 +1,6 @@
 """Measuring: what is planned, what is done already, and what becomes of kernels that fail."""
 
+import multiprocessing
 import os
 import threading
 import time
@@ -21,8 +22,8 @@ from vllm.kernels.tune_quarantine import (
     with_quarantine,
     write_failures,
 )
-from vllm.kernels.tune_table import TOKENS, Table, read_table
-from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker
+from vllm.kernels.tune_table import TOKENS, Chip, Table, read_table
+from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker, _work
 from vllm.worker.cuda_graph import bucket_sizes
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
@@ -81,7 +82,7 @@ def test_what_is_broken_or_quarantined_is_not_planned():
 
 def test_what_the_table_holds_is_done_until_the_library_changes():
     jobs = plan([linear()], H100, LIBS["all"]).jobs
-    own = Table(H100, 132, "")
+    own = Table(Chip(H100, 132), "")
     for done in jobs:
         own = own.with_entry(done.problem.size_key, done.candidate.backend,
                              tune.Entry(done.version, "2026-11-22", ((1, 1.0),)))  # fmt: skip
@@ -124,6 +125,18 @@ def test_a_worker_that_is_stopped_says_nothing_against_its_kernel():
         worker.run(job())
 
 
+def test_a_process_that_nobody_listens_to_any_more_ends_without_an_error():
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_work, args=(theirs, BROKEN, "cpu"))
+    process.start()
+    theirs.close()
+    ours.send(job())
+    ours.close()
+    process.join(30)
+    assert process.exitcode == 0
+
+
 def test_a_stopped_worker_takes_what_its_kernel_started_along():
     worker = Worker(BROKEN, "cpu", timeout=3)
     with pytest.raises(JobError):
@@ -147,7 +160,7 @@ def _starts_sleep(pid: str) -> bool:
 def carry_out(wanted, tmp_path, trials=BROKEN, **limits):
     lines = []
     limits = Limits(hang=5, **limits)
-    run = Run(CPU, Table(CPU, 2, "CPU"), tmp_path / "t.json", limits, lines.append, trials)
+    run = Run(CPU, Table(Chip(CPU, 2), "CPU"), tmp_path / "t.json", limits, lines.append, trials)
     return run, run.carry_out(wanted), lines
 
 
@@ -225,6 +238,13 @@ def test_a_failure_holds_for_its_problem_chip_and_version():
     ):
         assert not libs.quarantined
         assert ask(linear(), device, libs).chosen == "deep_gemm"
+
+
+def test_a_failure_that_was_entered_without_schemes_holds_for_all_of_them():
+    add_failure(failure(size_key=linear().size_key.rpartition(" ")[0]))
+    libs = with_quarantine(LIBS["deep_gemm"], H100)
+    assert ask(linear(), "90", libs).chosen == "cutlass"
+    assert ask(linear(n=8192), "90", libs).chosen == "deep_gemm"
 
 
 def test_the_reason_tells_when_what_and_how_to_lift_it():

@@ -32,7 +32,9 @@ def test_what_is_measured_is_what_explain_chooses_by(vllm, tmp_path):
     code, out, err = vllm("tune", *SMALL)
     assert code == 0, err
     (path,) = tables(tmp_path)
-    row = json.loads(path.read_text())["rows"]["fp8-block[128x128]:256x256 fp32"]
+    row = json.loads(path.read_text())["rows"][
+        "fp8-block[128x128]:256x256 fp32 dynamic-group128,none"
+    ]
     assert set(row) == {"cpu", "torch"} and set(row["cpu"]["us"]) == {"1", "256"}
     assert "checked" in out and "relative error" in out
     code, out, _ = vllm("explain", "--layer", "fp8-block:256x256", "--json")
@@ -81,6 +83,8 @@ def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm)
     assert time.monotonic() - start < 30
     out = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--plan")[1]
     assert "fp8-block[128x128]:768x4096 fp32" in out
+    out = vllm("tune", "Qwen3-8B-FP8", "--tp", "1,8", "--plan")[1]
+    assert all(f"fp8-block[128x128]:{n}x4096 fp32" in out for n in (768, 6144))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,7 @@ def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm)
     [
         ((), "give a MODEL or --layer"),
         (("--layer", "fp8-block:8x8", "--tokens", "0"), "--tokens '0'"),
+        (("Qwen3-8B-FP8", "--tp", "two"), "--tp 'two'"),
         (("--layer", "fp8-block:8x8", "--backend", "cpus"), "did you mean cpu?"),
         (("--layer", "fp8-block:8x8", "--timeout", "0"), "--timeout 0.0"),
         (("Qwen9",), "Qwen9"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm.config.hf_config import read_config
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.platforms.installed import installed_device
 from vllm.utils.hub import resolve_model
@@ -41,11 +42,11 @@ _SIZE_LIMITS = {
 class ModelConfig:
     """A resolved model. `ModelConfig.load` makes one from what a user gives.
 
-    path: folder of the checkpoint. hf_config: the transformers config; hf_text_config its text
-    part. dtype: of activations, "float32", "bfloat16" or "float16". max_model_len: tokens of a
-    request; where no one gave it, it yields to the size of the KV cache. quantization: the method
-    that was asked for, None to follow the checkpoint. generation: what
-    generation_config.json holds.
+    path: folder of the checkpoint. hf_config: what config.json says, with the names and defaults
+    of transformers; hf_text_config its text part. dtype: of activations, "float32", "bfloat16" or
+    "float16". max_model_len: tokens of a request; where no one gave it, it yields to the size of
+    the KV cache. quantization: the method that was asked for, None to follow the checkpoint.
+    generation: what generation_config.json holds.
     """
 
     model: str = ""
@@ -149,14 +150,30 @@ class ModelConfig:
 
 
 def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any]) -> Any:
-    """The transformers config of a folder, with `overrides` put over config.json."""
-    from transformers import AutoConfig
-
+    """The config of a folder, with `overrides` put over config.json."""
     raw = _read_json(path / "config.json", required=True)
     if "model_type" not in raw:
         raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
     if unknown := [key for key in overrides if "." in key]:
         raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
+    config = read_config(_merged(raw, overrides))
+    return config or _read_by_transformers(path, raw, trust_remote_code, overrides)
+
+
+def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(raw[key], value)
+        for key, value in overrides.items()
+        if isinstance(value, dict) and isinstance(raw.get(key), dict)
+    }
+    return raw | overrides | both
+
+
+def _read_by_transformers(
+    path: Path, raw: dict[str, Any], trust_remote_code: bool, overrides: dict[str, Any]
+) -> Any:
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _apply_overrides(config, overrides)

@@ -44,7 +44,7 @@ class ParallelConfig:
         if backend is not None and backend not in EXECUTOR_BACKENDS:
             raise ConfigError(
                 f"--distributed-executor-backend {backend!r} is unknown: it takes "
-                f"{', '.join(EXECUTOR_BACKENDS)}{did_you_mean(backend, EXECUTOR_BACKENDS)}"
+                f"{', '.join(EXECUTOR_BACKENDS)}{did_you_mean(str(backend), EXECUTOR_BACKENDS)}"
             )
         if backend == "uni" and self.num_engine_ranks > 1:
             raise ConfigError(
@@ -53,9 +53,9 @@ class ParallelConfig:
                 f"pipeline-parallel size {self.pipeline_parallel_size}); take mp or ray"
             )
         seconds = self.distributed_timeout_seconds
-        if not 0 < seconds < float("inf"):
+        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
             raise ConfigError(
-                f"--distributed-timeout-seconds {seconds}: it takes a number of seconds above 0"
+                f"--distributed-timeout-seconds {seconds!r}: it takes a number of seconds above 0"
             )
 
     @property
@@ -77,9 +77,9 @@ class ParallelConfig:
 
     @property
     def needs_eager(self) -> bool:
-        """Whether the host waits, or sizes change, inside a step: no captured graph can hold it."""
+        """Whether the host waits inside a step, so that no captured graph can hold it."""
         waits = envs.read("VLLM_ALL2ALL_BACKEND") in _WAITING_BACKENDS
-        return self.is_in_lock_step or (self.expert_parallel_size > 1 and waits)
+        return self.expert_parallel_size > 1 and waits
 
     @property
     def executor_backend(self) -> str:

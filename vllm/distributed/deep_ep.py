@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.expert_exchange import Experts, Gathered, PerRank
+from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
 from vllm.kernels.tensors import MoEKernel
@@ -62,7 +63,7 @@ class LowLatency(PerRank):
         self._long_steps = Gathered(parallel, experts)
         self._buffer = _buffer("low_latency", _low_latency_buffer, parallel, experts)
 
-    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
         # All ranks must go the same way.
         num_tokens = max(self._parallel.token_counts, default=len(x))
         if num_tokens > MAX_LOW_LATENCY_TOKENS * self._parallel.tensor.size:

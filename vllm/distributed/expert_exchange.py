@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm import envs
+from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.tensors import MoEKernel
 
-Exchange: TypeAlias = Callable[[MoEKernel, Tensor, Tensor, Tensor], Tensor]
+Exchange: TypeAlias = Callable[[MoEKernel, Tensor, Tensor, Tensor], Addend]
 """(kernel over this rank's experts, x [T, hidden], weights float32 [T, top_k], ids int64 of all
-experts [T, top_k]) -> the sum over all experts of each token [T, hidden]."""
+experts [T, top_k]) -> the sum over all experts of each token [T, hidden], which the
+tensor-parallel ranks may still have to add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,13 @@ def make_exchange(parallel: Parallel, experts: Experts) -> Exchange:
 
 
 class _Shares:
-    """Every rank has a share of every expert: results are added up."""
+    """Every rank has a share of every expert, and so of the result."""
 
     def __init__(self, parallel: Parallel):
         self._group = parallel.tensor
 
-    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return self._group.all_reduce(kernel(x, weights, ids))
+    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
+        return self._group.partial(kernel(x, weights, ids))
 
 
 class Gathered:
@@ -68,7 +70,7 @@ class Gathered:
         self._parallel = parallel
         self._own = experts.own
 
-    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
         data, tensor = self._parallel.data, self._parallel.tensor
         num_tokens = len(x)
         if data.size > 1:
@@ -80,7 +82,7 @@ class Gathered:
         own = ids - self._own.start
         own = own.masked_fill((own < 0) | (own >= len(self._own)), -1)
         result = data.reduce_scatter(kernel(x, weights, own))
-        return tensor.all_reduce(result[:num_tokens].contiguous())
+        return tensor.partial(result[:num_tokens])
 
 
 class PerRank(ABC):
@@ -94,7 +96,7 @@ class PerRank(ABC):
     def exchange(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """As Exchange, for tokens that this rank alone has; there may be none."""
 
-    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
         num_tokens, size = len(x), -(-len(x) // self._tensor.size)
         own = slice(self._tensor.rank * size, (self._tensor.rank + 1) * size)
         result = self.exchange(kernel, x[own], weights[own], ids[own])

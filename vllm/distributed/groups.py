@@ -1,11 +1,17 @@
 """Groups of ranks and what they do together. With one rank every operation is the identity."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.distributed.peer_sums import PeerSums
 
 # torch 2.13 renamed it; 2.11 knows the old name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -16,8 +22,21 @@ class PeerError(RuntimeError):
     """Another rank is gone, or did not come in time: the cause is to be found there."""
 
 
+def wait_for(event: torch.cuda.Event, timeout_s: float | None) -> None:
+    """Returns when the GPU has come to `event`. Collectives run on the GPU, and one whose peer is
+    stuck never ends: PeerError after timeout_s, which is None where there is no peer."""
+    if timeout_s is None:
+        event.synchronize()
+        return
+    end = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > end:
+            raise PeerError(f"a step was not over after {timeout_s:g} s: a rank timed out")
+
+
 class Group:
     """Rank `rank` of `size`. ranks: what the world calls them. handle: torch's process group.
+    peer_sums: for few rows on GPUs of one machine; None where there is no such way.
 
     Every operation must be called by all ranks of the group, in the same order. It raises
     PeerError when a rank is gone or does not come in time.
@@ -34,6 +53,7 @@ class Group:
         self.size = size
         self.ranks = ranks
         self.handle = handle
+        self.peer_sums: PeerSums | None = None
 
     @property
     def is_first(self) -> bool:
@@ -45,10 +65,16 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
+        if self.peer_sums is not None and self.peer_sums.takes(x):
+            return self.peer_sums.add_up(x)
         if self.size > 1:
             with self._peers("all-reduce"):
                 dist.all_reduce(x, group=self.handle)
         return x
+
+    def partial(self, x: Tensor) -> "Addend":
+        """x of every rank, which whoever reads it adds up."""
+        return PartialSum(x, self) if self.size > 1 else x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x [n, ...] of every rank, one after the other: [size * n, ...]."""
@@ -122,3 +148,46 @@ class Group:
                 raise
             others = ", ".join(str(rank) for rank in self.ranks if rank != self.ranks[self.rank])
             raise PeerError(f"{operation} with rank {others} failed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """values [T, n] of each rank of `group`, to be added up by who reads them: a norm that comes
+    next can do both at once."""
+
+    values: Tensor
+    group: Group
+
+    def total(self) -> Tensor:
+        return self.group.all_reduce(self.values)
+
+    def add_rms_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += the sum, in place, then the norm of residual, in one kernel; None where
+        there is no such kernel."""
+        sums = self.group.peer_sums
+        if sums is None or not sums.takes(self.values):
+            return None
+        sums.add_rms_norm(self.values, residual, weight, eps)
+        return self.values
+
+
+Addend: TypeAlias = Tensor | PartialSum
+"""[T, n] that is to be added to a residual."""
+
+
+def total(x: Addend) -> Tensor:
+    return x.total() if isinstance(x, PartialSum) else x
+
+
+def own_part(x: Addend) -> Tensor:
+    """What this rank has of it, to be looked at or scaled."""
+    return x.values if isinstance(x, PartialSum) else x
+
+
+def add(x: Addend, y: Addend) -> Addend:
+    """x + y, in place of x. Of two parts on each rank there is one sum over the ranks to come."""
+    if isinstance(x, PartialSum) and isinstance(y, PartialSum):
+        assert x.group is y.group
+        x.values.add_(y.values)
+        return x
+    return total(x).add_(total(y))

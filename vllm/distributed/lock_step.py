@@ -21,6 +21,9 @@ class LockStep:
         self.is_running = False
         self._last_number = 0
         self._size = size
+        # One may read its configuration for longer than an engine waits for another in a step.
+        store.set(f"engine/{rank}", b"here")
+        store.wait([f"engine/{other}" for other in range(size)])
         timeout = timedelta(seconds=timeout_s)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("engines", store), rank, size, timeout)
 
@@ -29,14 +32,17 @@ class LockStep:
         self._last_number = max(self._last_number, number)
         self.is_running = True
 
-    def agree(self, num_tokens: int, has_work: bool) -> tuple[int, ...]:
-        """Tokens that each engine computes now, given those of this one. Waits for all engines."""
-        own = torch.tensor([num_tokens, has_work, self._last_number], device="cpu")
+    def agree(
+        self, num_tokens: int, has_work: bool, is_decode: bool
+    ) -> tuple[tuple[int, ...], bool]:
+        """Given what this engine computes now: tokens that each engine does, and whether all only
+        decode. Waits for all engines."""
+        own = torch.tensor([num_tokens, has_work, is_decode, self._last_number], device="cpu")
         every = [torch.empty_like(own) for _ in range(self._size)]
         try:
             self._group.allgather([every], [own]).wait()
         except RuntimeError as error:
             raise PeerError(f"another engine is gone or stuck: {error}") from error
-        counts, works, numbers = zip(*(values.tolist() for values in every))
+        counts, works, decodes, numbers = zip(*(values.tolist() for values in every))
         self.is_running = any(works) or len(set(numbers)) > 1
-        return counts
+        return counts, all(decodes)

@@ -13,7 +13,8 @@ class Parallel:
     """layout: where this rank stands. tensor, pipeline, data, expert, engine: its groups, as
     `Layout.groups` has them; experts are dealt out over `expert`, which is one rank where they are
     not. token_counts: tokens that each rank of `data` computes in this step. meet(place): returns
-    when all ranks are there, however long that takes; every place is for one time.
+    when all ranks are there, however long that takes; every place is for one time. timeout_s: the
+    longest that one rank waits for another; None where there is one rank.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -24,6 +25,7 @@ class Parallel:
     engine: Group = field(default_factory=Group)
     token_counts: tuple[int, ...] = ()
     meet: Callable[[str], None] = lambda place: None
+    timeout_s: float | None = None
 
     def layers(self, num_layers: int) -> range:
         """The decoder layers that this rank's stage computes."""

@@ -2,9 +2,10 @@
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from vllm.distributed.groups import PeerError
@@ -17,6 +18,9 @@ Address = tuple[str, int]
 
 # Ranks import torch and probe their devices before they come; who died is noticed elsewhere.
 _START_SECONDS = 900.0
+# NCCL's watchdog ends a process without a word about who is missing: whoever waits for a result
+# speaks first.
+_NCCL_GRACE_SECONDS = 20.0
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
@@ -68,22 +72,44 @@ def join(
 
     # From here on no rank waits for another for longer than it may within a step.
     meet("start")
-    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo",
-            store=dist.PrefixStore("world", store),
-            rank=layout.rank,
-            world_size=layout.num_ranks,
-            timeout=timeout,
-        )
-        parallel = make_parallel(
-            layout, is_expert_parallel, lambda ranks: dist.new_group(ranks, timeout=timeout)
-        )
+        connect = _connect(layout, store, device_kind == "cuda", timeout_s)
+        parallel = make_parallel(layout, is_expert_parallel, connect)
     except RuntimeError as error:
         raise PeerError(f"{layout} cannot connect to the other ranks: {error}") from error
     parallel.meet = meet
+    parallel.timeout_s = timeout_s
     return parallel
+
+
+def _connect(
+    layout: Layout, store: dist.Store, is_cuda: bool, timeout_s: float
+) -> Callable[[list[int]], "dist.ProcessGroup"]:
+    """Connects all ranks; what it returns gives the process group of some of them.
+
+    On GPUs the connections are made now, not by the first collective: that one may be inside a
+    CUDA graph. Kinds of groups that have the same ranks share one, and so its buffers.
+    """
+    timeout = timedelta(seconds=timeout_s + (_NCCL_GRACE_SECONDS if is_cuda else 0.0))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=layout.rank,
+        world_size=layout.num_ranks,
+        timeout=timeout,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if is_cuda else None,
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    handles = {tuple(range(layout.num_ranks)): world}
+
+    def connect(ranks: list[int]) -> dist.ProcessGroup:
+        key = tuple(ranks)
+        if key not in handles:
+            handles[key] = dist.new_group(ranks, timeout=timeout)
+        return handles[key]
+
+    return connect
 
 
 def leave() -> None:

@@ -27,6 +27,7 @@ from vllm.errors import EngineDeadError, QueueFullError, RequestError, VllmError
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.startup import current_report
 from vllm.utils.tokenizer import load_tokenizer
 
 logger = get_logger(__name__)
@@ -120,9 +121,12 @@ class AsyncLLM:
     def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
         self._engines = _start_engines(args)
         try:
-            self.vllm_config: VllmConfig = args.create_engine_config()
+            report = current_report()
+            with report.phase("configuration"):
+                self.vllm_config: VllmConfig = args.create_engine_config()
             model = self.vllm_config.model_config
-            self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
+            with report.phase("tokenizer"):
+                self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
             for engine in self._engines:
                 engine.process.kill()
@@ -152,8 +156,11 @@ class AsyncLLM:
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
         waits = [asyncio.ensure_future(engine.wait_ready()) for engine in self._engines]
+        report = current_report()
+        report.count_rest("imports")
         try:
-            ready = await asyncio.gather(*waits)
+            with report.phase("waiting for the engine"):
+                ready = await asyncio.gather(*waits)
         finally:
             for wait in waits:
                 wait.cancel()

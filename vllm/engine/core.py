@@ -57,7 +57,8 @@ class EngineCore:
         self.grammars = StructuredOutputs(config.model_config)
         self._arrivals: dict[str, float] = {}
         self._waits: dict[str, float] = {}
-        self._counted = (0, 0, 0)
+        self._num_compiled = 0
+        self._counted = (0, 0, 0, 0)
         self._running: tuple[Step, Launched] | None = None
         self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
@@ -119,8 +120,9 @@ class EngineCore:
             outputs += self._finish_running()
         step = self.scheduler.schedule()
         if self.lock_step is not None:
-            num_tokens = sum(step.num_tokens.values())
-            step.token_counts = self.lock_step.agree(num_tokens, self.has_work)
+            step.token_counts, step.all_decode = self.lock_step.agree(
+                sum(step.num_tokens.values()), self.has_work, self._is_decode(step)
+            )
         is_computed = not step.is_empty or any(step.token_counts)
         if not is_computed and self._running is None:
             if self.grammars.has_pending and not outputs:
@@ -138,12 +140,23 @@ class EngineCore:
             outputs += self._finish_running()
         return outputs
 
+    def _is_decode(self, step: Step) -> bool:
+        """Whether every request computes its last token, and nothing is wanted of it but the next.
+        So does an engine without requests."""
+        requests = (self.scheduler.requests[request_id] for request_id in step.num_tokens)
+        return all(count == 1 for count in step.num_tokens.values()) and all(
+            request.num_unscheduled_tokens == 0
+            and (request.num_output_tokens > 0 or request.sampling.prompt_logprobs is None)
+            for request in requests
+        )
+
     def _finish_running(self) -> list[EngineOutput]:
         """What the step that was launched last gives, if its result was not taken yet."""
         if self._running is None:
             return []
         (step, launched), self._running = self._running, None
         result = launched.result()
+        self._num_compiled += result.num_compiled
         requests = self.scheduler.requests
         # Who stopped with the step before, or was aborted since, got a token in vain.
         broken = {name: why for name, why in result.broken.items() if name in requests}
@@ -168,8 +181,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """The scheduler now, with counts since the last call."""
         scheduler, cache = self.scheduler, self.scheduler.prefix_cache
-        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions)
-        queried, hit, preempted = (new - old for new, old in zip(counts, self._counted))
+        counts = (
+            cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled
+        )  # fmt: skip
+        queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
         return SchedulerStats(
             num_running=len(scheduler.running),
@@ -178,6 +193,7 @@ class EngineCore:
             prefix_cache_queries=queried,
             prefix_cache_hits=hit,
             num_preemptions=preempted,
+            num_compiled=compiled,
         )
 
     def _admit_compiled(self) -> list[EngineOutput]:

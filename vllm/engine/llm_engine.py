@@ -1,5 +1,6 @@
 """The engine inside this process: what `LLM` drives."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -9,7 +10,8 @@ from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.errors import ConfigError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.tokenizer import load_tokenizer
+from vllm.utils.interrupts import hold_back_interrupts
+from vllm.utils.tokenizer import import_transformers, load_tokenizer
 
 
 class LLMEngine:
@@ -22,10 +24,15 @@ class LLMEngine:
                 f"data_parallel_size = {num_engines}: LLM drives one engine; several serve "
                 f"requests together behind `vllm serve --data-parallel-size {num_engines}`"
             )
-        self.core = EngineCore(config)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+            tokenizer = None
+            if not config.model_config.skip_tokenizer_init:
+                import_transformers()  # imports stay in this thread
+                tokenizer = pool.submit(load_tokenizer, config.model_config)
+            self.core = EngineCore(config)
         self.config = self.core.config
         model = self.config.model_config
-        self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
+        self.tokenizer: Any = tokenizer and tokenizer.result()
         self.inputs = InputProcessor(model, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
         self._changed: dict[str, RequestState] = {}
@@ -50,8 +57,10 @@ class LLMEngine:
 
         RequestError for one that failed; what the others have comes with the next call.
         """
-        changed, to_abort = self.outputs.process(self.core.step())
-        self.core.abort(to_abort)
+        # Scheduler, batch and ranks go on from the same step or not at all.
+        with hold_back_interrupts():
+            changed, to_abort = self.outputs.process(self.core.step())
+            self.core.abort(to_abort)
         self._changed |= {state.request_id: state for state, _ in changed}
         for state in self._changed.values():
             if state.error is not None:

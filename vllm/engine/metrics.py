@@ -30,8 +30,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 class SchedulerStats:
     """The scheduler after a step. kv_cache_usage: share of blocks in use, 0 to 1.
 
-    The last three are counts since the stats before: prompt tokens looked up in the prefix cache,
-    prompt tokens found there, requests preempted.
+    The last four are counts since the stats before: prompt tokens looked up in the prefix cache,
+    prompt tokens found there, requests preempted, kernels compiled while requests waited.
     """
 
     num_running: int
@@ -40,6 +40,7 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    num_compiled: int = 0
 
     def with_others(self, others: "Sequence[SchedulerStats]") -> "SchedulerStats":
         """Of several engines together, of which only this one has counts that are new."""
@@ -94,6 +95,7 @@ class Metrics:
         self._prefix_cache_queries.inc(stats.prefix_cache_queries)
         self._prefix_cache_hits.inc(stats.prefix_cache_hits)
         self._num_preemptions.inc(stats.num_preemptions)
+        self._num_compiled.inc(stats.num_compiled)
 
     def record_first_token(self, seconds: float) -> None:
         """`seconds` from the arrival of a request to its first token."""
@@ -159,6 +161,9 @@ class Metrics:
         )
         self._num_preemptions = self._counter(
             "num_preemptions", "Requests put back for lack of KV cache."
+        )
+        self._num_compiled = self._counter(
+            "num_kernels_compiled", "Kernels compiled after the start, while requests waited."
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._prompt_tokens_cached = self._counter(

@@ -18,7 +18,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest
 from vllm.errors import EngineDeadError, VllmError
+from vllm.executor import head_start
+from vllm.executor.local_ranks import started_early
 from vllm.logger import get_logger
+from vllm.utils.startup import current_report, no_collections
 
 logger = get_logger(__name__)
 
@@ -100,7 +103,9 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         wire.connect(address)
     loop = _EngineLoop(receiver, sender)
     try:
-        loop.load(args, seat)
+        head_start.begin(args, seat.rank)
+        with started_early(args, seat.rank), no_collections():
+            loop.load(args, seat)
     except Exception as error:
         is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
         message = str(error) if isinstance(error, VllmError) else traceback.format_exc()
@@ -139,7 +144,8 @@ class _EngineLoop:
     def load(self, args: EngineArgs, seat: Seat) -> None:
         from vllm.engine.core import EngineCore
 
-        config = args.create_engine_config()
+        with current_report().phase("configuration"):
+            config = args.create_engine_config()
         parallel = dataclasses.replace(config.parallel_config, data_parallel_rank=seat.rank)
         config = dataclasses.replace(config, parallel_config=parallel)
         lock_step = None

@@ -23,7 +23,8 @@ class Step:
 
     num_tokens: how many tokens to compute, by request, in batch order. new_blocks: block ids
     that requests already in the batch got. dropped: ids that left the batch since the last step.
-    token_counts: tokens that each data-parallel engine computes, where they do so in lock step.
+    token_counts: tokens that each data-parallel engine computes, where they do so in lock step;
+    all_decode: each of these engines computes one token of each of its requests, their last.
     """
 
     admitted: list[Admission] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Step:
     new_blocks: dict[str, list[int]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     token_counts: tuple[int, ...] = ()
+    all_decode: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -8,10 +8,12 @@ from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.input_processor import Prompt
-from vllm.engine.llm_engine import LLMEngine
 from vllm.errors import RequestError
+from vllm.executor import head_start
+from vllm.executor.local_ranks import started_early
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, default_sampling_params
+from vllm.utils.startup import begin_report, no_collections
 
 
 class LLM:
@@ -21,8 +23,15 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **engine_args: Any):
+        report = begin_report()  # not with this process, which is the user's
         args = EngineArgs.from_keywords(model=str(model), **engine_args)
-        self.llm_engine = LLMEngine(args.create_engine_config())
+        head_start.begin(args)
+        with started_early(args), no_collections():
+            from vllm.engine.llm_engine import LLMEngine
+
+            with report.phase("configuration"):
+                config = args.create_engine_config()
+            self.llm_engine = LLMEngine(config)
         self._num_requests = 0
 
     def get_tokenizer(self) -> Any:

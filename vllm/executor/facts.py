@@ -15,7 +15,15 @@ from vllm.platforms.probe import probe_device
 
 # Variables that change nothing of what is computed.
 _OWN_VARIABLES = frozenset(
-    {"VLLM_CACHE_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "VLLM_TARGET_DEVICE"}
+    {
+        "VLLM_API_KEY",
+        "VLLM_CACHE_ROOT",
+        "VLLM_KERNEL_BUNDLE",
+        "VLLM_KERNEL_CACHE",
+        "VLLM_KERNEL_COMPILE_SECONDS",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_TARGET_DEVICE",
+    }
 )
 # Fields that tell ranks apart.
 _OWN_FIELDS = frozenset({"data_parallel_rank", "dump_decisions"})

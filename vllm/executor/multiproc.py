@@ -1,37 +1,7 @@
 """Ranks in processes of this machine."""
 
-import signal
-import socket
-import subprocess
-import sys
-from multiprocessing.connection import Connection
-from pathlib import Path
-
+from vllm.executor import local_ranks
 from vllm.executor.workers import Place
-
-_ROOT = Path(__file__).resolve().parents[2]
-# Not by multiprocessing, which would import the user's script again.
-_CODE = (
-    "import sys; sys.path.insert(0, {root!r}); "
-    "from vllm.executor.worker import run_local; run_local({descriptor})"
-)
-
-
-class LocalProcess:
-    def __init__(self, process: "subprocess.Popen[bytes]"):
-        self._process = process
-
-    def end(self, timeout: float) -> str:
-        try:
-            code = self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
 
 
 class LocalLauncher:
@@ -44,17 +14,8 @@ class LocalLauncher:
         return "127.0.0.1"
 
     def launch(self, ranks: range) -> list[Place]:
-        return [self._start(rank, len(ranks) * self._num_engines) for rank in ranks]
-
-    def _start(self, device_index: int, num_neighbours: int) -> Place:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            code = _CODE.format(root=str(_ROOT), descriptor=descriptor)
-            # The last word is for those who look at a list of processes.
-            command = [sys.executable, "-c", code, f"vllm-rank-{device_index}"]
-            process = subprocess.Popen(command, pass_fds=(descriptor,))
-        return Place(Connection(ours.detach()), LocalProcess(process), device_index, num_neighbours)
+        num_neighbours = len(ranks) * self._num_engines
+        return [Place(*local_ranks.take(rank), rank, num_neighbours) for rank in ranks]
 
     def close(self) -> None:
         pass

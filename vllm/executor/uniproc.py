@@ -9,23 +9,32 @@ from vllm.config import VllmConfig
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel
+from vllm.distributed.peer_sums import make_peer_sums
 from vllm.engine.scheduler import Step
 from vllm.errors import ConfigError
+from vllm.executor import head_start
 from vllm.executor.facts import facts_of
 from vllm.kernels.emulate import emulate, not_emulated
+from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
+from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.policy import make_policy, set_variables
 from vllm.kernels.selection import Selection
-from vllm.kernels.tune_table import find_tables
-from vllm.platforms.probe import probe_device, probe_libs, probe_num_sms
-from vllm.utils.startup import StartupReport
+from vllm.kernels.tune_table import find_tables, missing_note
+from vllm.logger import get_logger
+from vllm.platforms.probe import probe_chip, probe_device, probe_libs
+from vllm.utils.startup import current_report
+from vllm.utils.torch_utils import DTYPES
 from vllm.worker.model_runner import LaunchedStep, ModelRunner
 
 if TYPE_CHECKING:
     from vllm.executor.base import Address
 
+logger = get_logger(__name__)
+
 
 class UniprocExecutor:
-    """selection: its kernel choices. runner: the model, its cache and batch."""
+    """selection: its kernel choices. runner: the model, its cache and batch. report: where the
+    seconds of the start went."""
 
     def __init__(
         self, config: VllmConfig, meeting: "Address | None" = None, layout: Layout | None = None
@@ -36,14 +45,24 @@ class UniprocExecutor:
             ranks = config.parallel_config
             use_device(ranks.data_parallel_rank, ranks.data_parallel_size)
             layout = engine_layout(config, 0)
+        self.report = report = current_report()
+        report.count_rest("imports")
         if layout.num_ranks > 1:
             assert meeting is not None
-            parallel = _join(config, layout, meeting)
-        report = StartupReport()
+            with report.phase("connecting ranks"):
+                parallel = _join(config, layout, meeting)
         with report.phase("libraries and device"):
+            head_start.finish()
+            if torch.cuda.is_available():
+                use_caches()  # before a library is loaded
             self.selection = make_selection(config)
+            if torch.cuda.is_available():
+                triton = self.selection.libs.get("triton")
+                MONITOR.watch(with_triton=triton is not None and not triton.broken)
+            warn_of_another_machine(self.selection.device, self.selection.libs)
         self.runner = ModelRunner(config, self.selection, report, parallel)
-        report.log()
+        MONITOR.serve()
+        report.log(MONITOR.summary())
         self.config = self.runner.config
         self.num_blocks = self.runner.num_blocks
         self.runs_ahead = self.runner.runs_ahead
@@ -58,6 +77,7 @@ class UniprocExecutor:
         pass
 
     def shutdown(self) -> None:
+        self.runner.drop_graphs()  # NCCL waits for those that its work is in
         world.leave()
 
 
@@ -75,15 +95,20 @@ def engine_layout(config: VllmConfig, rank: int) -> Layout:
 
 
 def _join(config: VllmConfig, layout: Layout, meeting: "Address") -> Parallel:
-    parallel = config.parallel_config
-    return world.join(
+    ranks, kind = config.parallel_config, probe_device().kind
+    parallel = world.join(
         layout,
-        parallel.enable_expert_parallel,
+        ranks.enable_expert_parallel,
         meeting,
-        probe_device().kind,
-        parallel.distributed_timeout_seconds,
+        kind,
+        ranks.distributed_timeout_seconds,
         facts_of(config),
     )
+    if kind == "cuda" and parallel.tensor.size > 1:
+        model = config.model_config
+        size, dtype = model.hf_text_config.hidden_size, DTYPES[model.dtype]
+        parallel.tensor.peer_sums = make_peer_sums(parallel.tensor, size, dtype)
+    return parallel
 
 
 def use_device(index: int, num_neighbours: int) -> None:
@@ -110,6 +135,9 @@ def make_selection(config: VllmConfig) -> Selection:
     wishes = config.kernel_config.wishes(config.quant_config)
     variables, model_type = set_variables(), config.model_config.model_type
     policy = make_policy(not_emulated(wishes), variables, model_type, device)
-    selection = Selection(device, probe_libs(), policy, find_tables(device, probe_num_sms()))
+    tables = find_tables(probe_chip())
+    if note := missing_note(probe_chip()):
+        logger.warning("%s; vllm kernels tune measures here", note)
+    selection = Selection(device, probe_libs(), policy, tables)
     emulate(selection, wishes, variables, model_type)
     return selection

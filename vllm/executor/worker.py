@@ -2,12 +2,15 @@
 
 import logging
 import os
+import select
 import sys
+import threading
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from vllm.executor import head_start
 from vllm.executor.messages import (
     Failure,
     Launch,
@@ -19,6 +22,7 @@ from vllm.executor.messages import (
     failure_of,
     leave_signals_to_parent,
 )
+from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
     from vllm.executor.uniproc import UniprocExecutor
@@ -28,15 +32,29 @@ if TYPE_CHECKING:
 def run_local(descriptor: int) -> None:
     """For a process that its engine started: the connection is an inherited socket."""
     leave_signals_to_parent()
+    threading.Thread(target=_end_with_engine, args=(descriptor,), daemon=True).start()
     failure = run(Connection(descriptor))
     sys.stdout.flush()
     # Taking down the interpreter with all that is loaded takes seconds, and the engine waits.
     os._exit(failure is not None)
 
 
+def _end_with_engine(descriptor: int) -> None:
+    """Ends this process when the other end of its socket is closed, whatever it is doing: it may
+    be reading weights for minutes, or wait for a peer that ended too."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hang-ups and errors are told of unasked
+    poll.poll()
+    os._exit(1)
+
+
 def run(connection: Connection) -> Failure | None:
     """Serves until told to stop, or the engine is gone; returns its last words if it failed."""
     try:
+        head_start.begin_rank()
+        with no_collections():  # while the engine still reads its configuration
+            import vllm.executor.uniproc  # noqa: F401
+
         start = connection.recv()
         executor = _load(start)
         connection.send(Started(executor.num_blocks, executor.runs_ahead))

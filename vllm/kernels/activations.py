@@ -97,6 +97,27 @@ class KernelByTokens:
         return self.kernel(x.shape[0])(x)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelWhenReady:
+    """One kernel for the numbers of tokens that it is compiled for, another for the rest.
+
+    is_ready: does not change between asking for `input_quant` and the call.
+    """
+
+    compiled: LinearKernel
+    ahead_of_time: LinearKernel
+    is_ready: Callable[[int], bool]
+
+    def kernel(self, num_tokens: int) -> LinearKernel:
+        return self.compiled if self.is_ready(num_tokens) else self.ahead_of_time
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        return input_quant(self.kernel(num_tokens), num_tokens)
+
+    def __call__(self, x: Activation) -> Tensor:
+        return self.kernel(x.shape[0])(x)
+
+
 def input_quant(kernel: LinearKernel | None, num_tokens: int) -> InputQuant | None:
     """How `kernel` wants `num_tokens` rows quantised; None for one that takes floats."""
     asks = getattr(kernel, "input_quant", None)

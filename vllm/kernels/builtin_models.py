@@ -158,6 +158,7 @@ _LLAMA_3_1_8B_NVFP4 = {
     "attention_bias": False,
     "hidden_size": 4096,
     "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
     "mlp_bias": False,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,

@@ -112,6 +112,7 @@ def _timings_json(decision: Decision) -> dict[str, Any]:
         "source": timings.source,
         "tokens": list(timings.tokens),
         "us": {backend: list(us) for backend, us in timings.us},
+        "stale": [list(entry) for entry in timings.stale],
     }
     choice = expectation(decision.candidates, decision.chosen, decision.problem, timings)
     return {"timings": measured, "expected": choice and _fields_json(choice)}
@@ -276,14 +277,15 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us")
+    node.allow("source", "tokens", "us", "stale")
     tokens = node["tokens"].tuple_of(_Node.integer)
     rows = node["us"]
     us = tuple(
         (name, rows[name].tuple_of(lambda item: item.optional(_Node.number), len(tokens)))
         for name in rows.fields()
     )
-    return Timings(node["source"].text(), tokens, us)
+    stale = node["stale"].tuple_of(lambda entry: entry.tuple_of(_Node.text, 3))
+    return Timings(node["source"].text(), tokens, us, stale)
 
 
 def _problem(node: _Node) -> Problem:

@@ -9,6 +9,7 @@ from vllm.kernels.layer_groups import by_decision, compress, stories
 from vllm.kernels.page_style import SCRIPT, STYLE
 from vllm.kernels.render import KINDS, NO_KERNEL, libs_text, notes, verdict
 from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision
+from vllm.kernels.versions import stale_lines
 
 
 def html_page(report: Report, title: str) -> str:
@@ -20,7 +21,8 @@ def html_page(report: Report, title: str) -> str:
     if report.env:
         facts["variables"] = ", ".join(f"{name}={value}" for name, value in report.env.items())
     rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
-    texts = [*notes(stories(report.records)), *crossing_lines(report.records)]
+    records = report.records
+    texts = [*notes(stories(records)), *crossing_lines(records), *stale_lines(records)]
     said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
     grids = "".join(_grid(family, decided) for family, decided in families.items())
     return (
@@ -66,7 +68,7 @@ def _row(decision: Decision, layers: list[str], backends: Iterable[str]) -> str:
     cells = "".join(
         _cell(by_name[name], decision) if name in by_name else "<td></td>" for name in backends
     )
-    winner = escape(decision.chosen or NO_KERNEL)
+    winner = escape(decision.kernel or NO_KERNEL)
     missing = "" if decision.chosen else ' class="missing"'
     return (
         f'<tr{missing}><th scope="row">{names}<div class="problem">{len(layers)} layer{plural}, '

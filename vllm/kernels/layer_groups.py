@@ -29,10 +29,12 @@ class Story:
     """Groups whose problems differ but whose outcome and candidates, reasons included, do not.
 
     A candidate that does not take the weight's format keeps that reason alone: what sizes or
-    libraries say of it besides would tell stories apart that are one to a reader.
+    libraries say of it besides would tell stories apart that are one to a reader. kernel: as
+    of a Decision.
     """
 
     chosen: str | None
+    kernel: str | None
     origin: Origin
     candidates: tuple[Candidate, ...]
     groups: tuple[Group, ...]
@@ -65,16 +67,20 @@ def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
 
 def stories(records: Iterable[Record]) -> list[Story]:
     """In order of first use."""
-    told: dict[tuple[str, str | None, Origin, tuple[Candidate, ...]], list[Group]] = {}
+    told: dict[_Plot, list[Group]] = {}
     for decision, layers in by_decision(records).items():
         candidates = tuple(map(_without_moot_reasons, decision.candidates))
-        key = (decision.problem.family, decision.chosen, decision.origin, candidates)
+        family, kernel = decision.problem.family, decision.kernel
+        key = (family, decision.chosen, kernel, decision.origin, candidates)
         group = Group(tuple(layers), decision.problem, decision.timings)
         told.setdefault(key, []).append(group)
     return [
-        Story(chosen, origin, candidates, tuple(groups))
-        for (_, chosen, origin, candidates), groups in told.items()
+        Story(chosen, kernel, origin, candidates, tuple(groups))
+        for (_, chosen, kernel, origin, candidates), groups in told.items()
     ]
+
+
+_Plot = tuple[str, str | None, str | None, Origin, tuple[Candidate, ...]]
 
 
 def _without_moot_reasons(candidate: Candidate) -> Candidate:

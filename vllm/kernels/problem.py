@@ -98,8 +98,9 @@ class LinearProblem:
 
     @property
     def size_key(self) -> str:
-        """What a measurement is filed under: `fp8-block[128x128]:4096x12288 bf16`."""
-        return f"{self.weight}:{self.n}x{self.k} {self.dtype}"
+        """What a measurement is filed under, with the activation schemes that may be taken:
+        `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`."""
+        return f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
 
     def __str__(self) -> str:
         merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
@@ -137,9 +138,10 @@ class MoEProblem:
 
     @property
     def size_key(self) -> str:
-        """What a measurement is filed under: experts, intermediate, hidden and top_k."""
+        """What a measurement is filed under: experts, intermediate, hidden and top_k; the rest as
+        of a LinearProblem."""
         sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}x{self.top_k}"
-        return f"{self.weight}:{sizes} {self.dtype}"
+        return f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"

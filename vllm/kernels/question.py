@@ -5,7 +5,6 @@ Nothing here looks at a GPU or imports torch: any chip can be asked about on any
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.kernels.problem import ActScheme, LinearProblem, Problem, WeightFormat
 from vllm.kernels.render import EXPECTED_TOKENS
 from vllm.kernels.spec import NATIVE, Device, KernelSpec, Lib, Libs
 from vllm.kernels.tune_quarantine import with_quarantine
-from vllm.kernels.tune_table import Table, find_tables
+from vllm.kernels.tune_table import Chip
 
 # Chips that exist, and GPUs that have them.
 CHIPS = {
@@ -33,6 +32,11 @@ CHIPS = {
     "sm_121": "GB10 (DGX Spark)",
 }
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
+# GPUs of one architecture that measurements tell apart; the architecture alone means the first.
+GPUS = {
+    "h100": Chip(Device.parse("sm_90"), 132, 3352),
+    "h200": Chip(Device.parse("sm_90"), 132, 4814),
+}
 
 DTYPES = {
     "float32": "fp32", "float": "fp32", "fp32": "fp32",
@@ -67,7 +71,9 @@ def device_of(text: str | None) -> Device:
         from vllm.platforms.installed import installed_device
 
         return installed_device()
-    known = [*CPUS, *CHIPS]
+    if text.lower() in GPUS:
+        return GPUS[text.lower()].device
+    known = [*CPUS, *CHIPS, *GPUS]
     try:
         device = Device.parse(text)
     except ConfigError:
@@ -76,7 +82,7 @@ def device_of(text: str | None) -> Device:
         hint = did_you_mean(text.removeprefix("cuda:"), known)
         chips = ", ".join(f"{chip} ({gpus})" for chip, gpus in CHIPS.items())
         raise ConfigError(
-            f"--device {text!r}: unknown chip; it takes {', '.join(CPUS)}, {chips}{hint}"
+            f"--device {text!r}: unknown chip; it takes {', '.join((*CPUS, *GPUS))}, {chips}{hint}"
         )
     return device
 
@@ -109,38 +115,31 @@ def libs_of(text: str | None, device: Device) -> Libs:
     return Libs.of(libs.values())
 
 
-def tables_of(text: str | None, device: Device) -> tuple[Table, ...]:
-    """What was measured on the chip `text` names, with any number of SMs; on this machine's where
-    it is None."""
-    if text is not None:
-        return find_tables(device, None)
-    from vllm.platforms.installed import installed_num_sms
+def chip_of(text: str | None, device: Device) -> Chip:
+    """`device`, which `text` names, with the numbers that measurements depend on: those of this
+    machine's where it is None, of a GPU known to have that architecture, or any."""
+    if text is None:
+        from vllm.platforms.installed import installed_chip
 
-    return find_tables(device, installed_num_sms())
+        return installed_chip(device)
+    named = GPUS.get(text.lower())
+    return named or next((c for c in GPUS.values() if c.device == device), Chip(device))
 
 
 def _every_lib(device: Device) -> dict[str, Lib]:
-    """Every library that a kernel asks for, at a version and with the code that serve the chip."""
+    """Every library that a kernel asks for, in whichever version and with the code that serve the
+    chip."""
     specs = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
-    versions: dict[str, list[str]] = {"torch": [""]}
-    for spec in specs:
-        for name, minimum in spec.libs:
-            versions.setdefault(name, []).append(minimum)
+    names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
     archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
     for spec in specs:
         for family, name, arch in spec.carries:
             if family == device.family:
                 archs.setdefault(name, set()).add(arch)
     return {
-        name: Lib(name, _newest(minimums), tuple(sorted(archs.get(name, ()), key=arch_key)))
-        for name, minimums in sorted(versions.items())
+        name: Lib(name, archs=tuple(sorted(archs.get(name, ()), key=arch_key)))
+        for name in sorted(names)
     }
-
-
-def _newest(versions: Iterable[str]) -> str:
-    from vllm.kernels.select import version_key
-
-    return max(versions, key=version_key)
 
 
 def arch_key(arch: str) -> tuple[int, str]:

@@ -20,6 +20,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "flashinfer-deepgemm",
         "flashinfer-cutlass",
         "flashinfer-trtllm",
+        "scaled_mm",
         "triton",
         "marlin-w4a8",
         "marlin",
@@ -39,7 +40,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cpu",
         "torch",
     ),
-    "attention": ("flashinfer", "triton", "cpu", "torch"),
+    # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
+    "attention": ("triton", "flashinfer", "cpu", "torch"),
     "kv_quant": ("triton", "cpu", "torch"),
 }
 FAMILIES = tuple(ORDER)

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from vllm.kernels import registry
 from vllm.kernels.crossings import crossing_lines
 from vllm.kernels.layer_groups import Record, Story, compress, stories
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
     BUILD,
+    COMPILERS,
     DEFAULT_ORDER,
     RANK_MODEL_RULE,
     Candidate,
@@ -21,6 +23,7 @@ from vllm.kernels.spec import (
     Why,
 )
 from vllm.kernels.tune_splits import TOLERANCE, Expected, expected
+from vllm.kernels.versions import stale_lines
 
 if TYPE_CHECKING:
     from vllm.kernels.explain import Report
@@ -52,10 +55,7 @@ def outcome(decision: Decision) -> str:
     """One line: what was chosen for the problem, by whom, or that nothing was."""
     if decision.chosen is None:
         return f"{decision.problem} on {decision.device}: no kernel ({decision.origin.text})"
-    chosen = decision.chosen
-    if decision.is_emulated:
-        chosen += f" of {decision.device}, emulated"
-    text = f"{decision.problem} -> {chosen} ({decision.origin.text})"
+    text = f"{decision.problem} -> {decision.kernel} ({decision.origin.text})"
     choice = expectation_of(decision)
     if choice is None or choice.mean_regret < TOLERANCE - 1:
         return text
@@ -92,6 +92,9 @@ def _how(candidate: Candidate, problem: Problem) -> list[str]:
         facts.append(_scales_text(candidate, problem))
     if candidate.fit is not None:
         facts.append(candidate.fit.text)
+    specs = [spec for spec in registry.specs(problem.family) if spec.backend == candidate.backend]
+    if specs and specs[0].compiles == COMPILERS[0]:
+        facts.append("compiles for tens of seconds at a first start")
     return facts
 
 
@@ -211,6 +214,7 @@ def page(report: "Report", width: int = WIDTH, bold: bool = False) -> str:
     if len(told) > 1:
         paragraphs.append(_summary(told, width, bold))
     events = [f"Event: {line}" for line in crossing_lines(report.records)]
+    events += [f"Note: {line}" for line in stale_lines(report.records)]
     paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
     name_width = max((len(c.backend) for story in told for c in story.candidates), default=0)
     paragraphs += [_story(story, name_width, width, bold) for story in told]
@@ -245,7 +249,7 @@ def _summary(told: Sequence[Story], width: int, bold: bool) -> list[str]:
     counts: dict[tuple[str, str, str], int] = {}
     for story in told:
         serves = f"{story.family} {', '.join(story.formats)}"
-        key = (story.chosen or NO_KERNEL, serves, story.origin.text)
+        key = (story.kernel or NO_KERNEL, serves, story.origin.text)
         counts[key] = counts.get(key, 0) + story.num_layers
     rows = [
         (chosen, f"{count:>6}", serves, origin)
@@ -271,7 +275,7 @@ def notes(told: Sequence[Story]) -> list[str]:
 
 def _story(story: Story, name_width: int, width: int, bold: bool) -> list[str]:
     plural = "s" * (story.num_layers > 1)
-    title = f"{story.chosen or 'NO KERNEL'} for {story.num_layers} {story.family} layer{plural}"
+    title = f"{story.kernel or 'NO KERNEL'} for {story.num_layers} {story.family} layer{plural}"
     lines = [_strong(title, bold)]
     lines += _indented(columns(["why", why(story)], [3], width - 2))
     lines += _indented(_group_lines(story, width - 2))

@@ -10,6 +10,7 @@ from vllm.kernels.fit import Fit, linear_fit, moe_fit
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
     BUILD,
+    COMPILERS,
     DEFAULT_ORDER,
     NATIVE,
     RANK_MEASURED,
@@ -28,6 +29,7 @@ from vllm.kernels.spec import (
     Scales,
     Timings,
     Why,
+    serves,
 )
 from vllm.kernels.tune_splits import best_split
 
@@ -48,16 +50,14 @@ def select(
     unless the policy lets it fall back: to the next strongest wish, if there is one. ConfigError
     where two wishes of one rank disagree.
     """
-    by_backend: dict[str, list[KernelSpec]] = {}
-    for spec in specs:
-        if spec.family == problem.family:
-            by_backend.setdefault(spec.backend, []).append(spec)
+    of_format = problem.family, problem.format, problem.dtype, problem.act
+    kernels = _kernels(tuple(specs), *of_format, device, libs, policy.e8m0)
     forced = _forced(problem, policy, layer, specs) if policy.overrides else None
     fits = (_fit_of(problem, False), _fit_of(problem, True))
-    case = _Case(problem, problem.format, fits, device, libs, policy, forced)
-    candidates = [_candidate(own, case) for own in by_backend.values()]
+    case = _Case(problem, fits, device, libs, policy, forced)
+    candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if forced is None:
-        measured = _measured(timings, candidates, by_backend, case) if timings else []
+        measured = _measured(timings, candidates, kernels, case) if timings else []
         if measured:
             first = [candidate for _, candidate in measured]
             moved = set(map(id, first))
@@ -85,7 +85,6 @@ class _Case(NamedTuple):
     """
 
     problem: Problem
-    format: str
     fits: tuple[Fit | None, Fit | None]
     device: Device
     libs: Libs
@@ -93,60 +92,86 @@ class _Case(NamedTuple):
     forced: Override | None
 
 
-def _candidate(specs: Sequence[KernelSpec], case: _Case) -> Candidate:
-    """Judges the kernel of a backend that takes the format; its first where none does."""
-    problem, policy, forced = case.problem, case.policy, case.forced
-    spec = specs[0]
-    for other in specs:
-        if case.format in other.formats:
-            spec = other
-            break
+class _Kernel(NamedTuple):
+    """A backend's kernel for a format, and what speaks against it whatever the sizes.
+
+    specs: all of the backend. scales: the form of block scales that it would take. Reasons come in
+    one order: `before` those of sizes, then these, then `after`.
+    """
+
+    spec: KernelSpec
+    specs: Sequence[KernelSpec]
+    act: ActScheme | None
+    scales: str
+    before: tuple[Reason, ...]
+    after: tuple[Reason, ...]
+
+
+@lru_cache(maxsize=1024)
+def _kernels(
+    specs: tuple[KernelSpec, ...],
+    family: str,
+    weight_format: str,
+    dtype: str,
+    acts: tuple[ActScheme, ...],
+    device: Device,
+    libs: Libs,
+    e8m0: bool | None,
+) -> dict[str, _Kernel]:
+    """By backend the kernel that takes the format; its first where none does."""
+    by_backend: dict[str, list[KernelSpec]] = {}
+    for spec in specs:
+        if spec.family == family:
+            by_backend.setdefault(spec.backend, []).append(spec)
+    found = {}
+    for backend, own in by_backend.items():
+        spec = next((other for other in own if weight_format in other.formats), own[0])
+        act = next((scheme for scheme in acts if scheme in spec.act), None)
+        before = list(_machine_reasons(spec, device, libs))
+        if dtype not in spec.dtypes:
+            before.append(Reason(Why.DTYPE, f"computes in {_names(spec.dtypes)}, not {dtype}"))
+        if act is None:
+            text = f"quantises activations as {_names(spec.act)}; allowed: {_names(acts)}"
+            before.append(Reason(Why.NUMERICS, text))
+        after: tuple[Reason, ...] = ()
+        if weight_format not in spec.formats:
+            taken = frozenset().union(*(other.formats for other in own))
+            after = (Reason(Why.FORMAT, f"takes {_names(taken)}, not {weight_format}"),)
+        scales = _scale_form(spec, device, e8m0) if weight_format == "fp8-block" else ""
+        found[backend] = _Kernel(spec, own, act, scales, tuple(before), after)
+    return found
+
+
+def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
+    problem, policy, forced, spec = case.problem, case.policy, case.forced, kernel.spec
     fit = case.fits[not spec.blocks]
-    act = next((scheme for scheme in problem.act if scheme in spec.act), None)
-    scales = _scale_form(spec, case) if spec.scales else ""
-    reasons = [
-        *_machine_reasons(spec, case.device, case.libs),
-        *_problem_reasons(spec, case, fit, act),
-    ]
-    if case.format not in spec.formats:
-        taken = frozenset().union(*(other.formats for other in specs))
-        reasons.append(Reason(Why.FORMAT, f"takes {_names(taken)}, not {case.format}"))
+    reasons = [*kernel.before, *_size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
         reasons += _quarantine_reasons(spec, problem, case.libs)
-    if scales not in ("", Scales.FLOAT32):
-        reasons += _requant_reasons(spec, problem, case.device, policy, scales)
-    if policy.requires_native and _is_not_native(spec, problem, act):
+    if kernel.scales not in ("", Scales.FLOAT32):
+        reasons += _requant_reasons(spec, problem, case.device, policy, kernel.scales)
+    if policy.requires_native and _is_not_native(spec, problem, kernel.act):
         how = "an emulation" if spec.is_emulation else "weight-only"
         reasons.append(Reason(Why.POLICY, f"--require-native, and this is {how}"))
     if forced is None or forced.backend != spec.backend:  # what is forced outranks exclusions
         exclusion = _exclusion(spec, problem, policy) if policy.exclusions else None
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text))
-    return Candidate(spec.backend, act, tuple(reasons), scales, fit)
+    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit)
 
 
-def _problem_reasons(
-    spec: KernelSpec, case: _Case, fit: Fit | None, act: ActScheme | None
-) -> list[Reason]:
-    """Every requirement of `spec` on types and sizes that the problem does not meet."""
+def _size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
+    """Every requirement of `spec` on sizes that the problem does not meet."""
     reasons = []
-    problem = case.problem
-    if problem.dtype not in spec.dtypes:
-        text = f"computes in {_names(spec.dtypes)}, not {problem.dtype}"
-        reasons.append(Reason(Why.DTYPE, text))
-    if act is None:
-        text = f"quantises activations as {_names(spec.act)}; allowed: {_names(problem.act)}"
-        reasons.append(Reason(Why.NUMERICS, text))
     if isinstance(problem, LinearProblem):
-        reasons += _linear_reasons(spec, problem, fit)
+        reasons = _linear_reasons(spec, problem, fit)
     elif isinstance(problem, MoEProblem):
-        reasons += _moe_reasons(spec, problem, fit)
+        reasons = _moe_reasons(spec, problem, fit)
     if spec.check is not None:
         reasons += spec.check(problem)
     return reasons
 
 
-@lru_cache(maxsize=1024)
 def _machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> tuple[Reason, ...]:
     """What the chip and the libraries say against `spec`, whatever the problem."""
     reasons = []
@@ -196,19 +221,9 @@ def _quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[
     """How this kernel failed here before, for this very problem."""
     if not isinstance(problem, LinearProblem):
         return []
-    key = (spec.backend, problem.size_key)
-    return [q.reason for q in libs.quarantined if (q.backend, q.size_key) == key]
-
-
-def serves(arch: str, device: Device) -> bool:
-    """Whether code compiled for `arch` runs on the chip: `121a` on 12.1 alone, `120f` on 12.0 and
-    12.1, a plain `80` on 8.0 and later of the same major version."""
-    if device.capability is None:
-        return False
-    number, chip = int(arch.rstrip("af")), device.capability.to_int()
-    if arch.endswith("a"):
-        return chip == number
-    return chip // 10 == number // 10 and chip >= number
+    # What was entered before schemes of activations were in the key holds for all of them.
+    keys = problem.size_key, problem.size_key.rpartition(" ")[0]
+    return [q.reason for q in libs.quarantined if q.backend == spec.backend and q.size_key in keys]
 
 
 def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> list[Reason]:
@@ -270,13 +285,11 @@ def _is_not_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) ->
 # ---------------------------------------------------------------- numerics
 
 
-def _scale_form(spec: KernelSpec, case: _Case) -> str:
+def _scale_form(spec: KernelSpec, device: Device, e8m0: bool | None) -> str:
     """The form of block scales this kernel would take on this chip under this policy."""
-    if case.format != "fp8-block":
-        return ""
     forms = dict(spec.scales)
-    form = forms.get(case.device.family) or forms.get("*") or ""
-    if form == Scales.FLOAT32 and case.policy.e8m0 and _depends_on_chip(spec):
+    form = forms.get(device.family) or forms.get("*") or ""
+    if form == Scales.FLOAT32 and e8m0 and _depends_on_chip(spec):
         return Scales.FLOAT32_CEIL_UE8M0
     return form
 
@@ -375,7 +388,7 @@ def _obeyed(
 def _measured(
     timings: Timings,
     candidates: Sequence[Candidate],
-    by_backend: Mapping[str, Sequence[KernelSpec]],
+    kernels: Mapping[str, _Kernel],
     case: _Case,
 ) -> list[tuple[Measured, Candidate]]:
     """The fastest split of what could run but for policy, then the fastest of what may run.
@@ -390,15 +403,19 @@ def _measured(
     for candidate in candidates:
         limit = None
         if candidate.reasons and candidate.backend in timed:
-            candidate, limit = _for_few_tokens(candidate, by_backend[candidate.backend], case)
+            candidate, limit = _for_few_tokens(candidate, kernels[candidate.backend], case)
         if not candidate.reasons or all(r.why is Why.POLICY for r in candidate.reasons):
             could.append((candidate.backend, limit))
             judged[candidate.backend] = candidate
     may = [able for able in could if not judged[able[0]].reasons]
+    compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
+    compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
     found: dict[Parts, tuple[Measured, Candidate]] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
-        parts = best_split(timings, tuple(able), case.problem.m_range) if first in timed else ()
+        parts: Parts = ()
+        if first in timed:
+            parts = best_split(timings, tuple(able), case.problem.m_range, compiling)
         if parts:
             measured = Measured(parts, timings.source)
             found[parts] = measured, _split(measured, judged)
@@ -406,18 +423,18 @@ def _measured(
 
 
 def _for_few_tokens(
-    candidate: Candidate, specs: Sequence[KernelSpec], case: _Case
+    candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
     """The candidate as judged for the most tokens that its kernel takes in a call, and how many;
     itself and None for a kernel that takes any number."""
     problem = case.problem
     if not isinstance(problem, LinearProblem):
         return candidate, None
-    limits = [s.max_tokens for s in specs if s.max_tokens and case.format in s.formats]
+    limits = [s.max_tokens for s in kernel.specs if s.max_tokens and problem.format in s.formats]
     if not limits or limits[0] >= problem.m_range[1]:
         return candidate, None
     few = replace(problem, m_range=(min(problem.m_range[0], limits[0]), limits[0]))
-    return _candidate(specs, case._replace(problem=few)), limits[0]
+    return _candidate(kernel, case._replace(problem=few)), limits[0]
 
 
 def _split(measured: Measured, judged: Mapping[str, Candidate]) -> Candidate:

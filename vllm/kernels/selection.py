@@ -25,6 +25,7 @@ from vllm.kernels.spec import (
     Policy,
 )
 from vllm.kernels.tune_table import Table, timings_of
+from vllm.kernels.versions import stale_summary, versions_here
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -82,7 +83,8 @@ class Selection:
         decision = self._decided.get(key)
         if decision is None:
             specs = registry.specs(problem.family)
-            timings = timings_of(self.tables, problem)
+            versions = versions_here(problem.family, problem.format, self.device, self.libs)
+            timings = timings_of(self.tables, problem, versions)
             if self.is_emulated:
                 problem = replace(problem, dtype="bf16")  # as GPUs serve, whatever is served here
             decision = select(problem, self.device, self.libs, self.policy, specs, layer, timings)
@@ -151,5 +153,7 @@ class Selection:
         for line in explain.log_lines(self.records):
             logger.info("%s", line)
         for line in crossing_lines(self.records):
+            logger.warning("%s", line)
+        if line := stale_summary(self.records):
             logger.warning("%s", line)
         logger.info("%s", self.ledger.summary())

@@ -82,14 +82,29 @@ class Device:
         return f"{self.kind}:{self.isa}" if self.isa else self.kind
 
 
+def serves(arch: str, device: Device) -> bool:
+    """Whether code compiled for `arch` runs on the chip: `121a` on 12.1 alone, `120f` on 12.0 and
+    12.1, a plain `80` on 8.0 and later of the same major version."""
+    if device.capability is None:
+        return False
+    number, chip = int(arch.rstrip("af")), device.capability.to_int()
+    if arch.endswith("a"):
+        return chip == number
+    return chip // 10 == number // 10 and chip >= number
+
+
 @dataclass(frozen=True, slots=True)
 class Lib:
-    """State of one library: a version with the architectures it carries, or why it is broken."""
+    """State of one library: a version with the architectures it carries, or why it is broken.
+
+    builds: `kernel:build id` where a version alone does not say which code it is.
+    """
 
     name: str
     version: str = ""
     archs: tuple[str, ...] = ()
     broken: str = ""
+    builds: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Lib":
@@ -102,13 +117,14 @@ class Lib:
             )
         if rest.startswith("broken:"):
             return cls(name, broken=rest.removeprefix("broken:").strip())
-        version, *archs = rest.lstrip("=").split("+")
-        return cls(name, version, tuple(archs))
+        version, *items = rest.lstrip("=").split("+")
+        archs = tuple(item for item in items if ":" not in item)
+        return cls(name, version, archs, builds=tuple(item for item in items if ":" in item))
 
     def __str__(self) -> str:
         if self.broken:
             return f"{self.name}=broken: {self.broken}"
-        version = "+".join((self.version, *self.archs))
+        version = "+".join((self.version, *self.archs, *self.builds))
         return f"{self.name}={version}" if version else self.name
 
 
@@ -172,6 +188,10 @@ class Scales(StrEnum):
     UE8M0 = "ue8m0"
 
 
+COMPILERS = ("flashinfer", "nvcc", "triton")
+"""Values of `KernelSpec.compiles`, by the seconds that a kernel costs: tens, three, one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelSpec:
     """What one kernel of a backend supports of one problem family, as data; compared by identity.
@@ -183,7 +203,8 @@ class KernelSpec:
     (device family, library, architecture): on that family the library must list that architecture.
     blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of block scales
     by device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a
-    call, None for any number. check: for what data cannot say.
+    call, None for any number. compiles: which of COMPILERS makes its kernels where they run, ""
+    for one that is built ahead of time. check: for what data cannot say.
     """
 
     backend: str
@@ -201,6 +222,7 @@ class KernelSpec:
     n_align: int = 1
     k_align: int = 1
     max_tokens: int | None = None
+    compiles: str = ""
     layouts: frozenset[str] = frozenset({"standard"})
     takes_bias: bool = True
     is_emulation: bool = False
@@ -275,12 +297,14 @@ class Timings:
     """What was measured for one problem on one kind of chip.
 
     us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
-    says; None where that was not measured. source: which table says so, and how old it is.
+    says; None where that was not measured. source: which table says so, and how old it is. stale:
+    (backend, what was measured, what is here) where that is another version or build.
     """
 
     source: str
     tokens: tuple[int, ...]
     us: tuple[tuple[str, tuple[float | None, ...]], ...]
+    stale: tuple[tuple[str, str, str], ...] = ()
 
 
 Parts = tuple[tuple[int | None, str], ...]
@@ -341,6 +365,12 @@ class Decision:
     candidates: tuple[Candidate, ...] = field(default=())
     timings: Timings | None = None
     is_emulated: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        """The chosen one for people, with the chip whose numbers it computes where that is far."""
+        is_far = self.is_emulated and self.chosen is not None
+        return f"{self.chosen} of {self.device}, emulated" if is_far else self.chosen
 
     @property
     def winner(self) -> Candidate:

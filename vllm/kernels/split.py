@@ -1,8 +1,13 @@
-"""From a decision to the kernel that runs, which for a measured split is one per range of M."""
+"""From a decision to the kernel that runs, which for a measured split is one per range of M.
+
+For one that a library compiles on this machine there may be another built ahead of time beside it,
+which serves what is not compiled yet (`vllm.kernels.jit`).
+"""
 
 from typing import TYPE_CHECKING
 
 from vllm.kernels import registry
+from vllm.kernels.jit import ready
 from vllm.kernels.problem import LinearProblem, MoEProblem
 from vllm.kernels.spec import Decision
 
@@ -17,16 +22,25 @@ def make_linear(decision: Decision, tensors: "LinearTensors") -> "LinearKernel":
     problem, winner = decision.problem, decision.winner
     assert isinstance(problem, LinearProblem)
     if not winner.parts:
-        kernel: LinearKernel = registry.maker(decision).linear(problem, tensors, winner)
-        return kernel
-    by_name = {candidate.backend: candidate for candidate in decision.candidates}
-    kernels = {
-        name: registry.maker(decision, name).linear(problem, tensors, by_name[name])
-        for name in {name for _, name in winner.parts}
-    }
+        return _linear(decision, winner.backend, tensors)
+    kernels = {name: _linear(decision, name, tensors) for name in {n for _, n in winner.parts}}
     from vllm.kernels.activations import KernelByTokens
 
     return KernelByTokens([(limit, kernels[name]) for limit, name in winner.parts])
+
+
+def _linear(decision: Decision, name: str, tensors: "LinearTensors") -> "LinearKernel":
+    """The kernel of backend `name`, which is the chosen one or a part of it."""
+    problem = decision.problem
+    own = next(c for c in decision.candidates if c.backend == name)
+    kernel: LinearKernel = registry.maker(decision, name).linear(problem, tensors, own)
+    other = ready.stand_in(decision, name)
+    if other is None:
+        return kernel
+    from vllm.kernels.activations import KernelWhenReady
+
+    until_then = registry.backend(other.backend).linear(problem, tensors, other)
+    return KernelWhenReady(kernel, until_then, ready.is_ready(decision, name))
 
 
 def make_moe(decision: Decision, tensors: "MoETensors") -> "MoEKernel":

@@ -76,8 +76,9 @@ class LinearTensors:
         if self.scales is None:
             return None
         if self.global_scales is not None:
-            shards = torch.tensor(self.shard_rows, device=self.scales.device)
-            return self.scales.float() * self.global_scales.repeat_interleave(shards)[:, None]
+            shards = zip(self.global_scales, self.shard_rows, strict=True)
+            of_rows = torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
+            return self.scales.float() * of_rows[:, None]
         if self.is_packed:
             return self.scales
         rows = []

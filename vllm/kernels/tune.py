@@ -17,9 +17,10 @@ from vllm.kernels import registry
 from vllm.kernels.problem import LinearProblem
 from vllm.kernels.select import select
 from vllm.kernels.spec import Device, KernelSpec, Libs, Policy
-from vllm.kernels.tune_quarantine import Failure, add_failure, version_of
+from vllm.kernels.tune_quarantine import Failure, add_failure
 from vllm.kernels.tune_table import TOKENS, Entry, Table, is_measurable, write_table
 from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker
+from vllm.kernels.versions import version_of
 
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 _CHECKS_SHARE = 0.5
@@ -99,8 +100,15 @@ def _jobs_of(
                 candidates[candidate.backend] = candidate
     for backend, own in taken.items():
         gate = sorted({m for m in (*GATE_TOKENS, own[-1]) if m <= own[-1]})
-        version = version_of(by_name[backend], libs)
-        yield Job(problem, candidates[backend], tuple(own), tuple(gate), version)
+        spec = by_name[backend]
+        yield Job(
+            problem,
+            candidates[backend],
+            tokens=tuple(own),
+            gate=tuple(gate),
+            version=version_of(spec, libs, device),
+            compiles=bool(spec.compiles),
+        )
 
 
 def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
@@ -160,7 +168,7 @@ class Run:
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """Those that pass the gate, and those for which no time was left, in order."""
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:
+        for job in sorted(jobs, key=lambda job: not job.compiles):  # what takes long begins first
             waiting.put(job)
         passed: set[Job] = set()
         seen: set[Job] = set()

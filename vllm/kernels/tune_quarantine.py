@@ -12,8 +12,9 @@ from pathlib import Path
 
 from vllm.errors import ConfigError
 from vllm.kernels import registry
-from vllm.kernels.spec import Device, KernelSpec, Libs, Quarantined, Reason, Why
+from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Why
 from vllm.kernels.tune_table import user_folder, write_whole
+from vllm.kernels.versions import version_of
 
 FILE_NAME = "quarantine.json"
 LIFT = "vllm kernels quarantine --clear"
@@ -22,7 +23,7 @@ LIFT = "vllm kernels quarantine --clear"
 @dataclass(frozen=True, slots=True)
 class Failure:
     """why: `numerics` for wrong results, `library` for a fault, a hang or an error. size_key: of
-    the LinearProblem. version: of the libraries that the backend is made of."""
+    the LinearProblem. version: which code it is (versions.py)."""
 
     backend: str
     version: str
@@ -72,7 +73,8 @@ def with_quarantine(libs: Libs, device: Device) -> Libs:
     found = frozenset(
         Quarantined(f.backend, f.size_key, Reason(Why(f.why), _text(f)))
         for f in read_failures()
-        if Device.parse(f.device).arch == device.arch and f.version in _versions(f.backend, libs)
+        if Device.parse(f.device).arch == device.arch
+        and f.version in _versions(f.backend, libs, device)
     )
     return replace(libs, quarantined=found) if found else libs
 
@@ -81,15 +83,9 @@ def _text(failure: Failure) -> str:
     return f"quarantined on {failure.date}: {failure.reason} ({LIFT} lifts it)"
 
 
-def _versions(backend: str, libs: Libs) -> set[str]:
-    return {version_of(spec, libs) for spec in registry.specs("linear") if spec.backend == backend}
-
-
-def version_of(spec: KernelSpec, libs: Libs) -> str:
-    """Of what the kernel is made of: `deep_gemm 0.1.3`; of torch where it needs nothing else."""
-    names = [name for name, _ in spec.libs] or ["torch"]
-    found = ((name, libs.get(name)) for name in names)
-    return ", ".join(f"{name} {lib.version}".strip() for name, lib in found if lib is not None)
+def _versions(backend: str, libs: Libs, device: Device) -> set[str]:
+    specs = registry.specs("linear")
+    return {version_of(spec, libs, device) for spec in specs if spec.backend == backend}
 
 
 def text(failures: Sequence[Failure]) -> str:

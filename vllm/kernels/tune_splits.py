@@ -18,19 +18,45 @@ TOLERANCE = 1.03
 REACH = 32
 # What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
 PART_COST = 0.05
+# Kernels that compile when the engine starts are left out as long as that costs no more than this
+# over the measured token counts: seconds of every cold start are not spent for a few percent.
+MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
 
 Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
 
 @lru_cache(maxsize=1024)
-def best_split(timings: Timings, able: Able, m_range: tuple[int, int]) -> Parts:
+def best_split(
+    timings: Timings,
+    able: Able,
+    m_range: tuple[int, int],
+    compiling: tuple[str, ...] = (),
+) -> Parts:
     """At most MAX_PARTS ranges of M with the least regret; () where too little of it was measured.
 
     Limits are measured token counts, which are sizes of captured graphs. Among equals the fewest
     parts win, then the earlier in `able`. The last range has no limit, so its backend takes any
-    number of tokens.
+    number of tokens. compiling: backends that compile at run time, the dearest first: each is left
+    out where that costs little (MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT).
     """
+    parts = _fastest_split(timings, able, m_range)
+    names = [name for name, _ in able]
+    left = able
+    for name in compiling:
+        fewer = tuple(one for one in left if one[0] != name)
+        others = _fastest_split(timings, fewer, m_range)
+        cost = expected(timings, others, names, m_range) if others else None
+        if (
+            cost is not None
+            and cost.mean_regret <= MEAN_COST_OF_LEAVING_OUT
+            and cost.worst_regret <= WORST_COST_OF_LEAVING_OUT
+        ):
+            left, parts = fewer, others
+    return parts
+
+
+def _fastest_split(timings: Timings, able: Able, m_range: tuple[int, int]) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
         return ()
     us = dict(timings.us)

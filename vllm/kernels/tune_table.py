@@ -1,4 +1,4 @@
-"""Tables of measured kernels: files keyed by (chip, number of SMs), rows by (N, K, format, type).
+"""Tables of measured kernels: a file for each chip, a row for each size, format and type.
 
 This build ships some in `tuned/`; `vllm kernels tune` writes a user's own to
 `VLLM_CACHE_ROOT/kernel_tables/`, whose rows come before those of the build. A file is its own
@@ -15,14 +15,55 @@ from typing import Any
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.fit import linear_fit
+from vllm.kernels.jit import nvcc
 from vllm.kernels.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.spec import Device, Timings
+from vllm.kernels.versions import is_same
 
 SHIPPED = Path(__file__).parent / "tuned"
+
+# Two bandwidths within this share of each other are one memory at two settings of its clock.
+_SAME_MEMORY = 0.05
 
 # Numbers of tokens that are measured: sizes of captured graphs (worker/cuda_graph.py), and steps
 # of prompts above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What a measurement holds for. num_sms: of a GPU its multiprocessors, of a CPU its cores; None
+    for any number. memory_gb_per_s: the most that a GPU's memory delivers, width of its bus times
+    clock, which tells an H100 from an H200; 0 where it is not known."""
+
+    device: Device
+    num_sms: int | None = None
+    memory_gb_per_s: int = 0
+
+    def is_like(self, other: "Chip") -> bool:
+        """Whether what was measured on one holds for the other."""
+        ours, theirs = self.device, other.device
+        if ours.arch != theirs.arch or (ours.isa and theirs.isa and ours.isa != theirs.isa):
+            return False
+        if None not in (self.num_sms, other.num_sms) and self.num_sms != other.num_sms:
+            return False
+        slow, fast = sorted((self.memory_gb_per_s, other.memory_gb_per_s))
+        return not slow or fast - slow <= _SAME_MEMORY * fast
+
+    @property
+    def file_name(self) -> str:
+        """`sm_90_132_3352.json`, `cpu-avx2_8.json`"""
+        name = "-".join(filter(None, (self.device.arch, self.device.isa)))
+        numbers = (self.num_sms, self.memory_gb_per_s or None)
+        return "_".join((name, *(str(n) for n in numbers if n is not None))) + ".json"
+
+    def __str__(self) -> str:
+        facts = [str(self.device)]
+        if self.num_sms is not None:
+            facts.append(f"{self.num_sms} {'SMs' if self.device.kind == 'cuda' else 'cores'}")
+        if self.memory_gb_per_s:
+            facts.append(f"{self.memory_gb_per_s} GB/s")
+        return ", ".join(facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +81,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of chip. num_sms: of a GPU its multiprocessors, of a CPU its
-    cores. name: the chip as its vendor calls it. rows: by `size_key` of a problem, by backend."""
+    """What was measured on one kind of chip. name: the chip as its vendor calls it. rows: by
+    `size_key` of a problem, by backend. is_near: the chip is another than the one asked about."""
 
-    device: Device
-    num_sms: int
+    chip: Chip
     name: str
     rows: Mapping[str, Mapping[str, Entry]] = field(default_factory=dict)
     source: str = ""
+    is_near: bool = False
 
-    def timings(self, problem: Problem) -> Timings | None:
+    def timings(
+        self, problem: Problem, versions: Mapping[str, str] | None = None
+    ) -> Timings | None:
         """What it says of `problem`; None where nobody measured that, or where a shard cuts scale
-        blocks, which kernels pay for differently."""
+        blocks, which kernels pay for differently. versions: by backend, what is here."""
         if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
@@ -60,10 +103,19 @@ class Table:
         us = {name: dict(entry.us) | dict(entry.quantised_us) for name, entry in row.items()}
         tokens = sorted({m for own in us.values() for m in own})
         date = max(entry.date for entry in row.values())
+        stale = tuple(
+            (name, entry.version, versions[name])
+            for name, entry in row.items()
+            if versions and name in versions and not is_same(entry.version, versions[name])
+        )
+        others = "; another chip" if self.is_near else ""
+        if stale:
+            others += f"; {', '.join(name for name, *_ in stale)} in another version"
         return Timings(
-            f"{self.source} ({self.name}, {date})",
+            f"{self.source} ({self.name}, {date}{others})",
             tuple(tokens),
             tuple((name, tuple(map(own.get, tokens))) for name, own in us.items()),
+            stale,
         )
 
     def with_entry(self, size_key: str, backend: str, entry: Entry) -> "Table":
@@ -79,9 +131,14 @@ def is_measurable(problem: LinearProblem | MoEProblem) -> bool:
     return problem.weight.scale != "block" or linear_fit(problem, takes_any_block=False) is None
 
 
-def timings_of(tables: Sequence[Table], problem: Problem) -> Timings | None:
-    """The row of the first table that has one."""
-    return next((t for t in (table.timings(problem) for table in tables) if t is not None), None)
+def timings_of(
+    tables: Sequence[Table], problem: Problem, versions: Mapping[str, str] | None = None
+) -> Timings | None:
+    """The first row that was measured on this chip with what is here, else the first of this chip,
+    else the first: an estimate that says so, since the default order is not even that."""
+    found = [(table, table.timings(problem, versions)) for table in tables]
+    known = [(table.is_near, bool(own.stale), own) for table, own in found if own is not None]
+    return min(known, key=lambda row: row[:2])[2] if known else None
 
 
 # ---------------------------------------------------------------- files
@@ -93,28 +150,34 @@ def user_folder() -> Path:
     return folder / "kernel_tables"
 
 
-def file_name(device: Device, num_sms: int) -> str:
-    """`sm_90_132.json`, `cpu-avx2_8.json`"""
-    return f"{device.arch}{'-' * bool(device.isa)}{device.isa}_{num_sms}.json"
+def find_tables(chip: Chip) -> tuple[Table, ...]:
+    """Tables for this chip, the user's before those of this build, then those of chips that differ
+    in memory alone; ConfigError for a broken file of a chip of its architecture."""
+    every = list(_tables_of_architecture(chip))
+    own = [table for table in every if table.chip.is_like(chip)]
+    any_memory = replace(chip, memory_gb_per_s=0)
+    near = [t for t in every if t not in own and t.chip.is_like(any_memory)]
+    return (*own, *(replace(table, is_near=True) for table in near))
 
 
-def find_tables(device: Device, num_sms: int | None) -> tuple[Table, ...]:
-    """Tables for this chip, the user's before those of this build; ConfigError for a broken file.
+def missing_note(chip: Chip) -> str:
+    """That what was measured is of other chips of the architecture; "" where something is of this
+    one, or nothing of any."""
+    tables = find_tables(chip)
+    if any(not table.is_near for table in tables):
+        return ""
+    others = tables or tuple(_tables_of_architecture(chip))
+    if not others:
+        return ""
+    shown = ", ".join(f"{table.source} is of {table.name} ({table.chip})" for table in others)
+    so = "choices are estimates" if tables else "the default order holds"
+    return f"nothing was measured on this chip ({chip}), so {so}: {shown}"
 
-    num_sms: None where only the chip is known; any number of SMs is then as good.
-    """
-    pattern = file_name(device, 0).replace(
-        "_0.json", f"_{'*' if num_sms is None else num_sms}.json"
-    )
-    if device.kind == "cpu" and not device.isa:
-        pattern = pattern.replace("cpu_", "cpu*_")
-    return tuple(
-        read_table(path) for folder in (user_folder(), SHIPPED) for path in _sorted(folder, pattern)
-    )
 
-
-def _sorted(folder: Path, pattern: str) -> Iterator[Path]:
-    yield from sorted(folder.glob(pattern))
+def _tables_of_architecture(chip: Chip) -> Iterator[Table]:
+    for folder in (user_folder(), SHIPPED):
+        for path in sorted(folder.glob(f"{chip.device.arch}[-_]*.json")):
+            yield read_table(path)
 
 
 def read_table(path: Path) -> Table:
@@ -144,8 +207,9 @@ def _parse(content: Mapping[str, Any]) -> Table:
         }
         for size_key, row in content["rows"].items()
     }
-    device = Device.parse(content["device"])
-    return Table(device, int(content["num_sms"]), str(content["name"]), rows)
+    # Versions before this one did not write the memory; their rows mean nothing here either.
+    numbers = int(content["num_sms"]), int(content.get("memory_gb_per_s", 0))
+    return Table(Chip(Device.parse(content["device"]), *numbers), str(content["name"]), rows)
 
 
 def _times(us: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
@@ -164,17 +228,20 @@ def write_table(path: Path, table: Table) -> None:
         f"  {json.dumps(size_key)}: {{\n{_row_text(row)}\n  }}"
         for size_key, row in sorted(table.rows.items(), key=_by_size)
     )
-    head = {"device": str(table.device), "num_sms": table.num_sms, "name": table.name}
+    chip = table.chip
+    head = {
+        "device": str(chip.device),
+        "num_sms": chip.num_sms,
+        "memory_gb_per_s": chip.memory_gb_per_s,
+        "name": table.name,
+    }
     text = f'{json.dumps(head)[:-1]},\n "rows": {{\n{rows}\n }}}}\n'
     write_whole(path, text)
 
 
 def write_whole(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        nvcc.write_whole(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 

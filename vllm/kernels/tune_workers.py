@@ -20,7 +20,8 @@ from vllm.kernels.spec import Candidate
 @dataclass(frozen=True, slots=True)
 class Job:
     """One kernel for one problem. gate: token counts that its results are compared for. tokens:
-    those it is timed for, ascending. seconds: after so many no further count is begun."""
+    those it is timed for, ascending. seconds: after so many no further count is begun. compiles:
+    whether its first calls compile."""
 
     problem: LinearProblem
     candidate: Candidate
@@ -29,6 +30,7 @@ class Job:
     version: str
     seconds: float = 10.0
     is_timed: bool = False
+    compiles: bool = False
 
     def __str__(self) -> str:
         return f"{self.problem.size_key}  {self.candidate.backend}"
@@ -158,4 +160,5 @@ def _work(connection: Connection, serve: str, device_kind: str) -> None:
     os.setsid()  # an interrupt at the keyboard is for the process that asked, which stops this one
     os.dup2(2, 1)  # what libraries print is no answer
     module, _, function = serve.partition(":")
-    getattr(import_module(module), function)(Channel(connection), device_kind)
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        getattr(import_module(module), function)(Channel(connection), device_kind)

@@ -33,6 +33,7 @@ _paged_attention = _library.paged_attention
 _sample_tokens = _library.sample_tokens
 
 USES_TORCH_THREADS = False
+LOGIT_DTYPES = (torch.float32,)
 PANEL_WIDTH = 32
 # E4M3 codes are widened as fp16 bit patterns, whose exponent is biased by eight more.
 _E4M3_FACTOR = 256.0

@@ -3,9 +3,9 @@
 The functions of `torch_ops` but those of attention and the KV cache, which its backends own, and
 two more. Tensors are on one GPU. Every call is one launch on torch's current stream, waits for
 nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the first tensor
-at every call. The router and the gated delta-net are Triton kernels, the latter several launches
-for steps with more than one token of a request; without Triton they are those of `torch_ops`, of
-which such steps wait for the device.
+at every call. The router, gates and the gated delta-net are Triton kernels, the last several
+launches for steps with more than one token of a request; without Triton they are those of
+`torch_ops`, of which such steps wait for the device.
 
 Importing this module loads the library and raises `NativeLibraryError` if it cannot. Wrong
 arguments raise ValueError naming the argument, what was given and what is accepted; values on the
@@ -18,13 +18,19 @@ import torch
 from torch import Tensor
 
 from vllm import _native
-from vllm.ops.torch_ops import mul_sigmoid, rms_norm_gated
 
 try:
     from vllm.kernels.triton.delta_rule import causal_conv1d, gated_delta_rule
+    from vllm.kernels.triton.gates import mul_sigmoid, rms_norm_gated
     from vllm.kernels.triton.moe_rows import route as route_experts
 except ImportError:
-    from vllm.ops.torch_ops import causal_conv1d, gated_delta_rule, route_experts
+    from vllm.ops.torch_ops import (
+        causal_conv1d,
+        gated_delta_rule,
+        mul_sigmoid,
+        rms_norm_gated,
+        route_experts,
+    )
 
 __all__ = ["causal_conv1d", "gated_delta_rule", "mul_sigmoid", "rms_norm_gated", "route_experts"]
 
@@ -38,6 +44,7 @@ _embedding = _library.cuda_embedding
 _sample_tokens = _library.cuda_sample_tokens
 
 USES_TORCH_THREADS = False
+LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -123,14 +130,14 @@ def sample_tokens(
 ) -> Tensor:
     """One token for each row of logits [rows, vocab] (float32 or bfloat16): int64 [rows].
 
-    Arguments, all on the GPU, and meaning are those of `cpu_ops.sample_tokens`. Exact arithmetic on
-    rounded weights: with d = max - logit in float32, a token weighs exp(-d / temperature), rounded
-    to float64 and then to an integer number of units of 2^-b of the likeliest's weight, b =
-    63 - ceil(log2(vocab)) (45 for 151,936 tokens). All sums are integers, so a row's token is a
-    function of that row alone. It equals the reference's unless a sum that decides lies within
-    vocab * 2^-b (2^-27 of the likeliest's weight) of the point or limit it is compared with; tokens
-    less than 2^-b-1 times as likely as the likeliest are never drawn. Equally likely means equal d.
-    Rows whose largest logit is not finite give torch.argmax.
+    Arguments, all on the GPU, and meaning are those of `cpu_ops.sample_tokens`. Exact sums of
+    rounded weights: with d = max - logit in float32, a token weighs exp(-d / temperature), computed
+    to 2^-46 of itself and rounded to an integer number of units of 2^-b of the likeliest's weight,
+    b = min(51, 63 - ceil(log2(vocab))) (45 for 151,936 tokens). All sums are of integers, so a
+    row's token is a function of that row alone. It equals the reference's unless a sum that decides
+    lies within vocab * 2^-b of the likeliest's weight, or 2^-45 of itself, of the point or limit it
+    is compared with; tokens less than 2^-b-1 times as likely as the likeliest are never drawn.
+    Equally likely means equal d. Rows whose largest logit is not finite give torch.argmax.
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     _sample_tokens(logits, temperature, top_k, top_p, min_p, uniforms, tokens)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm.kernels.problem import AttentionProblem
 
-_CACHE_DTYPES = {
+CACHE_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -25,6 +25,18 @@ CacheWriter: TypeAlias = Callable[..., None]
 """`reshape_and_cache` of an ops module."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBatch:
+    """What the host knows of a step of R requests; valid until the next step is put together.
+
+    query_start_loc [R + 1], seq_lens [R], block_tables [R, max blocks]: as in `AttentionBatch`.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """Where the tokens of one step stand, for R requests and T tokens.
@@ -35,6 +47,7 @@ class AttentionBatch:
     for a token that fills up a captured graph. state_slots: int32 [R], where each request's
     recurrent states are; 0 is nobody's, for what fills up a graph. max_query_len, max_seq_len:
     bounds that kernels size their grids by, which a captured graph cannot read from the device.
+    host: the same for kernels that the host plans; None in a captured graph, and for padding.
     """
 
     query_start_loc: Tensor
@@ -44,6 +57,18 @@ class AttentionBatch:
     state_slots: Tensor
     max_query_len: int
     max_seq_len: int
+    host: HostBatch | None = None
+
+
+GraphShape: TypeAlias = tuple[int, int, int]
+"""Of a captured graph: requests, most blocks of one, and tokens of a block."""
+
+
+class GraphPlanner(Protocol):
+    """Plans on the host what the attention of a captured graph computes at its next replay."""
+
+    def plan_graph(self, shape: GraphShape, host: HostBatch) -> None:
+        """`host`: of the first requests of the graph; the others are padding."""
 
 
 # Axes of the K and of the V cache, one rule for all backends of a kind of device, so that any of
@@ -56,14 +81,17 @@ _GPU_AXES = (("block", "token", "head", "dim"),) * 2
 class PagedAttention:
     """Writes K and V of new tokens to the cache, then attends causally over it.
 
-    k_scale, v_scale: what an FP8 cache stores is divided by.
+    k_scale, v_scale: what an FP8 cache stores is divided by. planner: of a kernel that the host
+    plans, shared by layers.
     """
+
+    planner: GraphPlanner | None = None
 
     def __init__(self, attend: Attend, write: CacheWriter, problem: AttentionProblem):
         self._attend = attend
         self._write = write
         self.problem = problem
-        self.dtype = _CACHE_DTYPES[problem.format]
+        self.dtype = CACHE_DTYPES[problem.format]
         self.scale = problem.head_dim**-0.5
         self.k_scale = self.v_scale = 1.0
         self.k_cache = self.v_cache = torch.empty(0)

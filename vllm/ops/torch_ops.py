@@ -17,6 +17,7 @@ from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
 __all__ = ["causal_conv1d", "gated_delta_rule", "route_experts"]
 
 USES_TORCH_THREADS = True
+LOGIT_DTYPES = (torch.float32,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,12 @@ def cpu_name() -> str:
     return next(names, "CPU")
 
 
+def memory_limit() -> int:
+    """Bytes that this process and those it starts may have: of the machine or of its cgroup."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _cgroup_value("memory.max") or total)
+
+
 def available_memory() -> int:
     """Bytes this process may still take: the smaller of free RAM and the cgroup's remainder."""
     free = _meminfo_available()

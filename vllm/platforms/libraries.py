@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from vllm import _native
+from vllm.kernels.jit.memory import find_nvcc
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
 from vllm.platforms import trial
 from vllm.platforms.installed import installed_device
@@ -57,11 +58,11 @@ def native_lib() -> Lib | None:
         return None
     try:
         version = _native.manifest()["version"]
-        built = _native.gpu_archs()
+        built, builds = _native.gpu_archs(), _native.build_ids()
     except _native.NativeLibraryError as error:
         return Lib(NATIVE, broken=str(error))
     archs = tuple(f"{kernel}/{arch}" for kernel, own in built.items() for arch in own)
-    return Lib(NATIVE, version, archs)
+    return Lib(NATIVE, version, archs, builds=builds)
 
 
 def is_usable(module: str) -> bool:
@@ -100,7 +101,14 @@ def _trial_key(lib: Lib) -> str:
         return ""
     changed = (folder / "__init__.py").stat().st_mtime_ns
     torch_version = _distribution_version("torch")
-    return f"{lib} at {folder} of {changed}, torch {torch_version}, {installed_device()}"
+    found = f"{lib} at {folder} of {changed}, torch {torch_version}, {installed_device()}"
+    return f"{found}, {native_lib() or 'no native'}, {_compiler()}"
+
+
+def _compiler() -> str:
+    """The nvcc that libraries compile with at run time: one that is replaced has its date."""
+    found = find_nvcc()
+    return f"{found} of {Path(found).stat().st_mtime_ns}" if found else "no nvcc"
 
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:

@@ -10,7 +10,9 @@ from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
 from vllm.kernels.tune_quarantine import with_quarantine
-from vllm.platforms.cpu import cpu_name, num_cores
+from vllm.kernels.tune_table import Chip
+from vllm.platforms.cpu import cpu_name
+from vllm.platforms.installed import installed_chip
 from vllm.platforms.interface import DeviceCapability
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
 
@@ -31,13 +33,9 @@ def probe_device() -> Device:
 
 
 @cache
-def probe_num_sms() -> int:
-    """Multiprocessors of the device; of a CPU the cores that this process may use."""
-    import torch
-
-    if probe_device().kind == "cuda":
-        return int(torch.cuda.get_device_properties().multi_processor_count)
-    return num_cores()
+def probe_chip() -> Chip:
+    """The device with the numbers that measurements depend on."""
+    return installed_chip(probe_device())
 
 
 def device_name() -> str:

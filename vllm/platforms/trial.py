@@ -11,11 +11,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from vllm import envs
+from vllm.kernels.jit.nvcc import write_whole
 
 TIMEOUT_SECONDS = 60.0
 _BOOTSTRAP = (
@@ -93,12 +95,9 @@ def remembers(key: str) -> bool:
 
 def remember(key: str) -> None:
     """A place that cannot be written is no error: the trial then runs again."""
-    path = _memory()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps([*_passed(), key][-_MOST_REMEMBERED:], indent=0))
-        partial.replace(path)
+    with _REMEMBERING, contextlib.suppress(OSError):
+        text = json.dumps([*_passed(), key][-_MOST_REMEMBERED:], indent=0)
+        write_whole(_memory(), text.encode())
 
 
 def _passed() -> list[str]:
@@ -115,3 +114,4 @@ def _memory() -> Path:
 
 
 _MOST_REMEMBERED = 64
+_REMEMBERING = threading.Lock()  # libraries are tried side by side

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm.kernels.jit.flashinfer import watch_flashinfer
 from vllm.utils.import_utils import has_flashinfer
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def flashinfer_fp8_blockscale_gemm(
             "FlashInfer's FP8 block GEMM needs a GPU of capability 9.0 and a working "
             "flashinfer-python >= 0.6: install it, or let the selector choose another kernel"
         )
+    watch_flashinfer()
     kernel = _gemm_module().fp8_blockscale_gemm_sm90
     result: Tensor = kernel(input, weight, input_scale, weight_scale, out_dtype=out_dtype)
     return result

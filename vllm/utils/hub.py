@@ -28,6 +28,21 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     return _snapshot(model, revision, weights)
 
 
+def local_model(model: str, revision: str | None = None) -> Path | None:
+    """The folder that `resolve_model` will find; None where it would have to ask the hub first."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def _snapshot(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -35,7 +35,8 @@ class CudaGraphs:
                 compute(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Only this thread must not wait: NCCL's watchdog asks for the state of its events.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = compute(size)
             self._graphs[size] = graph, logits
         self._sizes = sorted(self._graphs)

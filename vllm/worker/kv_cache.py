@@ -13,6 +13,7 @@ from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.ops.paged_attention import PagedAttention
 from vllm.platforms.cpu import available_memory
+from vllm.platforms.cuda import gpu_memory
 from vllm.utils.math_utils import cdiv
 
 logger = get_logger(__name__)
@@ -79,17 +80,20 @@ def fit_max_model_len(config: VllmConfig, num_blocks: int) -> VllmConfig:
 
 
 def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_bytes: int) -> int:
-    """What gpu_memory_utilization leaves beside weights, the largest step and captured graphs."""
+    """What is left beside weights, the largest step and captured graphs: of this engine's share
+    of the GPU (gpu_memory_utilization, whatever others use), and of what is free at all."""
     block_bytes = sum(kernel.block_bytes(config.cache_config.block_size) for kernel in kernels)
-    free, total = torch.cuda.mem_get_info()
     share = config.cache_config.gpu_memory_utilization
-    left = int(total * share) - (total - free) - peak_bytes - _GRAPH_BYTES
+    memory = gpu_memory(share)
+    needed = peak_bytes + _GRAPH_BYTES
+    left = memory.left - needed
     if left < 2 * block_bytes:
-        used, needed = (total - free) / _GIB, (peak_bytes + _GRAPH_BYTES) / _GIB
         raise ConfigError(
-            f"--gpu-memory-utilization {share}: of {total / _GIB:.1f} GiB, {used:.1f} are in use "
-            f"and {needed:.1f} are needed to compute, which leaves no KV cache; raise it, or lower "
-            f"--max-num-batched-tokens"
+            f"--gpu-memory-utilization {share}: {memory.total * share / _GIB:.1f} of "
+            f"{memory.total / _GIB:.1f} GiB. Of these the weights take {memory.own / _GIB:.1f} and "
+            f"a step {needed / _GIB:.1f}, and {memory.free / _GIB:.1f} GiB of the GPU are free, "
+            f"which leaves no KV cache: raise it, lower --max-num-batched-tokens, or end what else "
+            f"uses the GPU"
         )
     return left // block_bytes
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.distributed.groups import wait_for
 from vllm.distributed.parallel import Parallel
 from vllm.engine.request import Request, TokenLogprobs
 from vllm.engine.scheduler import Step
+from vllm.kernels.jit.monitor import MONITOR
+from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, planners
 from vllm.model_executor.model_loader import load_model
 from vllm.ops import usable_ops
 from vllm.utils.startup import StartupReport
@@ -24,9 +27,10 @@ from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
-from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample
+from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample, widened
 from vllm.worker.state_cache import allocate_states
 from vllm.worker.step_inputs import StepInputs
+from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
 # Rows of logits made at once for prompt logprobs: a prompt times a vocabulary can be gigabytes.
 _PROMPT_LOGITS_ROWS = 64
@@ -38,12 +42,14 @@ class StepResult:
 
     prompt_logprobs: by request, once, with the step that completes the prompt; the first token
     of a prompt has none. broken: why requests got no token; their logits were not finite.
+    num_compiled: kernels that were compiled since the step before, which should be none.
     """
 
     tokens: dict[str, int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
+    num_compiled: int = 0
 
 
 @dataclass(slots=True)
@@ -52,7 +58,7 @@ class LaunchedStep:
 
     places: where each request's token goes in the batch. copied: when `tokens` (host memory) hold
     them; None where they do at once. watch: of the layers, where --debug-numerics is set;
-    first_broken: the first it had found when the step was launched.
+    first_broken: the first it had found when the step was launched. timeout_s: how long to wait.
     """
 
     batch: InputBatch
@@ -64,11 +70,12 @@ class LaunchedStep:
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     watch: NumericsWatch | None = None
     first_broken: str | None = None
+    timeout_s: float | None = None
 
     def result(self) -> StepResult:
         """Waits for the step's end. To be called once, in the order of launching."""
         if self.copied is not None:
-            self.copied.synchronize()
+            wait_for(self.copied, self.timeout_s)
         self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
         tokens = dict(zip(self.request_ids, self.tokens.tolist()))
         broken = {}
@@ -76,7 +83,8 @@ class LaunchedStep:
             reason = self._what_broke()
             broken = {name: reason for name, token in tokens.items() if token == BROKEN}
             tokens = {name: token for name, token in tokens.items() if token != BROKEN}
-        return StepResult(tokens, self.logprobs, self.prompt_logprobs, broken)
+        num_compiled = MONITOR.take()
+        return StepResult(tokens, self.logprobs, self.prompt_logprobs, broken, num_compiled)
 
     def _what_broke(self) -> str:
         text = "the model's logits for the next token are NaN or infinite"
@@ -104,15 +112,19 @@ class ModelRunner:
         self._parallel = parallel = parallel or Parallel()
         self.device = torch.device(selection.device.kind)
         self._ops = usable_ops(selection.device.kind)
+        self._max_tokens = config.scheduler_config.max_num_batched_tokens
+        self._warm_up: WarmUp | None = None
         with torch.inference_mode():
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
-                self.model = load_model(config, selection, parallel)
+                self.model = load_model(config, selection, parallel, self._begin_warm_up)
                 parallel.meet("loaded")
+            if self.device.type == "cuda":
+                with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
+                    finish_warm_up(self._warm_up, self.model, self._max_tokens, parallel)
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
                 peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
-            knob = "--gpu-memory-utilization (lower)"
-            with report.phase("KV cache"), naming_the_knob(knob):
+            with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
                 )
@@ -133,6 +145,7 @@ class ModelRunner:
             self.batch.block_size,
             self.device,
         )
+        self._inputs.planners = planners(self.model)
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.runs_ahead = self.device.type == "cuda"
         self._copies = [
@@ -148,6 +161,11 @@ class ModelRunner:
                 naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
             ):
                 self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
+
+    def _begin_warm_up(self, selection: Selection) -> None:
+        """While weights are read, compilers run."""
+        if self.device.type == "cuda":
+            self._warm_up = begin_warm_up(selection, self._max_tokens)
 
     def _peak_bytes(self, config: VllmConfig) -> int:
         """Memory that the largest step allocates on the way, measured on one without a cache."""
@@ -167,7 +185,12 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _decode_once(self, size: int) -> Tensor:
+        self._parallel.token_counts = (size,) * self._parallel.data.size
         return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
+
+    def drop_graphs(self) -> None:
+        """After which steps run eagerly."""
+        self._graphs = None
 
     def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
         """Starts a step. bitmasks: allowed tokens of requests that follow a grammar.
@@ -175,6 +198,8 @@ class ModelRunner:
         Requests whose logits are edited by what they sampled before, and those with a grammar,
         take part only when the results of all steps before were taken.
         """
+        if self._warm_up is not None:
+            self._warm_up.promote()
         with torch.inference_mode(), self._cores_for_kernels():
             return self._launch(step, bitmasks)
 
@@ -199,14 +224,14 @@ class ModelRunner:
         # An engine without requests computes a token of padding with the others.
         self._parallel.token_counts = tuple(max(1, count) for count in step.token_counts)
         if step.is_empty:
-            self.model(self._inputs.padding(1))
+            self._compute_padding(step)
             return self._without_tokens({})
         rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
         counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
         starts = batch.num_computed[rows]
         ends = starts + counts
         complete = np.flatnonzero(ends == batch.num_tokens[rows])
-        size = self._graph_size(rows, counts, complete)
+        size = self._graph_size(step, counts, complete)
         if size is not None:
             assert self._graphs is not None
             self._inputs.fill_decode(batch, rows, starts, size)
@@ -227,12 +252,28 @@ class ModelRunner:
         nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
         return LaunchedStep(self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs)
 
-    def _graph_size(self, rows: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> int | None:
-        """The captured graph that serves this step; None for a step that has to run eagerly."""
-        is_decode = len(complete) == len(rows) and counts.max() == 1
-        if self._graphs is None or not is_decode or self._prompt_logprobs:
+    def _compute_padding(self, step: Step) -> None:
+        """What an engine without requests does where others need its experts."""
+        nothing = np.empty(0, np.int64)
+        size = self._graph_size(step, nothing, nothing)
+        if size is None:
+            self.model(self._inputs.padding(1))
+            return
+        assert self._graphs is not None
+        self._inputs.fill_decode(self.batch, nothing, nothing, size)
+        self._graphs.replay(size)
+
+    def _graph_size(self, step: Step, counts: np.ndarray, complete: np.ndarray) -> int | None:
+        """The captured graph that serves this step; None for a step that has to run eagerly.
+
+        Engines in lock step take the same one: sizes of what they exchange are in it.
+        """
+        if self._graphs is None:
             return None
-        return self._graphs.bucket(len(rows))
+        if step.token_counts:
+            return self._graphs.bucket(max(step.token_counts)) if step.all_decode else None
+        is_decode = len(complete) == len(counts) and counts.max() == 1
+        return self._graphs.bucket(len(counts)) if is_decode and not self._prompt_logprobs else None
 
     def _sample(
         self,
@@ -265,6 +306,7 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             watch=self._watch,
             first_broken=self._watch and self._watch.first,
+            timeout_s=self._parallel.timeout_s,
         )
 
     def _next_tokens(
@@ -278,7 +320,9 @@ class ModelRunner:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
             tokens = stages.broadcast(tokens, stages.size - 1)
             return tokens, tokens, {}
-        tokens, logprobs = sample(logits, self._sampling_batch(rows, bitmasks), self._ops)
+        settings = self._sampling_batch(rows, bitmasks)
+        logits = widened(logits, settings, self._ops)
+        tokens, logprobs = sample(logits, settings, self._ops)
         return stages.broadcast(tokens, stages.size - 1), mark_broken(logits, tokens), logprobs
 
     def _update_batch(self, step: Step) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import own_part
+
 BROKEN = -1
 """In place of a token: the logits it should come from were NaN or infinite."""
 
@@ -42,8 +44,9 @@ class NumericsWatch:
 
 
 def _is_broken(output: Any) -> bool:
+    values = own_part(output)
     return (
-        isinstance(output, Tensor)
-        and output.is_floating_point()
-        and not bool(output.isfinite().all())
+        isinstance(values, Tensor)
+        and values.is_floating_point()
+        and not bool(values.isfinite().all())
     )

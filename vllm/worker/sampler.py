@@ -50,15 +50,24 @@ class SamplingBatch:
     bitmask: Tensor | None = None
 
 
+def widened(logits: Tensor, batch: SamplingBatch, ops: ModuleType) -> Tensor:
+    """The logits as `sample` edits and draws from them: float32, unless `ops` takes their type and
+    nothing changes them. Whoever looks at what was sampled from gives `sample` the result."""
+    is_edited = batch.bitmask is not None or bool(batch.edits)
+    return logits.float() if is_edited or logits.dtype not in ops.LOGIT_DTYPES else logits
+
+
 def sample(
     logits: Tensor, batch: SamplingBatch, ops: ModuleType
 ) -> tuple[Tensor, dict[int, TokenLogprobs]]:
-    """logits float32 [S, vocab] (changed in place) -> tokens int64 [S], logprobs by row.
+    """logits [S, vocab] (float32 ones are changed in place) -> tokens int64 [S], logprobs by row.
 
-    The tokens are on the device of the logits; nothing waits for them unless logprobs are wanted.
+    Logits of any type are edited and reported as float32. The tokens are on the device of the
+    logits; nothing waits for them unless logprobs are wanted.
     """
     reported = sorted(batch.num_logprobs)
     raw = logits[reported] if reported else None
+    logits = widened(logits, batch, ops)
     if batch.bitmask is not None:
         from xgrammar import apply_token_bitmask_inplace
 
@@ -86,7 +95,7 @@ def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
     """Log-probabilities of `tokens` [S] and of the counts[i] likeliest ones of each row."""
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     taken = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > taken).sum(dim=1) + 1
     top = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)

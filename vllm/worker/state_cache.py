@@ -8,6 +8,7 @@ from vllm.errors import ConfigError
 from vllm.logger import get_logger
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.platforms.cpu import available_memory
+from vllm.platforms.cuda import gpu_memory
 
 logger = get_logger(__name__)
 
@@ -49,6 +50,6 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
 
 def _free_memory(config: VllmConfig, device: torch.device) -> int:
     if device.type == "cpu":
-        return available_memory()
-    free, total = torch.cuda.mem_get_info()
-    return int(total * config.cache_config.gpu_memory_utilization) - (total - free)
+        ranks = config.parallel_config
+        return available_memory() // (ranks.num_engine_ranks * ranks.data_parallel_size)
+    return gpu_memory(config.cache_config.gpu_memory_utilization).left

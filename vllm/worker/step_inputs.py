@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm.model_executor.context import ForwardBatch
-from vllm.ops.paged_attention import AttentionBatch
+from vllm.ops.paged_attention import AttentionBatch, GraphPlanner, HostBatch
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
 
@@ -29,6 +29,7 @@ class StepInputs:
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self.planners: list[GraphPlanner] = []  # of attention that the host plans
         self._buffers = InputBuffers(
             {
                 "input_ids": (np.int64, (max_tokens,)),
@@ -94,18 +95,19 @@ class StepInputs:
             places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
-        tables = to_device(batch.block_table[rows, : -(-max_seq_len // size)], self._device)
+        tables = batch.block_table[rows, : -(-max_seq_len // size)]
         return ForwardBatch(
             input_ids=input_ids,
             positions=device["positions"][:num_tokens],
             attention=AttentionBatch(
                 query_start_loc=device["query_start_loc"][: num_seqs + 1],
                 seq_lens=device["seq_lens"][:num_seqs],
-                block_tables=tables,
+                block_tables=to_device(tables, self._device),
                 slot_mapping=device["slot_mapping"][:num_tokens],
                 state_slots=device["state_slots"][:num_seqs],
                 max_query_len=int(counts.max()),
                 max_seq_len=max_seq_len,
+                host=HostBatch(query_start_loc, seq_lens, tables),
             ),
         )
 
@@ -133,7 +135,8 @@ class StepInputs:
     def fill_decode(
         self, batch: InputBatch, rows: np.ndarray, starts: np.ndarray, size: int
     ) -> None:
-        """The next token of each of `rows` into what `decode_batch(size)` reads."""
+        """The next token of each of `rows` into what `decode_batch(size)` reads; there may be
+        none."""
         host, num_seqs, block_size = self._decode.host, len(rows), self._block_size
         self._decode.wait_until_read()
         host["input_ids"][:num_seqs] = batch.token_ids[rows, starts]
@@ -149,10 +152,13 @@ class StepInputs:
         self._decode.upload()
         # Of the two, the one that the last step but one has read: that step is over.
         self._staged_tables.reverse()
-        used = -(-(int(starts.max()) + 1) // block_size)
+        used = -(-(int(starts.max(initial=0)) + 1) // block_size)
         staged = self._staged_tables[0].view(-1)[: num_seqs * used].view(num_seqs, used)
         np.take(batch.block_table[:, :used], rows, axis=0, out=staged.numpy())
         self._block_tables[:num_seqs, :used].copy_(staged, non_blocking=True)
+        for planner in self.planners:
+            one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, staged.numpy())
+            planner.plan_graph((size, self._max_blocks, block_size), one_each)
 
     def decode_batch(self, size: int) -> ForwardBatch:
         """Inputs at fixed addresses for `size` requests of one token."""

@@ -1,4 +1,5 @@
 // Quantising per row and group of columns, plainly or after silu(gate) * up.
+#include "../../launch.cuh"
 #include "dispatch.cuh"
 #include "group_scales.cuh"
 
@@ -38,6 +39,7 @@ __device__ __forceinline__ void load_rows(Chunk<T> (&chunks)[kRows], const Matri
 template <typename T, int kRows, bool kIsGated, bool kIsVector>
 __global__ __launch_bounds__(32 * kWarps) void group_quant_kernel(Matrix matrix,
                                                                   GroupScales scales) {
+  wait_for_inputs();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int column = blockIdx.x * kWarpColumns + lane * kChunk;
   const int valid = num_valid(column, matrix.k);
@@ -60,28 +62,27 @@ __global__ __launch_bounds__(32 * kWarps) void group_quant_kernel(Matrix matrix,
 }
 
 template <typename T, int kRows, bool kIsGated, bool kIsVector>
-cudaError_t launch(const Matrix& matrix, const GroupScales& scales, cudaStream_t stream) {
+cudaError_t launch_rows(const Matrix& matrix, const GroupScales& scales, cudaStream_t stream) {
   constexpr int64_t kMaxGridRows = 65535;
   const int64_t column_tiles = (matrix.k + kWarpColumns - 1) / kWarpColumns;
   const int64_t row_tiles = (scales.num_rows + kWarps * kRows - 1) / (kWarps * kRows);
   if (row_tiles == 0) return cudaSuccess;
   const dim3 grid(column_tiles, row_tiles < kMaxGridRows ? row_tiles : kMaxGridRows);
-  group_quant_kernel<T, kRows, kIsGated, kIsVector>
-      <<<grid, 32 * kWarps, 0, stream>>>(matrix, scales);
-  return cudaGetLastError();
+  return launch(group_quant_kernel<T, kRows, kIsGated, kIsVector>, {grid, 32 * kWarps}, stream,
+                matrix, scales);
 }
 
 template <typename T, bool kIsGated>
 cudaError_t launch_typed(const Matrix& matrix, const GroupScales& scales, int num_sms,
                          cudaStream_t stream) {
-  if (!matrix.is_vector) return launch<T, 1, kIsGated, false>(matrix, scales, stream);
+  if (!matrix.is_vector) return launch_rows<T, 1, kIsGated, false>(matrix, scales, stream);
   // Rows are taken together where that still leaves every multiprocessor two blocks.
   constexpr int kRows = rows_in_flight<T, kIsGated>();
   const int64_t num_warps = (matrix.k + kWarpColumns - 1) / kWarpColumns * matrix.m / kRows;
   if (num_warps >= int64_t{2} * kWarps * num_sms) {
-    return launch<T, kRows, kIsGated, true>(matrix, scales, stream);
+    return launch_rows<T, kRows, kIsGated, true>(matrix, scales, stream);
   }
-  return launch<T, 1, kIsGated, true>(matrix, scales, stream);
+  return launch_rows<T, 1, kIsGated, true>(matrix, scales, stream);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Quantising rows that one block holds in registers: what must see a whole row before it writes.
+#include "../../launch.cuh"
 #include "dispatch.cuh"
 #include "group_scales.cuh"
 
@@ -46,6 +47,7 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void token_quant_kernel(Matri
                                                                            float min_amax,
                                                                            const float* max_amax) {
   __shared__ float shared[32];
+  wait_for_inputs();
   const int64_t row = blockIdx.x;
   Chunk<T> chunks[kChunks];
   load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, matrix.k, chunks);
@@ -103,6 +105,7 @@ template <typename T, int kChunks, bool kIsVector>
 __global__ __launch_bounds__(kMaxThreads<kChunks>) void rms_norm_group_quant_kernel(
     Matrix matrix, RmsNorm norm, GroupScales scales, float inverse_k) {
   __shared__ float shared[32];
+  wait_for_inputs();
   const int64_t row = blockIdx.x, k = matrix.k;
   const bool is_filling = row >= matrix.m;  // the same for the whole block
   Chunk<T> chunks[kChunks] = {};
@@ -152,13 +155,10 @@ cudaError_t dispatch_rows(const Matrix& matrix, F&& f) {
     const bool is_short = num_threads(matrix.k, 1) <= kMaxThreads<1>;
     const int threads = num_threads(matrix.k, is_short ? 1 : kManyChunks);
     if (!matrix.is_vector) {
-      f.template operator()<T, kManyChunks, false>(num_threads(matrix.k, kManyChunks));
-    } else if (is_short) {
-      f.template operator()<T, 1, true>(threads);
-    } else {
-      f.template operator()<T, kManyChunks, true>(threads);
+      return f.template operator()<T, kManyChunks, false>(num_threads(matrix.k, kManyChunks));
     }
-    return cudaGetLastError();
+    return is_short ? f.template operator()<T, 1, true>(threads)
+                    : f.template operator()<T, kManyChunks, true>(threads);
   });
 }
 
@@ -169,9 +169,9 @@ cudaError_t launch_token_quant(const Matrix& matrix, float* scales, float min_am
   if (matrix.m == 0) return cudaSuccess;
   if (matrix.m > INT32_MAX) return cudaErrorInvalidConfiguration;
   return dispatch_rows(matrix, [&]<typename T, int kChunks, bool kIsVector>(int threads) {
-    token_quant_kernel<T, kChunks, kIsVector>
-        <<<static_cast<unsigned>(matrix.m), threads, 0, stream>>>(matrix, scales, min_amax,
-                                                                  max_amax);
+    const LaunchShape shape = {static_cast<unsigned>(matrix.m), threads};
+    return launch(token_quant_kernel<T, kChunks, kIsVector>, shape, stream, matrix, scales,
+                  min_amax, max_amax);
   });
 }
 
@@ -181,9 +181,9 @@ cudaError_t launch_rms_norm_group_quant(const Matrix& matrix, const RmsNorm& nor
   if (scales.num_rows > INT32_MAX) return cudaErrorInvalidConfiguration;
   const float inverse_k = 1.0f / static_cast<float>(matrix.k);
   return dispatch_rows(matrix, [&]<typename T, int kChunks, bool kIsVector>(int threads) {
-    rms_norm_group_quant_kernel<T, kChunks, kIsVector>
-        <<<static_cast<unsigned>(scales.num_rows), threads, 0, stream>>>(matrix, norm, scales,
-                                                                         inverse_k);
+    const LaunchShape shape = {static_cast<unsigned>(scales.num_rows), threads};
+    return launch(rms_norm_group_quant_kernel<T, kChunks, kIsVector>, shape, stream, matrix, norm,
+                  scales, inverse_k);
   });
 }
 

@@ -1,4 +1,4 @@
-"""What `explain` predicts for sm_90 without a GPU is what the engine builds on the H100."""
+"""What `explain` predicts for a Hopper chip without a GPU is what the engine builds on it."""
 
 import gc
 import json
@@ -13,10 +13,13 @@ from machines import write_distribution, write_package
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.question import GPUS
 from vllm.kernels.spec import NoKernelError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.platforms.probe import probe_chip
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[3]
@@ -47,17 +50,19 @@ def folder(tmp_path_factory) -> str:
     return str(quantized / "model")
 
 
-def predicted(folder: str, wishes: str, path: list[str] | None = None) -> tuple[dict, int]:
-    """The report of `explain` in a process that sees no GPU, and its exit code."""
+def predicted(folder: str, wishes: str) -> tuple[dict, int]:
+    """The report of `explain` in a process that sees no GPU, and its exit code: 1 for a wish that
+    no layer can follow, 2 with {} for one that means none."""
+    chip = next((name for name, known in GPUS.items() if known.is_like(probe_chip())), "sm_90")
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "kernels", "explain", folder,
-             "--device", "sm_90", "--json"]  # fmt: skip
+             "--device", chip, "--json"]  # fmt: skip
     for word in wishes.split() if wishes != "-" else []:
         words += ["--env", word] if word.startswith("VLLM_") else [word]
-    paths = [*(path or []), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     done = subprocess.run(words, capture_output=True, text=True, env=env)
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout), done.returncode
+    assert done.returncode == 2 or done.stdout, done.stderr
+    return json.loads(done.stdout or "{}"), done.returncode
 
 
 def engine(folder: str, wishes: str, dump: Path, patch: pytest.MonkeyPatch) -> LLM:
@@ -78,8 +83,9 @@ def engine(folder: str, wishes: str, dump: Path, patch: pytest.MonkeyPatch) -> L
 
 
 def files_of(kernel) -> set[str]:
-    """The backend files whose code a kernel is made of."""
-    for name in ("parts", "multiply"):
+    """The backend files whose code a kernel is made of; not of what stands in for it until it is
+    compiled."""
+    for name in ("parts", "multiply", "compiled"):
         if hasattr(kernel, name):
             inner = getattr(kernel, name)
             own = [part for _, part in inner] if name == "parts" else [inner]
@@ -103,7 +109,7 @@ def test_the_engine_builds_what_explain_predicted(folder, wishes, tmp_path, monk
     report, code = predicted(folder, wishes)
     dump = tmp_path / "decisions.json"
     if code:
-        with pytest.raises(NoKernelError):
+        with pytest.raises(ConfigError if code == 2 else NoKernelError):
             engine(folder, wishes, dump, monkeypatch)
         return
     llm = engine(folder, wishes, dump, monkeypatch)
@@ -121,8 +127,9 @@ def test_the_engine_builds_what_explain_predicted(folder, wishes, tmp_path, monk
 
 
 def test_shipped_measurements_decide_on_this_chip(folder):
-    report, _ = predicted(folder, "-")
-    linear = [d for d in report["decisions"] if d["problem"]["weight"].startswith("fp8")]
+    """Of our kernels: DeepGEMM has not been measured for all of these sizes."""
+    report, _ = predicted(folder, "VLLM_USE_DEEP_GEMM=0")
+    linear = [d for d in report["decisions"] if d["problem"].get("weight", "").startswith("fp8")]
     assert linear and all(d["origin"]["rank"] == 6 for d in linear)
     assert all(d["expected"]["worst_regret"] <= 0.10 for d in linear)
 

@@ -27,11 +27,14 @@ SECONDS_PER_RUN = 100
 TOOLS = ("memcheck", "racecheck")
 NOTE = """\
 About races in the Hopper GEMM (sm90_gemm, grouped_gemm): one lane of a warp arrives at the barrier
-that hands a stage back, for all lanes; wgmma's wait before it converges the warp. racecheck counts
-an arrival for its own lane alone, and takes the other lanes' reads of scales for unordered. A copy
-of the kernel in which every lane arrives had 0 hazards in sm90_gemm (H100, 2026-11-22).
+that hands a stage back, for all lanes, which __syncwarp and wgmma's wait before it order. Without
+the __syncwarp racecheck counted an arrival for its own lane alone, and took the other lanes' reads
+of scales for unordered; a copy in which every lane arrives had 0 hazards in sm90_gemm (H100,
+2026-11-22).
 """
 PLANTED_RACE = ("racecheck", "planted_error")  # a reach past the output is none
+# Of sm90_fp8_block.cu, which chooses them for larger sizes than a sanitizer gets through.
+TALL_TILINGS = [(256, 128, 1, False), (256, 128, 2, False)]
 # Ragged, aligned, one row, and more rows than a tile has.
 SHAPES = [(1, 576), (33, 1040), (130, 512)]
 
@@ -108,14 +111,20 @@ def skinny_gemm() -> None:
             gemm(fp8(m, k), torch.ones(m, -(-k // 128), device="cuda"), b, scales, None, out, 0, 0)
 
 
+def dense_operands(m: int, n: int, k: int) -> tuple[Tensor | None, ...]:
+    scales = torch.ones(-(-n // 128), -(-k // 128), device="cuda")
+    a_scales = torch.ones(m, -(-k // 128), device="cuda")
+    return fp8(m, k), a_scales, fp8(n, k), scales, None, randn(m, n)
+
+
 def sm90_gemm() -> None:
     """Every row of the table of tilings, with more blocks of columns than a ring has stages."""
-    gemm = _native.load().cutlass_fp8_block_gemm
+    library = _native.load()
     sizes = [(m, n, 1552) for m in (1, 33, 100, 200, 300) for n in (576, 1001, 4240)]
-    for m, n, k in [*sizes, (100, 264, 8192), (200, 264, 8192)]:
-        scales = torch.ones(-(-n // 128), -(-k // 128), device="cuda")
-        a_scales = torch.ones(m, -(-k // 128), device="cuda")
-        gemm(fp8(m, k), a_scales, fp8(n, k), scales, None, randn(m, n))
+    for size in [*sizes, (33, 264, 8192), (100, 264, 8192), (200, 264, 8192), (600, 512, 1552)]:
+        library.cutlass_fp8_block_gemm(*dense_operands(*size))
+    for tiling in TALL_TILINGS:
+        library.sm90_fp8_block_gemm(*dense_operands(600, 512, 1552), *tiling)
 
 
 def grouped_operands(rows: list[int]) -> tuple[Tensor, ...]:

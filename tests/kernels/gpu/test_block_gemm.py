@@ -17,12 +17,15 @@ pytestmark = pytest.mark.gpu
 
 FP8 = torch.float8_e4m3fn
 NUM_TOKENS = [0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 127, 128, 300, 1024]
-SIZES = [(128, 128), (576, 576), (1000, 1040), (192, 2064), (2056, 16), (8, 4096)]
+MANY_TOKENS = [1025, 4096, 8191, 8192]
+SIZES = [(128, 128), (576, 576), (1000, 1040), (192, 2064), (2056, 16), (8, 4096),
+         (1001, 1552), (77, 272), (1, 144), (4128, 528)]  # fmt: skip
 # (tile_m, tile_n, cluster, is_split) of sm90_fp8_block.cu
 SPLIT = [(64, 32, 1, True), (64, 32, 4, True), (128, 64, 2, True), (128, 64, 8, True)]
 STAYING = [(64, 32, 1, False), (64, 32, 2, False), (64, 64, 1, False), (128, 32, 1, False),
            (128, 64, 2, False), (128, 128, 1, False), (128, 128, 2, False)]  # fmt: skip
-TILINGS = SPLIT + STAYING
+TALL = [(256, 128, 1, False), (256, 128, 2, False)]  # n % 32 == 0
+TILINGS = SPLIT + STAYING + TALL
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,13 @@ def blocks(size):
 def dequantised(q, scales, rows):
     spread = scales.double().repeat_interleave(rows, -2)[..., : q.shape[-2], :]
     return q.double() * spread.repeat_interleave(128, -1)[..., : q.shape[-1]]
+
+
+def among_nan(matrix, columns=16):
+    """The same numbers, with NaN beside every row and below the last."""
+    rows, width = matrix.shape
+    place = torch.full((rows + 8, width + columns), float("nan"), device="cuda").to(matrix.dtype)
+    return place[:rows, :width].copy_(matrix)
 
 
 class Case:
@@ -88,11 +98,35 @@ def test_products_are_exact(library, m, n, k):
     assert torch.equal(out, case.product.to(out.dtype))
 
 
+@pytest.mark.parametrize("n, k", [(1001, 1552), (1000, 272), (2080, 1040)])
+@pytest.mark.parametrize("m", MANY_TOKENS)
+def test_products_of_many_tokens_are_exact(library, m, n, k):
+    case = Case(m, n, k, bias=m % 2 == 1)
+    out = case.out()
+    library.cutlass_fp8_block_gemm(*case.operands, out)
+    assert torch.equal(out, case.product.to(out.dtype))
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 1025])
+@pytest.mark.parametrize("n, k", [(576, 1040), (1001, 272), (544, 144)])
+def test_nothing_beside_the_operands_is_read(library, m, n, k):
+    case = Case(m, n, k)
+    out = case.out()
+    library.cutlass_fp8_block_gemm(
+        among_nan(case.a), among_nan(case.a_scales), among_nan(case.b), case.b_scales, None, out
+    )
+    assert torch.equal(out, case.product.to(out.dtype))
+
+
+def sizes_of(tiling):
+    return [size for size in SIZES if tiling not in TALL or size[0] % 32 == 0]
+
+
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-@pytest.mark.parametrize("m", [1, 64, 65, 300, 700])
+@pytest.mark.parametrize("m", [1, 64, 65, 300, 700, 2100])
 def test_every_tiling_is_exact(library, tiling, m):
-    for n, k in SIZES:
-        case = Case(m, n, k, bias=n == 1000)
+    for n, k in sizes_of(tiling):
+        case = Case(m, n, k, bias=n in (1000, 576))
         out = case.out(torch.float16)
         library.sm90_fp8_block_gemm(*case.operands, out, *tiling)
         assert torch.equal(out, case.product.to(out.dtype)), (n, k)
@@ -110,7 +144,7 @@ def test_rounding_error_is_that_of_the_output_type(library, tiling):
     assert (out.double() - expected).norm() / expected.norm() < 5e-4
 
 
-@pytest.mark.parametrize("tiling", [SPLIT[-1], STAYING[-1]], ids=str)
+@pytest.mark.parametrize("tiling", [SPLIT[-1], STAYING[-1], TALL[-1]], ids=str)
 def test_results_do_not_depend_on_timing(library, tiling):
     a, b = torch.randn(130, 8192, device="cuda"), torch.randn(1024, 8192, device="cuda")
     operands = (a.to(FP8), torch.rand(130, 64, device="cuda"), b.to(FP8),
@@ -135,16 +169,24 @@ def test_activation_scales_may_lie_in_any_order(library, m, layout):
     assert torch.equal(out, case.product.to(out.dtype))
 
 
-@pytest.mark.parametrize("m", [3, 40, 300])
+@pytest.mark.parametrize("m", [3, 40, 300, 1030])
 @pytest.mark.parametrize("padding", [16, 3])
 def test_rows_may_be_apart_and_nothing_beside_them_is_written(library, m, padding):
     case = Case(m, 576, 1040)
-    a = torch.empty(m, 1040 + 32, device="cuda", dtype=FP8)[:, :1040].copy_(case.a)
-    b = torch.empty(576, 1040 + 16, device="cuda", dtype=FP8)[:, :1040].copy_(case.b)
+    a, b = among_nan(case.a, 32), among_nan(case.b)
     whole = torch.full((m, 576 + padding), float("nan"), device="cuda", dtype=torch.bfloat16)
     library.cutlass_fp8_block_gemm(a, case.a_scales, b, case.b_scales, None, whole[:, :576])
     assert torch.equal(whole[:, :576], case.product.bfloat16())
     assert whole[:, 576:].isnan().all()
+
+
+@pytest.mark.parametrize("m", [3, 40, 300, 1030])
+def test_rows_of_the_output_may_start_anywhere(library, m):
+    case = Case(m, 576, 1040)
+    whole = torch.full((m, 579), float("nan"), device="cuda", dtype=torch.bfloat16)
+    library.cutlass_fp8_block_gemm(*case.operands, whole[:, 1:577])
+    assert torch.equal(whole[:, 1:577], case.product.bfloat16())
+    assert whole[:, [0, 577, 578]].isnan().all()
 
 
 @pytest.mark.parametrize("m", [4, 64, 1024])
@@ -219,29 +261,135 @@ def test_skinny_quantises_tokens_that_are_exact_in_e4m3_exactly(library, m, dtyp
 # ---------------------------------------------------------------- refusals
 
 
+def assert_refused(function, refused, out):
+    """Every call fails with its message, which names the argument, and writes nothing."""
+    for message, arguments in refused.items():
+        with pytest.raises(ValueError) as error:
+            function(*arguments)
+        assert str(error.value).startswith(message)
+    assert out.isnan().all()
+
+
+def unaligned(rows, columns):
+    return torch.zeros(rows, columns + 16, device="cuda").to(FP8)[:, 1 : columns + 1]
+
+
+def rows_apart(rows, columns, num_bytes):
+    return torch.zeros(rows, num_bytes, device="cuda").to(FP8)[:, :columns]
+
+
+def columns_first(matrix):
+    return matrix.t().contiguous().t()
+
+
 def test_what_cannot_be_read_is_refused_by_name(library):
     case = Case(20, 256, 512)
     a, a_scales, b, b_scales, _ = case.operands
-    wide = torch.empty(20, 528, device="cuda", dtype=FP8)
     out = case.out()
+    narrow = torch.zeros(20, 520, device="cuda").to(FP8)
+    bias = b_scales.new_zeros(256)
     refused = {
-        "a: given data at an address": (wide[:, 1:513], a_scales, b, b_scales, None, out),
+        "a: given data at an address": (unaligned(20, 512), a_scales, b, b_scales, None, out),
         "a: given rows 520 bytes apart": (
-            torch.empty(20, 520, device="cuda", dtype=FP8)[:, :512], a_scales, b, b_scales, None,
-            out),
-        "a: given 520 columns": (
-            torch.empty(20, 520, device="cuda", dtype=FP8), a_scales, b, b_scales, None, out),
+            rows_apart(20, 512, 520), a_scales, b, b_scales, None, out),
+        "a: given a last dimension": (columns_first(a), a_scales, b, b_scales, None, out),
+        "a: given 520 columns": (narrow, a_scales, b, b_scales, None, out),
         "a: given bfloat16": (a.bfloat16(), a_scales, b, b_scales, None, out),
         "a_scales: given shape": (a, a_scales[:, :3], b, b_scales, None, out),
-        "b: given a last dimension": (a, a_scales, b.t().contiguous().t(), b_scales, None, out),
+        "a_scales: given bfloat16": (a, a_scales.bfloat16(), b, b_scales, None, out),
+        "b: given data at an address": (a, a_scales, unaligned(256, 512), b_scales, None, out),
+        "b: given rows 520 bytes apart": (
+            a, a_scales, rows_apart(256, 512, 520), b_scales, None, out),
+        "b: given a last dimension": (a, a_scales, columns_first(b), b_scales, None, out),
+        "b: given shape [256, 496]": (
+            a, a_scales, rows_apart(256, 496, 512), b_scales, None, out),
+        "b: given uint8": (a, a_scales, b.view(torch.uint8), b_scales, None, out),
+        "b: given a tensor of DLPack": (a, a_scales, b.cpu(), b_scales, None, out),
         "b_scales: given shape": (a, a_scales, b, b_scales[:1], None, out),
-        "bias: given bfloat16": (a, a_scales, b, b_scales, b_scales.new_zeros(256).bfloat16(), out),
+        "b_scales: given a strided tensor": (
+            a, a_scales, b, columns_first(b_scales), None, out),
+        "bias: given bfloat16": (a, a_scales, b, b_scales, bias.bfloat16(), out),
+        "bias: given shape": (a, a_scales, b, b_scales, bias[:255], out),
         "out: given float32": (a, a_scales, b, b_scales, None, out.float()),
         "out: given shape": (a, a_scales, b, b_scales, None, out[:19]),
-        "b: given a tensor of DLPack": (a, a_scales, b.cpu(), b_scales, None, out),
+        "out: given a last dimension": (a, a_scales, b, b_scales, None, columns_first(out)),
+        "out: given a tensor of DLPack": (a, a_scales, b, b_scales, None, out.cpu()),
     }  # fmt: skip
-    for message, arguments in refused.items():
-        with pytest.raises(ValueError) as error:
-            library.cutlass_fp8_block_gemm(*arguments)
-        assert str(error.value).startswith(message)
-    assert out.isnan().all()
+    assert_refused(library.cutlass_fp8_block_gemm, refused, out)
+
+
+def test_what_experts_cannot_read_is_refused_by_name(library):
+    a, b = integers(20, 512), integers(3, 256, 512)
+    a_scales, b_scales = powers_of_two(4, 20).t(), powers_of_two(3, 2, 4)
+    offsets = torch.tensor([0, 5, 5, 20], device="cuda", dtype=torch.int32)
+    out = torch.full((20, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
+    apart = torch.zeros(3, 256, 528, device="cuda").to(FP8)[..., :512]
+    refused = {
+        "a: given data at an address": (unaligned(20, 512), a_scales, b, b_scales, offsets, out),
+        "b: given shape": (a, a_scales, b[0], b_scales, offsets, out),
+        "b: given a strided tensor": (a, a_scales, apart, b_scales, offsets, out),
+        "b: given bfloat16": (a, a_scales, b.bfloat16(), b_scales, offsets, out),
+        "b_scales: given shape": (a, a_scales, b, b_scales[:2], offsets, out),
+        "offsets: given int64": (a, a_scales, b, b_scales, offsets.long(), out),
+        "offsets: given shape": (a, a_scales, b, b_scales, offsets[:3], out),
+        "offsets: given a strided tensor": (
+            a, a_scales, b, b_scales, offsets.repeat_interleave(2)[::2], out),
+        "offsets: given a tensor of DLPack": (a, a_scales, b, b_scales, offsets.cpu(), out),
+        "out: given shape": (a, a_scales, b, b_scales, offsets, out[:19]),
+        "out: given a last dimension": (a, a_scales, b, b_scales, offsets, columns_first(out)),
+    }  # fmt: skip
+    assert_refused(library.cutlass_fp8_block_gemm_grouped, refused, out)
+
+
+def test_what_skinny_cannot_read_is_refused_by_name(library):
+    case = Case(16, 256, 512)
+    x, x_scales, weight, scales, _ = case.operands
+    out = case.out()
+    wide, more = x.bfloat16(), integers(17, 512).bfloat16()
+    bias = scales.new_zeros(256)
+    refused = {
+        "x: given 17 rows": (more, None, weight, scales, None, out, 0, 0),
+        "x: given 504 columns": (wide[:, :504], None, weight, scales, None, out, 0, 0),
+        "x: given float16": (wide.half(), None, weight, scales, None, out, 0, 0),
+        "x: given float8_e4m3fn": (x, None, weight, scales, None, out, 0, 0),
+        "x: given bfloat16": (wide, x_scales, weight, scales, None, out, 0, 0),
+        "x: given data at an address": (
+            unaligned(16, 512), x_scales, weight, scales, None, out, 0, 0),
+        "x: given rows 520 bytes apart": (
+            rows_apart(16, 512, 520), x_scales, weight, scales, None, out, 0, 0),
+        "x: given a last dimension": (
+            columns_first(wide), None, weight, scales, None, out, 0, 0),
+        "x: given a tensor of DLPack": (wide.cpu(), None, weight, scales, None, out, 0, 0),
+        "x_scales: given shape": (x, x_scales[:, :3], weight, scales, None, out, 0, 0),
+        "x_scales: given float16": (x, x_scales.half(), weight, scales, None, out, 0, 0),
+        "weight: given bfloat16": (wide, None, weight.bfloat16(), scales, None, out, 0, 0),
+        "weight: given data at an address": (
+            wide, None, unaligned(256, 512), scales, None, out, 0, 0),
+        "weight: given rows 520 bytes apart": (
+            wide, None, rows_apart(256, 512, 520), scales, None, out, 0, 0),
+        "weight: given shape": (wide, None, weight[:, :496], scales, None, out, 0, 0),
+        "scales: given shape": (wide, None, weight, scales[:1], None, out, 0, 0),
+        "scales: given a last dimension": (
+            wide, None, weight, columns_first(scales), None, out, 0, 0),
+        "bias: given float16": (wide, None, weight, scales, bias.half(), out, 0, 0),
+        "out: given float32": (wide, None, weight, scales, None, out.float(), 0, 0),
+        "out: given shape": (wide, None, weight, scales, None, out[:15], 0, 0),
+        "out: given a last dimension": (
+            wide, None, weight, scales, None, columns_first(out), 0, 0),
+    }  # fmt: skip
+    assert_refused(library.skinny_fp8_block_gemm, refused, out)
+
+
+@pytest.mark.parametrize("tiling", [(96, 128, 1, False), (128, 128, 3, False), (64, 32, 9, True)])
+def test_a_tiling_that_was_not_compiled_is_an_error(library, tiling):
+    case = Case(20, 256, 512)
+    with pytest.raises(RuntimeError, match="sm90_fp8_block_gemm: invalid argument"):
+        library.sm90_fp8_block_gemm(*case.operands, case.out(), *tiling)
+
+
+def test_tall_tiles_refuse_what_they_cannot_write(library):
+    narrow, whole = Case(20, 264, 512), Case(20, 256, 512)
+    beside = torch.empty(20, 260, device="cuda", dtype=torch.bfloat16)[:, 1:257]
+    for case, out in ((narrow, narrow.out()), (whole, beside)):
+        with pytest.raises(RuntimeError, match="sm90_fp8_block_gemm: invalid argument"):
+            library.sm90_fp8_block_gemm(*case.operands, out, *TALL[0])

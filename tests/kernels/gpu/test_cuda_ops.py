@@ -187,7 +187,9 @@ def split_qkv(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return heads[:, :5], heads[:, 5:7]
 
 
-ROTARY_SHAPES = [(64, 64), (128, 128), (128, 64), (80, 80), (80, 20), (256, 64), (192, 128), (8, 2)]
+ROTARY_SHAPES = [
+    (64, 64), (128, 128), (256, 256), (128, 64), (80, 80), (80, 20), (256, 64), (192, 128), (8, 2)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

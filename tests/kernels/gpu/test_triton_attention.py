@@ -204,6 +204,32 @@ def test_one_long_request_among_many_is_split() -> None:
     assert_close(batch.attend(20000), batch.expected())
 
 
+def test_splits_add_up_to_the_same_bits_at_every_call() -> None:
+    batch = Batch([(1, 900), (1, 0), (1, 3), (1, 4000)], 4, 2, 64)
+    first = batch.attend(40960).clone()
+    assert_close(first, batch.expected())
+    for _ in range(2 if IS_INTERPRETED else 200):
+        assert torch.equal(batch.attend(40960), first)
+    assert not kernels.arrival_counters(first.device).any()
+
+
+@pytest.mark.parametrize("window", (0, 50))
+def test_prompts_that_fill_the_chip(window: int) -> None:
+    num_requests, num_heads, num_kv_heads = (1, 4, 2) if IS_INTERPRETED else (12, 32, 8)
+    num_sms = kernels.read_chip(torch.zeros(1, device=DEVICE).device).num_sms
+    assert 190 * num_requests // 32 * num_kv_heads >= 2 * num_sms
+    batch = Batch([(190, 333)] * num_requests, num_heads, num_kv_heads, window=window)
+    assert_close(batch.attend(), batch.expected())
+
+
+@pytest.mark.parametrize("shared_memory", (101376, 166912, 232448))
+@pytest.mark.parametrize("kind", kernels.PREFILL_TILES)
+def test_tiles_fit_the_chip(kind: tuple[int, int], shared_memory: int) -> None:
+    few, many = kernels.prefill_tiles(kind, shared_memory)
+    assert few.shared_memory(*kind) <= shared_memory
+    assert few == many or 2 * many.shared_memory(*kind) <= shared_memory
+
+
 @pytest.mark.parametrize(
     "requests",
     (

@@ -12,12 +12,14 @@ from typing import Any
 
 from vllm import envs
 from vllm.config.kernel import ON_UNMET, KernelConfig
-from vllm.entrypoints.cli import kernels_tune
+from vllm.entrypoints.cli import kernels_precompile, kernels_tune
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import diff, explain, question, registry, render
+from vllm.kernels.emulate import emulate, not_emulated
 from vllm.kernels.policy import FLAGS, VARIABLES, make_policy, set_variables
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import Device, NoKernelError
+from vllm.kernels.tune_table import find_tables, missing_note
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
 
@@ -28,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     _add_list(kinds)
     _add_explain(kinds)
     kernels_tune.add_parsers(kinds)
+    kernels_precompile.add_parser(kinds)
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
     docs.set_defaults(run=run_docs)
@@ -57,7 +60,7 @@ def _add_explain(kinds: Any) -> None:
          "differs.")  # fmt: skip
     where = parser.add_argument_group("where")
     text = where.add_argument
-    text("--device", metavar="CHIP", help="As sm_100 or cpu:avx2; default: this machine's.")
+    text("--device", metavar="CHIP", help="As sm_100, h200 or cpu:avx2; default: this machine's.")
     text("--libs", metavar="LIST", help="Libraries beside torch, triton and our native kernels, as "
          "deep_gemm,flashinfer==0.6.13; all; none; default: those installed.")  # fmt: skip
     text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
@@ -160,8 +163,12 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
     ).wishes(quant_config)
     variables = set_variables()
-    policy = make_policy(wishes, variables, model_type, device)
-    selection = Selection(device, libs, policy, question.tables_of(args.device, device))
+    policy = make_policy(not_emulated(wishes), variables, model_type, device)
+    chip = question.chip_of(args.device, device)
+    selection = Selection(device, libs, policy, find_tables(chip))
+    if note := missing_note(chip):
+        print(f"note: {note}", file=sys.stderr)
+    emulate(selection, wishes, variables, model_type)
     for name, problem in problems:
         selection.decide(name, problem)
     return selection, explain.variable_texts(variables)

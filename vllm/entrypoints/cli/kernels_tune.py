@@ -3,16 +3,18 @@
 import argparse
 import os
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.kernels import explain, question, registry, render, tune
+from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.problem import LinearProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import Device, Libs, Policy
 from vllm.kernels.tune_quarantine import path_of_file, read_failures, text, write_failures
-from vllm.kernels.tune_table import TOKENS, Table, file_name, read_table, user_folder
+from vllm.kernels.tune_table import TOKENS, Table, read_table, user_folder
 from vllm.kernels.tune_workers import Job
 
 
@@ -27,7 +29,8 @@ def add_parsers(kinds: Any) -> None:
     text = parser.add_argument
     text("models", nargs="*", metavar="MODEL", help="Folder, config.json or built-in name.")
     text("--layer", action="append", default=[], help=f"One more layer: {question.LAYER_SYNTAX}.")
-    text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
+    text("--tp", "--tensor-parallel-size", default="1", metavar="N", help="Tensor-parallel ranks; "
+         "several numbers for the layers of each. Default: 1.")  # fmt: skip
     text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
     text("--dtype", default="auto", help="Of activations; default: fp32 on the CPU, else the "
          "model's.")  # fmt: skip
@@ -61,12 +64,16 @@ def run_tune(args: argparse.Namespace) -> int:
 
     if not args.models and not args.layer:
         raise ConfigError("give a MODEL or --layer; see vllm kernels tune --help")
-    device, libs = probe_device(), probe_libs()
+    device = probe_device()
+    if device.kind == "cuda":
+        use_caches()  # an engine finds there what compiles here
+    libs = probe_libs()
     for name in args.backend:
         registry.check_backend_name("linear", name, "--backend")
     problems = _problems(args, device)
-    planned = tune.plan(problems, device, libs, _tokens(args.tokens), args.backend)
-    table, path = _table(args.output, device)
+    tokens = _numbers("--tokens", args.tokens) if args.tokens is not None else TOKENS
+    planned = tune.plan(problems, device, libs, tokens, args.backend)
+    table, path = _table(args.output)
     jobs = list(planned.jobs) if args.again else tune.without_done(planned.jobs, table)
     for note in planned.notes:
         print(f"left out: {note}")
@@ -100,39 +107,35 @@ def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
     from vllm.entrypoints.cli.kernels import model_problems
 
     found = []
-    for model in args.models:
-        found += [problem for _, problem in model_problems(model, args, device)[0]]
+    for tp, model in product(_numbers("--tp", args.tp), args.models):
+        own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)
+        found += [problem for _, problem in model_problems(model, own, device)[0]]
     dtype = question.dtype_of(args.dtype, {}, device)
     found += [question.layer_of(layer, dtype)[1] for layer in args.layer]
     return [problem for problem in dict.fromkeys(found) if isinstance(problem, LinearProblem)]
 
 
-def _tokens(given: str | None) -> tuple[int, ...]:
-    if given is None:
-        return TOKENS
+def _numbers(flag: str, given: str) -> tuple[int, ...]:
     try:
-        tokens = sorted({int(item) for item in given.split(",")})
+        numbers = sorted({int(item) for item in given.split(",")})
     except ValueError:
-        tokens = []
-    if not tokens or tokens[0] < 1:
-        raise ConfigError(f"--tokens {given!r}: it takes numbers from 1 up, as 1,8,64")
-    return tuple(tokens)
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise ConfigError(f"{flag} {given!r}: it takes numbers from 1 up, as 1,8,64")
+    return tuple(numbers)
 
 
-def _table(output: Path | None, device: Device) -> tuple[Table, Path]:
+def _table(output: Path | None) -> tuple[Table, Path]:
     """What is known already, and where the rest will be written."""
-    from vllm.platforms.probe import device_name, probe_num_sms
+    from vllm.platforms.probe import device_name, probe_chip
 
-    num_sms = probe_num_sms()
-    path = output or user_folder() / file_name(device, num_sms)
+    chip = probe_chip()
+    path = output or user_folder() / chip.file_name
     if not path.exists():
-        return Table(device, num_sms, device_name(), source=str(path)), path
+        return Table(chip, device_name(), source=str(path)), path
     table = read_table(path)
-    if (table.device, table.num_sms) != (device, num_sms):
-        raise ConfigError(
-            f"{path} is of {table.device} with {table.num_sms} SMs, and this is {device} with "
-            f"{num_sms}: give another --output"
-        )
+    if not table.chip.is_like(chip):
+        raise ConfigError(f"{path} is of {table.chip}, and this is {chip}: give another --output")
     return table, path
 
 

@@ -4,13 +4,13 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from typing import Any, TypeVar
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.launch import ServerSettings, bind, raise_file_limit, serve
 from vllm.errors import ConfigError, EngineDeadError
+from vllm.utils.startup import begin_report, process_start
 
 Number = TypeVar("Number", int, float)
 
@@ -61,7 +61,7 @@ def _add_server_flags(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
-    start = time.monotonic()
+    report = begin_report(process_start())
     settings = _settings(args)
     raise_file_limit()
     listener = bind(args.host, args.port)
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     def on_ready(model_name: str) -> None:
         scheme = "https" if settings.ssl_certfile else "http"
         url = f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
-        print(_greeting(url, model_name, time.monotonic() - start, bool(settings.api_keys)))
+        report.log(who="Server")
+        print(_greeting(url, model_name, report.total, bool(settings.api_keys)))
         sys.stdout.flush()
 
     try:

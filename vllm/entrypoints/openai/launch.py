@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
+from vllm.utils.startup import no_collections
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
@@ -82,10 +83,13 @@ async def serve(
     from vllm.utils.import_utils import hide_torch
 
     hide_torch()
-    engine = AsyncLLM(args, max_waiting=settings.max_waiting)
+    with no_collections():
+        engine = AsyncLLM(args, max_waiting=settings.max_waiting)
     try:
-        from vllm.entrypoints.openai.server import Server
+        with no_collections():
+            from vllm.entrypoints.openai.server import Server
 
-        await Server(engine, settings).run(listener, on_ready)
+            server = Server(engine, settings)
+        await server.run(listener, on_ready)
     finally:
         await asyncio.shield(engine.shutdown())

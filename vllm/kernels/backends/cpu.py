@@ -39,8 +39,8 @@ def _head_size(problem: Problem) -> list[Reason]:
 
 
 SPECS = (
-    _Spec(family="linear", formats=_WEIGHTS),
-    _Spec(family="moe", formats=_WEIGHTS),
+    _Spec(family="linear", formats=_WEIGHTS, native=("cpu_linear",)),
+    _Spec(family="moe", formats=_WEIGHTS, native=("cpu_linear",)),
     _Spec(family="attention", formats=_FLOATS | {"fp8"}, check=_head_size),
     _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, check=_head_size),
 )

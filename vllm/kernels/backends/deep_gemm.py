@@ -3,7 +3,8 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem
+from vllm.kernels.jit.memory import CompiledCall
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
 from vllm.kernels.spec import Candidate, KernelSpec, Scales
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _Spec = partial(
     devices=frozenset({"sm_90", "sm_10x", "sm_12x"}),
     carries=(("sm_12x", "deep_gemm", "sm120"),),
     libs=(("deep_gemm", ""),),
+    compiles="nvcc",
     formats=frozenset({"fp8-block"}),
     blocks=frozenset({(128, 128)}),
     scales=(("sm_9x", Scales.FLOAT32), ("sm_10x", Scales.UE8M0), ("sm_12x", Scales.UE8M0)),
@@ -40,6 +42,9 @@ SPECS = (
 )
 
 _BLOCK = 128
+# Rows at which the library's choice of a tiling may change: these and multiples of the last. So it
+# was for every M up to 520 of 6144x4096, and every 8th after, of 0.1.3 on an H100.
+_ROW_STEPS = (16, 32, 64)
 # Most tokens for which each expert gets a block of its own, with room for all of them.
 _MASKED_TOKENS = 256
 
@@ -150,3 +155,128 @@ def _input_quant(winner: Candidate) -> "InputQuant":
     if winner.scales == Scales.UE8M0:
         return InputQuant(ScaleLayout.PACKED_UE8M0)
     return InputQuant(ScaleLayout.TMA_ALIGNED, winner.scales == Scales.FLOAT32_CEIL_UE8M0)
+
+
+# ---------------------------------------------------------------- what it compiles
+
+
+def compiled_calls(
+    problem: Problem, winner: Candidate, m_range: tuple[int, int]
+) -> list[CompiledCall]:
+    """The GEMMs of `linear` or `moe` for so many tokens, over memory that holds nothing."""
+    if isinstance(problem, LinearProblem):
+        n, k = winner.fit.sizes if winner.fit is not None else (problem.n, problem.k)
+        sizes = _row_sizes(*m_range)
+        name = f"fp8_gemm_nt {n}x{k} {winner.scales}"
+        return [CompiledCall(name, sizes, partial(_dense_call, n, k))]
+    assert isinstance(problem, MoEProblem)
+    inner, hidden = winner.fit.sizes if winner.fit is not None else (
+        problem.intermediate, problem.hidden
+    )  # fmt: skip
+    calls = []
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        calls += _masked_calls(problem, n, k, winner.scales, m_range)
+        calls += _contiguous_calls(problem, n, k, winner.scales, m_range)
+    return calls
+
+
+def _row_sizes(low: int, high: int) -> tuple[int, ...]:
+    *first, step = _ROW_STEPS
+    sizes = [*first, *range(step, high + step, step)]
+    return tuple(
+        size for before, size in zip((0, *sizes), sizes) if size >= low and before < high
+    )  # fmt: skip
+
+
+def _dense_call(n: int, k: int, num_rows: int) -> None:
+    """Nothing of it stays: between the plan and the first call weights take the memory."""
+    from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    a, b = (_fp8(num_rows, k), _ones(num_rows, k, 1)), (_fp8(n, k), _ones(n, k, _BLOCK))
+    fp8_gemm_nt(a, b, _bf16(num_rows, n))
+
+
+def _masked_calls(
+    problem: MoEProblem, n: int, k: int, scales: str, m_range: tuple[int, int]
+) -> list[CompiledCall]:
+    """By the mean number of rows of an expert, for each number of rows that it has room for."""
+    from vllm.utils import deep_gemm as library
+    from vllm.utils.math_utils import cdiv, round_up
+
+    num_experts = problem.num_experts // problem.cut_experts
+
+    def run(size: int, expected: int) -> None:
+        q, weight = _fp8(num_experts, size, k), _fp8(num_experts, n, k)
+        a, b = (q, _ones(size, k, 1, num_experts)), (weight, _ones(n, k, _BLOCK, num_experts))
+        out, counts = _bf16(num_experts, size, n), _int32(num_experts)
+        library.fp8_m_grouped_gemm_nt_masked(a, b, out, counts, expected)
+
+    calls = []
+    low, high = m_range[0], min(m_range[1], _MASKED_TOKENS)
+    while low <= high:
+        size = round_up(low, library.get_mk_alignment_for_contiguous_layout()[0])
+        most = min(size, high)
+        means = range(cdiv(low * problem.top_k, num_experts),
+                      cdiv(most * problem.top_k, num_experts) + 1)  # fmt: skip
+        name = f"m_grouped_fp8_gemm_nt_masked {num_experts}x{n}x{k} {scales} of {size}"
+        calls.append(CompiledCall(name, tuple(means), partial(run, size)))
+        low = most + 1
+    return calls
+
+
+def _contiguous_calls(
+    problem: MoEProblem, n: int, k: int, scales: str, m_range: tuple[int, int]
+) -> list[CompiledCall]:
+    """By the number of rows, with those that fill up tiles."""
+    from vllm.kernels.triton.moe_rows import max_blocks
+    from vllm.utils import deep_gemm as library
+
+    num_experts, low = problem.num_experts // problem.cut_experts, m_range[0]
+    if m_range[1] <= _MASKED_TOKENS:
+        return []
+    tile = library.get_mk_alignment_for_contiguous_layout()[0]
+    fewest, most = (
+        max_blocks(tokens * problem.top_k, num_experts, tile)
+        for tokens in (max(low, _MASKED_TOKENS + 1), m_range[1])
+    )
+
+    def run(num_rows: int) -> None:
+        a = _fp8(num_rows, k), _ones(num_rows, k, 1)
+        b = _fp8(num_experts, n, k), _ones(n, k, _BLOCK, num_experts)
+        out, experts = _bf16(num_rows, n), _int32(num_rows)
+        library.m_grouped_fp8_gemm_nt_contiguous(a, b, out, experts)
+
+    name = f"m_grouped_fp8_gemm_nt_contiguous {num_experts}x{n}x{k} {scales}"
+    sizes = tuple(blocks * tile for blocks in range(fewest, most + 1))
+    return [CompiledCall(name, sizes, run)]
+
+
+def _fp8(*shape: int) -> "Tensor":
+    import torch
+
+    return torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+
+
+def _bf16(*shape: int) -> "Tensor":
+    import torch
+
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _int32(size: int) -> "Tensor":
+    import torch
+
+    return torch.zeros(size, dtype=torch.int32, device="cuda")
+
+
+def _ones(rows: int, k: int, block_rows: int, num_groups: int | None = None) -> "Tensor":
+    """Scales of an [rows, k] operand as the chip takes them, which are powers of two too."""
+    import torch
+
+    from vllm.utils.deep_gemm import transform_sf_into_required_layout
+
+    shape = [-(-rows // block_rows), -(-k // _BLOCK)]
+    scales = torch.ones([num_groups, *shape] if num_groups else shape, device="cuda")
+    return transform_sf_into_required_layout(
+        scales, rows, k, (block_rows, _BLOCK), num_groups=num_groups
+    )

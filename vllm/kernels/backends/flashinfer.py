@@ -11,9 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
-_Spec = partial(KernelSpec, libs=(("flashinfer", "0.6"),), dtypes=frozenset({"bf16", "fp16"}))
+_Spec = partial(
+    KernelSpec,
+    libs=(("flashinfer", "0.6"),),
+    compiles="flashinfer",
+    dtypes=frozenset({"bf16", "fp16"}),
+)
 _Block = partial(
     _Spec,
     formats=frozenset({"fp8-block"}),
@@ -37,9 +43,8 @@ _DEEPGEMM, _CUTLASS, _TRTLLM = "flashinfer-deepgemm", "flashinfer-cutlass", "fla
 
 def _head_size(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
-    if problem.head_dim not in (64, 128, 256):
-        text = f"head_dim = {problem.head_dim} is none of 64, 128, 256"
-        return [Reason(Why.SHAPE, text)]
+    if problem.head_dim != 128:
+        return [Reason(Why.SHAPE, f"head_dim = {problem.head_dim}: run for 128 alone")]
     return []
 
 
@@ -60,11 +65,13 @@ SPECS = (
     _Block(backend=_CUTLASS, family="moe", devices=_SM90),
     _Nvfp4(backend=_CUTLASS, family="moe", devices=_SM100 | _SM12X),
     _Tensor(backend=_CUTLASS, family="moe", devices=_SM90 | _SM100),
+    # Batch{Prefill,Decode}WithPagedKVCacheWrapper: FlashAttention 3 for prompts, 2 for the rest
     _Spec(
         backend="flashinfer",
         family="attention",
-        devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_12x"}),
-        formats=frozenset({"bf16", "fp16", "fp8"}),
+        devices=_SM90,
+        formats=frozenset({"bf16", "fp8"}),
+        dtypes=frozenset({"bf16"}),
         check=_head_size,
     ),
 )
@@ -75,8 +82,10 @@ MAKES = {"linear": frozenset(), f"{_DEEPGEMM}/linear": frozenset({"fp8-block"})}
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored; each call quantises x [M, K] inside. The first compiles."""
+    from vllm.kernels.jit.flashinfer import watch_flashinfer
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
+    watch_flashinfer()
     gemm = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
@@ -90,3 +99,12 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         return apply
 
     return fitted_kernel(tensors, winner.fit, make)
+
+
+def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
+    """Compiles for a minute where the library's cache is cold."""
+    from vllm.kernels.jit.flashinfer import watch_flashinfer
+    from vllm.ops.flashinfer_attention import FlashInferAttention
+
+    watch_flashinfer()
+    return FlashInferAttention(write, problem)

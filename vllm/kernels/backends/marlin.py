@@ -1,10 +1,51 @@
 """Weight-only kernels: FP8, NVFP4 and int4 weights widened in registers, activations untouched; and
-int4 weights by FP8 activations (`marlin-w4a8`), where tensor cores take FP8 from registers."""
+int4 weights by FP8 activations (`marlin-w4a8`, declared only), where tensor cores take FP8 from
+registers.
+
+Few tokens are multiplied by our own kernel, which reads the packed weight once; for many the weight
+is widened into memory, in parts, and torch's GEMM multiplies. The kernel was run thread by thread
+on a CPU (tests/native/test_weight_only_gemm.py), and not run on hardware.
+"""
 
 from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme
-from vllm.kernels.spec import NATIVE, KernelSpec
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
+from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Why
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, device
+
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+
+# Columns that share a float32 scale: at least so many, and a power of two.
+_LEAST_GROUP = 32
+# Most tokens for our kernel, by element of the weight. Estimated from bytes and products, not
+# measured (benchmarks/kernels/bench_weight_only.py).
+MOST_TOKENS = {"fp8": 128, "nvfp4": 128, "int4": 128}
+# Rows of an expert that are multiplied together: the token tiles of the kernel.
+_BLOCK_ROWS = (8, 16, 32, 64)
+# Of a weight that is widened into memory at a time.
+WIDE_BYTES = 128 << 20
+
+
+def _columns_per_scale(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, LinearProblem | MoEProblem)
+    columns = problem.weight.block[1]
+    if problem.weight.scale == "block":  # a cut leaves steps that every shard can begin with
+        if isinstance(problem, LinearProblem):
+            size, cut = problem.k, problem.cut_k
+        else:
+            size, cut = problem.intermediate, problem.cut
+        columns = gcd(columns, size) if cut > 1 else columns
+    if columns and (columns < _LEAST_GROUP or columns & (columns - 1)):
+        text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
+        return [Reason(Why.SHAPE, text)]
+    return []
+
 
 _Spec = partial(
     KernelSpec,
@@ -15,9 +56,12 @@ _Spec = partial(
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),
     # Code for 8.0 runs on every later chip of its major version; the others need their own.
-    native_archs=frozenset({"80", "90", "100f", "110f", "120f"}),
-    blocks=frozenset({(128, 128)}),
-    k_align=64,
+    native_archs=frozenset(
+        {"80", "86", "87", "89", "90", "90a", "100", "100a", "100f", "103a", "110", "110a", "110f"}
+        | {"120", "120a", "120f", "121a"}
+    ),
+    k_align=16,
+    check=_columns_per_scale,
 )
 
 _W4A8 = partial(
@@ -29,8 +73,87 @@ _W4A8 = partial(
 )
 
 SPECS = (
-    _Spec(family="linear", n_align=64),
-    _Spec(family="moe"),
-    _W4A8(family="linear", n_align=64),
+    _Spec(family="linear"),
+    # Rows are sorted by expert, and put together again, by Triton kernels.
+    _Spec(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
+    _W4A8(family="linear"),
     _W4A8(family="moe"),
 )
+
+# Formats that makers have code for: none of those of `marlin-w4a8`.
+MAKES = {"marlin-w4a8/linear": frozenset[str](), "marlin-w4a8/moe": frozenset[str]()}
+
+
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Packs the weight as lanes read it."""
+    from vllm._custom_weight_only import multiply, multiply_wide
+    from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_weight
+
+    weight, bias = pack_weight(tensors), tensors.bias
+    most_tokens = MOST_TOKENS[problem.weight.element]
+
+    def apply(x: "Tensor") -> "Tensor":
+        if x.shape[0] > most_tokens:
+            return multiply_wide(x, weight, bias, WIDE_BYTES)
+        return multiply(x, weight, bias)
+
+    return apply
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Packs every expert; each call sorts the pairs of token and expert, and multiplies blocks of
+    their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
+    from vllm._custom_weight_only import multiply_experts
+    from vllm.kernels.triton import moe_rows
+    from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_experts
+    from vllm.ops import torch_ops
+
+    num_experts = tensors.num_experts
+    pairs = [tensors.expert(index) for index in range(num_experts)]
+    gate_up = pack_experts((pair[0] for pair in pairs), num_experts)
+    down = pack_experts((pair[1] for pair in pairs), num_experts)
+    silu_and_mul = torch_ops.silu_and_mul
+    if tensors.down.is_cuda:
+        from vllm.ops import cuda_ops
+
+        silu_and_mul = cuda_ops.silu_and_mul
+
+    def apply(
+        x: "Tensor", weights: "Tensor", ids: "Tensor", block_rows: int | None = None
+    ) -> "Tensor":
+        if x.shape[0] == 0:
+            return x.clone()
+        num_pairs, top_k = ids.numel(), ids.shape[1]
+        block_rows = block_rows or _block_rows(num_pairs / num_experts)
+        rows = moe_rows.sort(ids.contiguous(), num_experts, block_m=block_rows)
+        inner = multiply_experts(
+            x, gate_up, rows.blocks, block_rows, num_pairs, rows.order, top_k
+        )  # fmt: skip
+        out = multiply_experts(silu_and_mul(inner), down, rows.blocks, block_rows, num_pairs)
+        return moe_rows.combine(out, weights, rows.positions, num_experts)
+
+    if tensors.down.is_cuda:
+        _warm_up(apply, problem, tensors.down.device)
+    return apply
+
+
+def _block_rows(share: float) -> int:
+    """Rows of an expert that are multiplied together, for so many an expert on average."""
+    return next((size for size in _BLOCK_ROWS if share <= size), _BLOCK_ROWS[-1])
+
+
+def _warm_up(
+    apply: "Callable[[Tensor, Tensor, Tensor, int], Tensor]",
+    problem: MoEProblem,
+    device: "device",
+) -> None:
+    """Compiles the Triton kernels of every size of blocks, once for all layers: else the first
+    request with another number of tokens would wait for it."""
+    import torch
+
+    from vllm.utils.torch_utils import dtype_of
+
+    x = torch.zeros(1, problem.hidden, dtype=dtype_of(problem.dtype), device=device)
+    ids = torch.zeros(1, problem.top_k, dtype=torch.int64, device=device)
+    for size in _BLOCK_ROWS:
+        apply(x, torch.ones_like(ids, dtype=torch.float32), ids, size)

@@ -4,18 +4,22 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
-from vllm.kernels.fit import moe_fit
+from vllm.kernels.fit import Axis
 from vllm.kernels.problem import (
     ActScheme,
     AttentionProblem,
     KVQuantProblem,
+    LinearProblem,
     MoEProblem,
     Problem,
 )
 from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
-    from vllm.kernels.tensors import MoEKernel, MoETensors
+    from torch import Tensor
+
+    from vllm.kernels.activations import QuantizedInput
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _HALF, _FP8 = frozenset({"bf16", "fp16"}), frozenset({"fp8"})
@@ -26,6 +30,7 @@ _Spec = partial(
     KernelSpec,
     backend="triton",
     libs=(("triton", "3.2"),),
+    compiles="triton",
     dtypes=_HALF,
     devices=frozenset({"sm_8x"}) | _FP8_CHIPS,
 )
@@ -49,18 +54,21 @@ def _head_size(problem: Problem) -> list[Reason]:
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
-    assert isinstance(problem, MoEProblem)
+    assert isinstance(problem, LinearProblem | MoEProblem)
     columns = problem.weight.block[1]
-    fit = moe_fit(problem, takes_any_block=True) if columns else None
-    step = gcd(columns, _GROUP, fit.block[1] if fit else 0)
-    if columns and step < _LEAST_STEP:
+    if isinstance(problem, LinearProblem):
+        axis = Axis((problem.k,), problem.cut_k)
+    else:
+        axis = Axis((problem.intermediate,), problem.cut)
+    step = gcd(axis.refined(columns), _GROUP) if columns else _GROUP
+    if step < _LEAST_STEP:
         text = f"scale blocks leave steps of {step} columns, and it takes {_LEAST_STEP} or more"
         return [Reason(Why.SHAPE, text)]
     return []
 
 
 SPECS = (
-    _Block(family="linear"),
+    _Block(family="linear", check=_columns_per_scale),
     _Block(family="moe", layouts=frozenset({"standard", "batched"}), check=_columns_per_scale),
     _Moe(
         formats=frozenset({"fp8-tensor", "fp8-channel"}),
@@ -76,6 +84,28 @@ SPECS = (
 
 # Formats that `moe` has code for.
 MAKES = {"moe": _HALF | {"fp8-block"}}
+
+
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Takes the weight as it is stored; each call quantises x [M, K] and multiplies."""
+    from vllm._custom_ops import ScaleLayout
+    from vllm.kernels.activations import InputQuant, QuantizingKernel
+    from vllm.kernels.triton.linear import fp8_block_gemm
+    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, scales, block = tensors.weight, tensors.scales, tensors.format.block
+        bias = tensors.bias
+        assert scales is not None
+
+        def multiply(x: "QuantizedInput") -> "Tensor":
+            y = x.q.new_empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+            fp8_block_gemm(x.q, x.scales, weight, scales, bias, block, y)
+            return y
+
+        return QuantizingKernel(InputQuant(ScaleLayout.ROW_MAJOR), multiply)
+
+    return fitted_kernel(tensors, winner.fit, make)
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from vllm.kernels.triton.attention_kernels import (
-    combine_kernel,
     decode_kernel,
     prefill_kernel,
     write_kernel,
@@ -25,29 +24,50 @@ FP8 = torch.float8_e4m3fn
 
 
 class Tile(NamedTuple):
-    """Rows of queries and of keys, and Triton's launch options."""
+    """Rows of queries and of keys, and Triton's launch options.
+
+    max_registers: of a thread, where two programs are to share an SM.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     def shared_memory(self, head_dim: int, cache_bytes: int) -> int:
         """Bytes of the query tile and of the K and V tiles in flight."""
         cached = self.num_stages * 2 * self.block_n * head_dim * cache_bytes
         return 2 * self.block_m * head_dim + cached
 
+    def options(self) -> dict[str, int | None]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
+        }
 
-# By padded head size, best first: the first that fits the chip's shared memory is taken.
+
+# By padded head size and bytes of an element of the cache, best first: the first that fits the
+# chip's shared memory is taken.
 PREFILL_TILES = {
-    64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
-    128: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-    256: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+    (64, 2): (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    (128, 2): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    (256, 2): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+    (64, 1): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)),
+    (128, 1): (Tile(128, 128, 8, 4), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
+    (256, 1): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
 }
+# Where every SM gets two programs: one computes scores while the other computes a softmax.
+PAIRED_TILES = {(128, 2): Tile(128, 64, 8, 2, max_registers=128)}
 DECODE_TILE_BYTES = 16384  # of K, and of V
 DECODE_STAGES = {1: 3, 2: 2}  # by bytes of an element of the cache
+COMBINED_BYTES = 16384  # of partial results that are fetched at a time
 MAX_SPLITS = 128
-SHORT_SPLIT, LONG_SPLIT = 64, 8192
+SHORT_SPLIT, LONG_SPLIT = 128, 8192
+NUM_COUNTERS = 65536
 
 
 class Chip(NamedTuple):
@@ -64,6 +84,16 @@ def read_chip(device: torch.device) -> Chip:
     return Chip(found["multiprocessor_count"], found["max_shared_mem"])
 
 
+@cache
+def arrival_counters(device: torch.device) -> Tensor:
+    """Zeros that the decode kernel counts in and leaves zero.
+
+    One tensor for all calls and captured graphs, so calls on a device must not run at the same
+    time on several streams.
+    """
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
 def plan_splits(programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
     """In how many parts the keys of a request are cut at most, and the fewest keys of a part.
 
@@ -72,6 +102,8 @@ def plan_splits(programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int
     kernel cuts the keys that a request has at run time: a large `max_seq_len` (that of a captured
     graph) costs programs that end at once, no more.
     """
+    if programs > NUM_COUNTERS:
+        return 1, SHORT_SPLIT
     wanted = triton.cdiv(2 * num_sms, programs)
     min_split = SHORT_SPLIT if wanted > 1 else LONG_SPLIT // 4
     wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
@@ -173,17 +205,48 @@ class _Call(NamedTuple):
 
 
 def _prefill(call: _Call, min_query_len: int) -> None:
-    query, out, sizes = call.query, call.out, call.sizes()
-    dim, item = sizes["DIM_PAD"], call.k_cache.itemsize
-    choices, limit = PREFILL_TILES[dim], read_chip(query.device).shared_memory
-    tile = next((t for t in choices if t.shared_memory(dim, item) <= limit), choices[-1])
-    num_tokens, num_requests = query.shape[0], call.seq_lens.shape[0]
-    num_tiles = num_tokens // (tile.block_m // sizes["GROUP"]) + num_requests
-    prefill_kernel[(num_tiles * sizes["KV_HEADS"],)](
-        *call, num_tokens, num_requests, num_tiles, call.block_tables.stride(0), min_query_len,
-        *query.stride()[:2], *out.stride()[:2], **sizes, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    """Compiles for many programs and for few at the first call of either."""
+    query, sizes = call.query, call.sizes()
+    kind = sizes["DIM_PAD"], call.k_cache.itemsize
+    chip = read_chip(query.device)
+    few, many = prefill_tiles(kind, chip.shared_memory)
+    num_requests = call.seq_lens.shape[0]
+
+    def arguments(tile: Tile) -> tuple[int, tuple[object, ...]]:
+        """The number of programs, and what the kernel takes."""
+        num_tiles = query.shape[0] // (tile.block_m // sizes["GROUP"]) + num_requests
+        values = (
+            *call, query.shape[0], num_requests, num_tiles, call.block_tables.stride(0),
+            min_query_len, *query.stride()[:2], *call.out.stride()[:2],
+        )  # fmt: skip
+        return num_tiles * sizes["KV_HEADS"], values
+
+    tile, other = many, few
+    num_programs, values = arguments(many)
+    if num_programs < 2 * chip.num_sms:
+        tile, other = few, many
+        num_programs, values = arguments(few)
+    prefill_kernel[(num_programs,)](*values, **sizes, **tile.options())
+    compiled_for = (query.dtype, call.k_cache.dtype, query.device, *sizes.values())
+    if few != many and query.is_cuda and compiled_for not in _compiled:
+        _compiled.add(compiled_for)
+        prefill_kernel.warmup(*arguments(other)[1], grid=(1,), **sizes, **other.options())
+
+
+_compiled: set[tuple[object, ...]] = set()
+
+
+def prefill_tiles(kind: tuple[int, int], shared_memory: int) -> tuple[Tile, Tile]:
+    """For few programs, and for enough that every SM gets two; they may be the same.
+
+    kind: padded head size, and bytes of an element of the cache.
+    """
+    choices, paired = PREFILL_TILES[kind], PAIRED_TILES.get(kind)
+    fitting = (tile for tile in choices if tile.shared_memory(*kind) <= shared_memory)
+    few = next(fitting, choices[-1])
+    if paired is None or 2 * paired.shared_memory(*kind) > shared_memory:
+        return few, few
+    return few, paired
 
 
 def _decode(call: _Call, max_seq_len: int) -> None:
@@ -193,18 +256,14 @@ def _decode(call: _Call, max_seq_len: int) -> None:
     num_splits, min_split = plan_splits(
         num_requests * sizes["KV_HEADS"], max_seq_len, read_chip(query.device).num_sms
     )
+    min_split = max(min_split, block_n)  # splits are whole tiles
     slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
     partial = query.new_empty((*slots, sizes["DIM"]), dtype=torch.float32)
     partial_lse = query.new_empty(slots, dtype=torch.float32)
+    row = triton.next_power_of_2(sizes["GROUP"] * sizes["DIM"])
     decode_kernel[(sizes["KV_HEADS"], num_requests, num_splits)](
-        *call, partial, partial_lse, query.shape[0], call.block_tables.stride(0), min_split,
-        *query.stride()[:2], *out.stride()[:2], **sizes,
-        BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n,
-        num_warps=4, num_stages=DECODE_STAGES[item],
+        *call, partial, partial_lse, arrival_counters(query.device), query.shape[0],
+        call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2], **sizes,
+        BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n, ROW_PAD=row,
+        AT_ONCE=max(1, COMBINED_BYTES // (4 * row)), num_warps=4, num_stages=DECODE_STAGES[item],
     )  # fmt: skip
-    if num_splits > 1:
-        combine_kernel[(num_heads, num_requests)](
-            out, partial, partial_lse, call.query_start_loc, call.seq_lens, num_splits,
-            call.sliding_window, min_split, *out.stride()[:2], DIM=sizes["DIM"],
-            DIM_PAD=sizes["DIM_PAD"], BLOCK_N=block_n, MAX_SPLITS=MAX_SPLITS, CHUNK=16,
-        )  # fmt: skip

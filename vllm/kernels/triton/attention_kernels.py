@@ -20,16 +20,22 @@ def _load_blocks(table, positions, num_keys, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    cache, blocks, positions, num_keys,
+def _load_tile(
+    cache, blocks, first, num_keys,
     ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[positions, DIM_PAD] of one head; zeros past `num_keys` unless that is None."""
-    rows = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-    dims = tl.arange(0, DIM_PAD)
-    pointers = cache + rows[:, None] * ROW + dims[None, :]
+    """[BLOCK_N, DIM_PAD] of one head: keys from `first`, a multiple of BLOCK_N, on.
+
+    Zeros past `num_keys` unless that is None.
+    """
+    offsets, dims = tl.arange(0, BLOCK_N), tl.arange(0, DIM_PAD)
+    # Where blocks divide the tile, the places in them are the same for every tile.
+    places = offsets % BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else (first + offsets) % BLOCK_SIZE
+    starts = cache + blocks.to(tl.int64) * (BLOCK_SIZE * ROW)
+    pointers = starts[:, None] + ((places * ROW)[:, None] + dims[None, :])
     if num_keys is not None:
-        is_loaded = (positions < num_keys)[:, None] & (dims[None, :] < DIM)
+        is_loaded = (first + offsets < num_keys)[:, None] & (dims[None, :] < DIM)
         return tl.load(pointers, mask=is_loaded, other=0.0)
     if DIM != DIM_PAD:
         return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
@@ -55,26 +61,34 @@ def _begin_softmax(BLOCK_M: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(acc, row_max, row_sum, scores, v, qk_scale, dtype: tl.constexpr):
-    """One step of the online softmax; weights and values are multiplied in `dtype`."""
+def _add_tile(
+    acc, row_max, row_sum, scores, v, qk_scale, DTYPE: tl.constexpr, MASKED: tl.constexpr
+):
+    """One step of the online softmax; weights and values are multiplied in DTYPE."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
     # A row that has seen no key yet: -inf - -inf would be NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weights = tl.exp2(scores * qk_scale - shift[:, None])
     decay = tl.exp2(row_max - shift)
     row_sum = row_sum * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(dtype), v.to(dtype), acc * decay[:, None])
+    acc = tl.dot(weights.to(DTYPE), v.to(DTYPE), acc * decay[:, None])
     return acc, new_max, row_sum
 
 
 @triton.jit
+def _normalise(acc, row_sum, v_scale):
+    """Zeros in rows that have seen no key."""
+    return acc * (v_scale / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+
+
+@triton.jit
 def _zero_padding(
-    out, query_start_loc, num_requests, num_tokens, out_token, out_head, first_head, pid, stride,
+    out, first_row, num_tokens, out_token, out_head, first_head, pid, stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows after the last request's, every `stride`th from `pid` on."""
+    """Zeros in the rows from `first_row` on, every `stride`th from the `pid`th."""
     dims = tl.arange(0, DIM_PAD)
-    for row in range(tl.load(query_start_loc + num_requests) + pid, num_tokens, stride):
+    for row in range(first_row + pid, num_tokens, stride):
         for head in range(GROUP):
             start = out + row * out_token.to(tl.int64) + (first_head + head) * out_head
             tl.store(start + dims, tl.zeros([DIM_PAD], out.dtype.element_ty), mask=dims < DIM)
@@ -85,10 +99,93 @@ def _zero_padding(
 
 @triton.jit
 def _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.constexpr):
-    """The first key that is seen, and how many keys a split has."""
-    begin = tl.where(sliding_window > 0, tl.maximum(seq_len - sliding_window, 0), 0)
+    """The oldest key that is seen, the first of its tile, and how many keys a split has."""
+    oldest = tl.where(sliding_window > 0, tl.maximum(seq_len - sliding_window, 0), 0)
+    begin = oldest // BLOCK_N * BLOCK_N
     even = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), BLOCK_N) * BLOCK_N
-    return begin, tl.maximum(even, min_split)
+    return oldest, begin, tl.maximum(even, min_split)
+
+
+@triton.jit
+def _combine_splits(
+    partial, partial_lse, num_written,
+    ROW: tl.constexpr, ROW_PAD: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Weighted sums [ROW_PAD] of splits: of `partial` [splits, ROW], `partial_lse` [splits, heads].
+
+    .cg: what other SMs have written is in L2, not in the L1 of this one.
+    """
+    columns = tl.arange(0, ROW_PAD)
+    is_column = columns < ROW
+    acc, total = tl.zeros([ROW_PAD], tl.float32), tl.zeros([ROW_PAD], tl.float32)
+    largest = tl.full([ROW_PAD], float("-inf"), tl.float32)
+    for first in range(0, num_written, AT_ONCE):
+        parts, scores = (), ()
+        for i in tl.static_range(AT_ONCE):  # all are on their way before the first is used
+            split = first + i
+            is_loaded = is_column & (split < num_written)
+            lse = partial_lse + split * (ROW // DIM) + columns // DIM
+            scores += (tl.load(lse, is_loaded, float("-inf"), cache_modifier=".cg"),)
+            part = partial + split * ROW + columns
+            parts += (tl.load(part, is_loaded, 0.0, cache_modifier=".cg"),)
+        largest_before = largest
+        for i in tl.static_range(AT_ONCE):
+            largest = tl.maximum(largest, scores[i])
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        decay = tl.exp2(largest_before - shift)
+        acc, total = acc * decay, total * decay
+        for i in tl.static_range(AT_ONCE):
+            weights = tl.exp2(scores[i] - shift)
+            acc += parts[i] * weights
+            total += weights
+    return acc / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def _store_split(
+    result, lse, split, num_written, partial, partial_lse, num_arrived, start, out_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Keeps the result of one split; the last to arrive adds up all, and clears the counter."""
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
+    heads = split * GROUP + rows
+    is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
+    tl.store(partial + heads[:, None] * DIM + dims[None, :], result, mask=is_stored)
+    tl.store(partial_lse + heads, lse, mask=rows < GROUP)
+    tl.debug_barrier()  # one thread counts for all: after all have stored
+    if tl.atomic_add(num_arrived, 1, sem="acq_rel") == num_written - 1:
+        tl.store(num_arrived, 0)
+        columns = tl.arange(0, ROW_PAD)
+        total = _combine_splits(
+            partial, partial_lse, num_written, GROUP * DIM, ROW_PAD, DIM, AT_ONCE
+        )
+        places = start + columns // DIM * out_head + columns % DIM
+        tl.store(places, total.to(start.dtype.element_ty), mask=columns < GROUP * DIM)
+
+
+@triton.jit
+def _attend_split(
+    query, keys, values, table, begin, end, oldest, qk_scale,
+    ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
+    offsets = tl.arange(0, BLOCK_N)
+    # Block numbers are fetched a tile ahead: keys wait for them.
+    blocks = _load_blocks(table, begin + offsets, end, BLOCK_SIZE)
+    for first in range(begin, end, BLOCK_N):
+        columns = first + offsets
+        k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        v = _load_tile(values, blocks, first, end, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        blocks = _load_blocks(table, columns + BLOCK_N, end, BLOCK_SIZE)
+        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        is_seen = (columns >= oldest) & (columns < end)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        acc, row_max, row_sum = _add_tile(
+            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, True
+        )
+    return acc, row_max, row_sum
 
 
 @triton.jit(
@@ -97,101 +194,61 @@ def _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.cons
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, v_scale, sliding_window, partial, partial_lse, num_tokens, table_stride, min_split,
-    q_token, q_head, out_token, out_head,
+    qk_scale, v_scale, sliding_window, partial, partial_lse, num_arrived, num_tokens, table_stride,
+    min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """A program takes one of the splits of a request's keys, for the heads of one K and V head.
 
     Grid (kv heads, requests, splits): splits that a request does not have, which end at once, come
-    last and keep no others waiting. A request of one split is written to `out`, others to
-    `partial` [requests, heads, splits, dim], with the base-2 logarithm of the sum of weights.
-    Requests with more than one new token are left to `prefill_kernel`.
+    last and keep no others waiting. A request of one split is written to `out`. Of others, results
+    go to `partial` [requests, kv heads, splits, GROUP, dim] with the base-2 logarithm of the sum of
+    weights, and the program that arrives last adds them up; it leaves `num_arrived` [requests, kv
+    heads] zero, as it found it. Requests with more than one new token are left to `prefill_kernel`.
     """
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_requests, num_splits = tl.num_programs(1), tl.num_programs(2)
     first_head = kv_head * GROUP
-    if split == 0:
-        _zero_padding(out, query_start_loc, num_requests, num_tokens, out_token, out_head,
-                      first_head, request, num_requests, GROUP, DIM, DIM_PAD)  # fmt: skip
+    # Loads that do not wait for one another come first: a program begins with their latency.
+    num_rows = tl.load(query_start_loc + num_requests)
     token = tl.load(query_start_loc + request)
-    if tl.load(query_start_loc + request + 1) - token != 1:
-        return
+    query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
-    begin, length = _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N)
-    is_only = length >= seq_len - begin
-    begin += split * length
-    end = tl.minimum(begin + length, seq_len)
-    if (split > 0) & (begin >= end):
+    if split == 0:
+        _zero_padding(out, num_rows, num_tokens, out_token, out_head, first_head, request,
+                      num_requests, GROUP, DIM, DIM_PAD)  # fmt: skip
+    if query_len != 1:
+        return
+    oldest, first_key, length = _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N)
+    begin = first_key + split * length
+    if (split > 0) & (begin >= seq_len):
         return
 
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
     is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
-    heads = first_head + rows
-    pointers = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dims[None, :]
-    query = _widen(tl.load(pointers, mask=is_stored, other=0.0), k_cache)
-    table = block_tables + request * table_stride.to(tl.int64)
-    keys, values = k_cache + kv_head * DIM, v_cache + kv_head * DIM
-    acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
-    offsets = tl.arange(0, BLOCK_N)
-    # Block numbers are fetched a tile ahead: keys wait for them.
-    blocks = _load_blocks(table, begin + offsets, end, BLOCK_SIZE)
-    for tile in range(begin, end, BLOCK_N):
-        columns = tile + offsets
-        k = _load_rows(keys, blocks, columns, None, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE)
-        v = _load_rows(values, blocks, columns, end, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE)
-        blocks = _load_blocks(table, columns + BLOCK_N, end, BLOCK_SIZE)
-        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
-        scores = tl.where((columns < end)[None, :], scores, float("-inf"))
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, scores, v, qk_scale, query.dtype)
-
-    result = acc * (v_scale / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
-    if is_only:
-        pointers = out + token.to(tl.int64) * out_token + heads[:, None] * out_head + dims[None, :]
-        tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
-    else:
-        slots = (request.to(tl.int64) * KV_HEADS * GROUP + heads) * num_splits + split
-        tl.store(partial + slots[:, None] * DIM + dims[None, :], result, mask=is_stored)
-        tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=rows < GROUP)
-
-
-@triton.jit(
-    do_not_specialize=["num_splits", "sliding_window", "min_split"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
-)
-def combine_kernel(
-    out, partial, partial_lse, query_start_loc, seq_lens, num_splits, sliding_window, min_split,
-    out_token, out_head,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Sums the splits that `decode_kernel` wrote. Grid (heads, requests)."""
-    head, request = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_start_loc + request)
-    if tl.load(query_start_loc + request + 1) - token != 1:
-        return
-    seq_len = tl.load(seq_lens + request)
-    begin, length = _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N)
-    num_written = tl.cdiv(seq_len - begin, length)
-    if num_written <= 1:
+    pointers = q + token.to(tl.int64) * q_token + (first_head + rows)[:, None] * q_head
+    query = _widen(tl.load(pointers + dims[None, :], mask=is_stored, other=0.0), k_cache)
+    acc, row_max, row_sum = _attend_split(
+        query, k_cache + kv_head * DIM, v_cache + kv_head * DIM,
+        block_tables + request * table_stride.to(tl.int64), begin,
+        tl.minimum(begin + length, seq_len), oldest, qk_scale,
+        KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    result = _normalise(acc, row_sum, v_scale)
+    start = out + token.to(tl.int64) * out_token + first_head * out_head
+    if length >= seq_len - first_key:
+        places = start + rows[:, None] * out_head + dims[None, :]
+        tl.store(places, result.to(out.dtype.element_ty), mask=is_stored)
         return
 
-    first = (request.to(tl.int64) * tl.num_programs(0) + head) * num_splits
-    dims, splits = tl.arange(0, DIM_PAD), tl.arange(0, MAX_SPLITS)
-    lse = tl.load(partial_lse + first + splits, mask=splits < num_written, other=float("-inf"))
-    shift = tl.max(lse, 0)
-    total = tl.sum(tl.exp2(lse - shift), 0)
-    acc = tl.zeros([DIM_PAD], tl.float32)
-    for chunk in range(0, num_written, CHUNK):
-        some = chunk + tl.arange(0, CHUNK)
-        some_lse = tl.load(partial_lse + first + some, some < num_written, float("-inf"))
-        is_valid = (some[:, None] < num_written) & (dims[None, :] < DIM)
-        pointers = partial + (first + some)[:, None] * DIM + dims[None, :]
-        part = tl.load(pointers, mask=is_valid, other=0.0)
-        acc += tl.sum(part * tl.exp2(some_lse - shift)[:, None], 0)
-    start = out + token.to(tl.int64) * out_token + head * out_head
-    tl.store(start + dims, (acc / total).to(out.dtype.element_ty), mask=dims < DIM)
+    slot = request.to(tl.int64) * KV_HEADS + kv_head
+    _store_split(
+        result, row_max + tl.log2(row_sum), split, tl.cdiv(seq_len - first_key, length),
+        partial + slot * num_splits * (GROUP * DIM), partial_lse + slot * num_splits * GROUP,
+        num_arrived + slot, start, out_head, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- prompts
@@ -216,11 +273,60 @@ def _find_request(query_start_loc, num_requests, tile, TILE_TOKENS: tl.constexpr
 @triton.jit
 def _seen_tiles(first_position, last_position, sliding_window, BLOCK_N: tl.constexpr):
     """Tiles of keys [begin, end) that queries see; all see all of [full_begin, full_end)."""
-    oldest = tl.where(sliding_window > 0, first_position - sliding_window + 1, 0)
-    newest = tl.where(sliding_window > 0, last_position - sliding_window + 1, 0)
-    begin, end = tl.maximum(oldest, 0) // BLOCK_N, tl.cdiv(last_position + 1, BLOCK_N)
-    full_begin, full_end = tl.cdiv(tl.maximum(newest, 0), BLOCK_N), (first_position + 1) // BLOCK_N
+    oldest = tl.maximum(first_position - sliding_window + 1, 0)
+    newest = tl.maximum(last_position - sliding_window + 1, 0)
+    begin, end = oldest // BLOCK_N, tl.cdiv(last_position + 1, BLOCK_N)
+    full_begin = tl.minimum(tl.cdiv(newest, BLOCK_N), end)
+    full_end = tl.maximum((first_position + 1) // BLOCK_N, full_begin)
     return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _attend_full_tiles(
+    acc, row_max, row_sum, query, keys, values, table, begin, end, qk_scale,
+    ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Tiles of which every query sees every key: nothing is masked."""
+    offsets = tl.arange(0, BLOCK_N)
+    # Block numbers are fetched a tile ahead: keys wait for them.
+    blocks = tl.load(table + (begin * BLOCK_N + offsets) // BLOCK_SIZE, begin < end, 0)
+    for index in range(begin, end):
+        first = index * BLOCK_N
+        k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        v = _load_tile(values, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        after = first + BLOCK_N + offsets
+        blocks = tl.load(table + after // BLOCK_SIZE, index + 1 < end, 0)
+        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        acc, row_max, row_sum = _add_tile(
+            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, False
+        )
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_cut_tiles(
+    acc, row_max, row_sum, query, keys, values, table, positions, tiles, seq_len, sliding_window,
+    qk_scale, ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tiles before and after the full ones: of the window's old edge, and of the diagonal."""
+    begin, full_begin, full_end, end = tiles
+    offsets = tl.arange(0, BLOCK_N)
+    num_full = full_end - full_begin
+    for cut in range(begin, end - num_full):
+        first = tl.where(cut < full_begin, cut, cut + num_full) * BLOCK_N
+        blocks = _load_blocks(table, first + offsets, seq_len, BLOCK_SIZE)
+        k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        v = _load_tile(values, blocks, first, seq_len, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
+        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        newest = (positions - first)[:, None]
+        is_seen = (offsets[None, :] <= newest) & (offsets[None, :] > newest - sliding_window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        acc, row_max, row_sum = _add_tile(
+            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, True
+        )
+    return acc, row_max, row_sum
 
 
 @triton.jit(
@@ -246,17 +352,18 @@ def prefill_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // KV_HEADS
     first_head = kv_head * GROUP
-    _zero_padding(out, query_start_loc, num_requests, num_tokens, out_token, out_head,
-                  first_head, tile, num_tiles, GROUP, DIM, DIM_PAD)  # fmt: skip
+    num_rows = tl.load(query_start_loc + num_requests)
+    _zero_padding(out, num_rows, num_tokens, out_token, out_head, first_head, tile, num_tiles,
+                  GROUP, DIM, DIM_PAD)  # fmt: skip
     request, first_tile = _find_request(query_start_loc, num_requests, tile, TILE_TOKENS)
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
     first_token = (tile - first_tile) * TILE_TOKENS
     if (first_token >= query_len) | (query_len < min_query_len):
         return
 
-    seq_len = tl.load(seq_lens + request)
-    rows, dims, offsets = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD), tl.arange(0, BLOCK_N)
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
     tokens = first_token + rows // GROUP
     is_row = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
     is_stored = is_row[:, None] & (dims[None, :] < DIM)
@@ -264,30 +371,23 @@ def prefill_kernel(
     pointers = q + (token_rows * q_token + heads * q_head)[:, None] + dims[None, :]
     query = _widen(tl.load(pointers, mask=is_stored, other=0.0), k_cache)
 
-    positions = seq_len - query_len + tokens
     first_position = seq_len - query_len + first_token
     last_position = tl.minimum(first_position + TILE_TOKENS, seq_len) - 1
-    begin, full_begin, full_end, end = _seen_tiles(
-        first_position, last_position, sliding_window, BLOCK_N
-    )
+    window = tl.where(sliding_window > 0, sliding_window, 1 << 30)
+    tiles = _seen_tiles(first_position, last_position, window, BLOCK_N)
     table = block_tables + request * table_stride.to(tl.int64)
     keys, values = k_cache + kv_head * DIM, v_cache + kv_head * DIM
     acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
-    blocks = _load_blocks(table, begin * BLOCK_N + offsets, seq_len, BLOCK_SIZE)
-    for index in range(begin, end):
-        columns = index * BLOCK_N + offsets
-        k = _load_rows(keys, blocks, columns, None, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE)
-        v = _load_rows(values, blocks, columns, seq_len, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE)
-        blocks = _load_blocks(table, columns + BLOCK_N, seq_len, BLOCK_SIZE)
-        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
-        if (index < full_begin) | (index >= full_end):
-            distance = positions[:, None] - columns[None, :]
-            is_seen = (distance >= 0) & ((distance < sliding_window) | (sliding_window <= 0))
-            scores = tl.where(is_seen, scores, float("-inf"))
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, scores, v, qk_scale, query.dtype)
-
-    result = acc * (v_scale / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+    acc, row_max, row_sum = _attend_full_tiles(
+        acc, row_max, row_sum, query, keys, values, table, tiles[1], tiles[2], qk_scale,
+        KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend_cut_tiles(
+        acc, row_max, row_sum, query, keys, values, table, seq_len - query_len + tokens, tiles,
+        seq_len, window, qk_scale, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
+    )  # fmt: skip
     pointers = out + (token_rows * out_token + heads * out_head)[:, None] + dims[None, :]
+    result = _normalise(acc, row_sum, v_scale)
     tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
 
 

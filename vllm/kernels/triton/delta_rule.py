@@ -17,8 +17,10 @@ from vllm.kernels.triton.delta_rule_kernels import (
     solve_kernel,
     step_kernel,
 )
+from vllm.kernels.triton.moe_rows import launch_dependent
 
 CHUNK = 64  # tokens that matrix products take at a time
+LEAST_REQUESTS_PAD = 256  # each number is compiled apart, which would keep requests waiting
 STEP_BLOCK_V, CHUNK_BLOCK_V = 32, 32  # columns of a state that one program keeps in registers
 CONV_TOKENS, CONV_BLOCK, STEP_BLOCK = 32, 128, 512
 
@@ -41,7 +43,7 @@ def causal_conv1d(
     requests = (state_slots, query_start_loc, seq_lens)
     conv_step_kernel[(num_requests, triton.cdiv(channels, STEP_BLOCK))](
         x, weight, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
-        TAPS=taps, BLOCK=STEP_BLOCK,
+        TAPS=taps, BLOCK=STEP_BLOCK, **launch_dependent(x.device),
     )  # fmt: skip
     if num_tokens > num_requests:
         blocks = triton.cdiv(channels, CONV_BLOCK)
@@ -88,14 +90,15 @@ def gated_delta_rule(
              "K_PAD": max(16, triton.next_power_of_2(dim_k))}  # fmt: skip
     step_kernel[(triton.cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
         query, key, value, *gates, state, *requests, result, *strides, num_requests, **sizes,
-        V=dim_v, BLOCK_V=STEP_BLOCK_V,
+        V=dim_v, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
     )  # fmt: skip
     if num_tokens > num_requests:
         # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
         # requests than there are tokens beyond the first of each.
         many = min(num_requests, num_tokens // 2)
         num_chunks = triton.cdiv(num_tokens, CHUNK) + many
-        sizes |= {"R_PAD": triton.next_power_of_2(num_requests), "CHUNK": CHUNK}
+        requests_pad = max(LEAST_REQUESTS_PAD, triton.next_power_of_2(num_requests))
+        sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK}
         shape = (num_chunks, heads, CHUNK, CHUNK)
         inverse, scores = (
             torch.empty(shape, dtype=torch.float32, device=value.device) for _ in range(2)

@@ -8,6 +8,8 @@ tokens it has in this step is fresh: it starts from zeros, whatever its slot hol
 import triton
 import triton.language as tl
 
+from vllm.kernels.triton.moe_kernels import begin_dependent
+
 NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
@@ -26,9 +28,10 @@ def _read_request(query_start_loc, seq_lens, state_slots, r):
 @triton.jit(do_not_specialize=["num_requests"])
 def conv_step_kernel(
     x, weight, state, state_slots, query_start_loc, seq_lens, out, num_requests, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Requests of one token: output and the state after it. Grid (requests, channel blocks)."""
+    begin_dependent(PDL)
     start, length, slot, has_state = _read_request(
         query_start_loc, seq_lens, state_slots, tl.program_id(0)
     )
@@ -134,9 +137,10 @@ def step_kernel(
     q, k, v, a, b, decay_rate, dt_bias, state, state_slots, query_start_loc, seq_lens, out,
     q_stride, k_stride, v_stride, gate_stride, num_requests,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Requests of one token. Grid (blocks of a value head, heads, requests)."""
+    begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = _read_request(query_start_loc, seq_lens, state_slots, r)
     if length != 1:

@@ -30,6 +30,7 @@ from vllm.kernels.triton.moe_rows import (
     combine,
     launch_dependent,
     quantise,
+    sizes_compiled_apart,
     sort,
 )
 from vllm.utils.torch_utils import dtype_of
@@ -135,6 +136,9 @@ class Experts:
         ids = torch.arange(self.top_k, device=x.device).view(1, -1)
         for _, plan in self.plans:
             self(x, torch.ones_like(ids, dtype=torch.float32), ids, self._fitted(plan))
+        for num_tokens in sizes_compiled_apart(self.top_k):
+            if (plan := self.plan(num_tokens)).sorts:
+                sort(ids.repeat(num_tokens, 1), self.num_experts, block_m=plan.block_m)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, plan: Plan | None = None) -> Tensor:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""

@@ -69,7 +69,8 @@ def _scaled(part, w_scale, x_scale, IS_SCALAR: tl.constexpr):
     """part [BLOCK_N, BLOCK_M] times the scale of each weight row and of each token."""
     if IS_SCALAR:
         return part * (x_scale * w_scale)[None, :]
-    return part * w_scale[:, None] * x_scale[None, :]
+    else:  # Triton compiles what follows a return, and 3.9 refuses to index a scalar there
+        return part * w_scale[:, None] * x_scale[None, :]
 
 
 @triton.jit
@@ -138,17 +139,20 @@ def _find_block(
 
     Neighbouring programs share a tile of weights where an expert has several blocks. Without
     sorting each pair of token and expert is a block of one row.
+
+    .cg: down_kernel reads this before it has waited for anything, and until then an L1 may hold
+    what other programs read at these addresses for the layer before.
     """
     pid = tl.program_id(0)
     block, tile = pid % num_blocks, pid // num_blocks
     offsets = tl.arange(0, BLOCK_M)
     if IS_SORTED:
-        expert = tl.load(blocks + block)
-        first = tl.load(blocks + num_blocks + block)
-        end = tl.load(blocks + 2 * num_blocks + block)
+        expert = tl.load(blocks + block, cache_modifier=".cg")
+        first = tl.load(blocks + num_blocks + block, cache_modifier=".cg")
+        end = tl.load(blocks + 2 * num_blocks + block, cache_modifier=".cg")
         is_row = first + offsets < end
         return expert, tl.where(is_row, first + offsets, first), is_row, tile
-    expert = tl.load(ids + block).to(tl.int32)
+    expert = tl.load(ids + block, cache_modifier=".cg").to(tl.int32)
     expert = tl.where(expert < num_experts, expert, -1)
     return expert, block + 0 * offsets, offsets == 0, tile
 

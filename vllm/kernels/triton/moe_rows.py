@@ -34,8 +34,9 @@ _FORMS: dict[str, Any] = {
 }
 FP8 = torch.float8_e4m3fn
 GROUP = 128
-# Pairs that one program sorts, if there are few programs; each size is compiled apart.
-LEAST_CHUNK, SMALL_CHUNK, MAX_CHUNKS = 256, 1024, 64
+# Pairs that one program sorts, if there are few programs; each size is compiled apart, and so is
+# each of these numbers of programs.
+LEAST_CHUNK, SMALL_CHUNK, CHUNKS = 256, 1024, (1, 8, 64)
 
 
 @cache
@@ -81,6 +82,7 @@ def route(
         NUM_EXPERTS=num_experts, E_PAD=padded, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k),
         IS_SIGMOID=is_sigmoid, RENORMALISES=renormalise, HAS_BIAS=bias is not None,
         NUM_GROUPS=num_groups, KEPT_GROUPS=kept_groups, ROWS=1, num_warps=1,
+        **launch_dependent(logits.device),
     )  # fmt: skip
     return weights, ids
 
@@ -127,7 +129,7 @@ def sort(
         num_rows = num_blocks * block_m if is_aligned else num_experts * rows_per_expert
     bins = triton.next_power_of_2(num_experts + 1)
     chunk = min(SMALL_CHUNK, max(LEAST_CHUNK, triton.next_power_of_2(num_pairs)))
-    chunk = max(chunk, triton.next_power_of_2(triton.cdiv(num_pairs, MAX_CHUNKS)))
+    chunk = max(chunk, triton.next_power_of_2(triton.cdiv(num_pairs, CHUNKS[-1])))
     num_chunks = triton.cdiv(num_pairs, chunk)
 
     def empty(*shape: int) -> Tensor:
@@ -141,13 +143,19 @@ def sort(
     sort_kernel[(num_chunks,)](
         ids, counts, cursors, order, positions, ends, blocks, num_pairs, num_experts, num_blocks,
         rows_per_expert, num_chunks, BINS=bins, CHUNK=chunk,
-        CHUNKS_PAD=triton.next_power_of_2(num_chunks), ALIGN=block_m if is_aligned else 1,
+        CHUNKS_PAD=next(n for n in CHUNKS if n >= num_chunks), ALIGN=block_m if is_aligned else 1,
         BLOCK_M=block_m, FILL=256, IS_MASKED=rows_per_expert > 0, num_warps=4 if chunk < 512 else 8,
         **launch_dependent(ids.device),
     )  # fmt: skip
     if is_aligned:
         label_kernel[(num_blocks,)](blocks, expert_of_row, num_blocks, BLOCK_M=block_m)
     return Sorted(order, positions, ends, blocks, expert_of_row)
+
+
+def sizes_compiled_apart(top_k: int) -> list[int]:
+    """Numbers of tokens of which each makes `sort` compile another kernel."""
+    pairs = [LEAST_CHUNK, 2 * LEAST_CHUNK, *(SMALL_CHUNK * count for count in CHUNKS)]
+    return [triton.cdiv(count, top_k) for count in pairs]
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:

@@ -48,8 +48,9 @@ def route_kernel(
     logits, bias, weights, ids, num_tokens, row_stride, factor,
     NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     IS_SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_dependent(PDL)
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
     is_token, is_expert = (tokens < num_tokens)[:, None], experts < NUM_EXPERTS
@@ -192,13 +193,13 @@ def _load_groups(x, K: tl.constexpr, G_PAD: tl.constexpr):
 @triton.jit
 def _quantise(x, FORM: tl.constexpr):
     """E4M3 values of [groups, GROUP], a float32 scale for each group, and its biased exponent where
-    it is a power of two."""
-    scale = tl.maximum(tl.max(tl.abs(x), 1), MIN_AMAX) / FP8_MAX
+    it is a power of two. Divisions are rounded as IEEE asks: a plain `/` is an ulp or two off."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), MIN_AMAX), FP8_MAX)
     bits = scale.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     if FORM != FLOAT32:
         scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return (x / scale[:, None]).to(tl.float8e4nv), scale, exponent
+    return tl.div_rn(x, scale[:, None]).to(tl.float8e4nv), scale, exponent
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot
+from vllm.ops.paged_attention import GraphPlanner
 from vllm.utils.torch_utils import SHORT_NAMES
 
 logger = get_logger(__name__)
@@ -74,6 +75,13 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)
+
+
+def planners(model: nn.Module) -> list[GraphPlanner]:
+    """Of the layers whose kernel the host plans, each once."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    found = [layer.kernel.planner for layer in layers]
+    return [planner for planner in dict.fromkeys(found) if planner is not None]
 
 
 def log_cache_scales(model: nn.Module) -> None:

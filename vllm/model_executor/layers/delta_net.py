@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend
 from vllm.model_executor.context import ForwardBatch, ModelContext
-from vllm.model_executor.layers.linear import merged_linear, plain_linear
+from vllm.model_executor.layers.linear import Linear, merged_linear, plain_linear
 from vllm.model_executor.layers.sharding import Part, share
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 from vllm.ops.paged_attention import zeros_on_demand
@@ -103,7 +104,12 @@ class GatedDeltaNet(nn.Module):
         self.conv_state = zeros_on_demand(shape, self.dtype, device)
         self.state = zeros_on_demand((num_slots, *heads, self.value_dim), torch.float32, device)
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    @property
+    def writer(self) -> Linear:
+        """The layer whose output is that of this one."""
+        return self.out_proj
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Addend:
         at = batch.attention
         requests = at.state_slots, at.query_start_loc, at.seq_lens
         key_size = self.num_key_heads * self.key_dim

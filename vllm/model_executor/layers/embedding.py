@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,8 +33,8 @@ class Embedding(nn.Module):
 
 
 class LMHead(Linear):
-    """Logits [S, vocab] in float32, the same on all tensor-parallel ranks, each of which computes
-    some of the columns. Tied: takes the embedding's weight instead of a slot."""
+    """Logits [S, vocab] in the model's type, the same on all tensor-parallel ranks, each of which
+    computes some of the columns. Tied: takes the embedding's weight instead of a slot."""
 
     def __init__(
         self,
@@ -71,5 +70,5 @@ class LMHead(Linear):
         return nn.Parameter(own, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x).to(torch.float32)
-        return self.group.gather_columns(logits)[:, : self.vocab_size].contiguous()
+        logits = self.group.gather_columns(self.multiply(x))
+        return logits[:, : self.vocab_size].contiguous()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend, PartialSum, total
 from vllm.kernels.activations import Activation
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import Linear
@@ -29,12 +30,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor, reader: Linear | None = None) -> Activation:
+    def add(self, x: Addend, residual: Tensor, reader: Linear | None = None) -> Activation:
         """residual += x in place, then the norm of residual, which may overwrite x.
 
         reader: the layer that alone reads the norm, which may want it quantised.
         """
-        quant = reader and reader.input_quant(x.shape[0])
+        quant = reader and reader.input_quant(residual.shape[0])
+        if isinstance(x, PartialSum) and not quant:
+            normed = x.add_rms_norm(residual, self.weight, self.eps)
+            if normed is not None:
+                return normed
+        x = total(x)
         if quant:
             return quant.add_rms_norm(x, residual, self.weight, self.eps)
         self.ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.groups import Group
+from vllm.distributed.groups import Addend, Group, PartialSum
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.architectures import Cut
 from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
@@ -98,7 +98,8 @@ class Linear(StoredWeight):
 
     parts: the weights that are merged into one, in order; a plain layer has one, of its own name.
     cut: what the tensor-parallel ranks divide. By rows, each gets some of the outputs; by columns,
-    each is given some of the inputs and all get the sum of the outputs.
+    each is given some of the inputs and all get the sum of the outputs; `leaves_sum`: whoever reads
+    the output adds it up (PartialSum).
     A shard is a part, or a piece of one.
     """
 
@@ -115,6 +116,7 @@ class Linear(StoredWeight):
         shards = [(p.name, place) for p in parts for place in p.places(input_size, cut, group)]
         super().__init__(prefix, shards, group)
         self.adds_up = cut == "columns" and group.size > 1
+        self.leaves_sum = False
         output_size = sum(self.shard_rows)
         quant = ctx.quant_config
         self.method = (quant and quant.linear_method(self.shard_names)) or UnquantizedLinearMethod(
@@ -191,10 +193,16 @@ class Linear(StoredWeight):
         """How the kernel wants that many rows quantised; None for one that takes floats."""
         return input_quant(self.kernel, num_tokens)
 
-    def forward(self, x: Activation) -> Tensor:
+    def multiply(self, x: Activation) -> Tensor:
+        """What this rank computes of the output."""
         assert self.kernel is not None
-        y = self.kernel(x)
-        return self.group.all_reduce(y) if self.adds_up else y
+        return self.kernel(x)
+
+    def forward(self, x: Activation) -> Addend:
+        y = self.multiply(x)
+        if not self.adds_up:
+            return y
+        return PartialSum(y, self.group) if self.leaves_sum else self.group.all_reduce(y)
 
 
 def merged_linear(

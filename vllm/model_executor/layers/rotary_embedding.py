@@ -1,14 +1,14 @@
-"""Rotary position embedding; the frequencies of each variant come from transformers."""
+"""Rotary position embedding, with the frequencies of each variant."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
-
-# Variants whose frequencies do not change with the length of the sequence at hand.
-_SCALED = ("linear", "llama3", "yarn")
 
 
 class RotaryEmbedding(nn.Module):
@@ -32,16 +32,75 @@ class RotaryEmbedding(nn.Module):
 
 
 def _frequencies(ctx: ModelContext, head_dim: int) -> tuple[Tensor, float]:
+    """float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
     rope = ctx.hf_config.rope_parameters
     kind = rope.get("rope_type", "default")
-    if kind == "default":
-        rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    if kind not in _SCALED:
+    if kind not in ("default", *_SCALED):
         raise CheckpointError(
             f"rope_type {kind!r} is not supported: config.json may ask for default, "
             f"{', '.join(_SCALED)}"
         )
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](ctx.hf_config, None)
-    return inv_freq.float(), float(factor)
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    wide = rope["rope_theta"] ** exponents
+    if kind == "default":
+        return 1.0 / wide, 1.0
+    original = rope.get("original_max_position_embeddings")
+    return _SCALED[kind](wide, rope, original or ctx.hf_config.max_position_embeddings)
+
+
+def _linear(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+    return 1.0 / wide / rope["factor"], 1.0
+
+
+def _llama3(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves are slowed down by `factor`, short ones are not, with a linear passage
+    between them. https://github.com/meta-llama/llama-models, models/llama3/model.py"""
+    low, high, factor = (rope[n] for n in ("low_freq_factor", "high_freq_factor", "factor"))
+    inv_freq = 1.0 / wide
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    slow = torch.where(wavelength > original / low, inv_freq / factor, between)
+    return torch.where(wavelength < original / high, inv_freq, slow), 1.0
+
+
+def _yarn(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+    """YaRN, https://arxiv.org/abs/2309.00071: dimensions that turn more than beta_fast times over
+    `original` positions stay, those below beta_slow are slowed down by `factor`."""
+    factor, half = rope["factor"], len(wide)
+    dim = 2 * half
+
+    def dimension(turns: float) -> float:
+        ratio = original / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0
+    kept = 1 - ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    inv_freq = (1.0 / (factor * wide)) * (1 - kept) + (1.0 / wide) * kept
+    return inv_freq, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any]) -> float:
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    numerator, denominator = rope.get("mscale"), rope.get("mscale_all_dim")
+    if numerator and denominator:
+        return temperature(numerator) / temperature(denominator)
+    return temperature(1.0)
+
+
+# Variants whose frequencies do not change with the length of the sequence at hand.
+_SCALED: dict[str, Callable[[Tensor, Mapping[str, Any], int], tuple[Tensor, float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

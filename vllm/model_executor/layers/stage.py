@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend, total
 from vllm.model_executor.context import ForwardBatch, ModelContext
 
 
@@ -34,7 +35,7 @@ class Hidden:
         hidden = torch.empty(len(ids), self._shape, dtype=self._dtype, device=ids.device)
         return self._group.receive(hidden, self._group.rank - 1)
 
-    def send(self, x: Tensor, residual: Tensor) -> Tensor:
-        hidden = residual.add_(x)
+    def send(self, x: Addend, residual: Tensor) -> Tensor:
+        hidden = residual.add_(total(x))
         self._group.send(hidden, self._group.rank + 1)
         return hidden

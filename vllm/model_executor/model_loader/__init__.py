@@ -1,7 +1,7 @@
 """From a checkpoint to a model that is ready to run."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from zlib import crc32
 
@@ -28,11 +28,15 @@ _MAX_LISTED = 4
 
 
 def load_model(
-    config: VllmConfig, selection: Selection, parallel: Parallel | None = None
+    config: VllmConfig,
+    selection: Selection,
+    parallel: Parallel | None = None,
+    on_chosen: Callable[[Selection], None] | None = None,
 ) -> nn.Module:
     """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
 
-    parallel: the ranks that share the model, None for this one alone; it gets its part. Every name,
+    parallel: the ranks that share the model, None for this one alone; it gets its part. on_chosen:
+    called when all kernels are chosen and no weight is read yet. Every name,
     shape and type is checked against the files' headers before a weight is read.
     Raises CheckpointError; NoKernelError when a layer has no kernel.
     """
@@ -45,6 +49,8 @@ def load_model(
     with torch.device(selection.device.kind):
         model = _construct(cls, config, selection, checkpoint, parallel)
         _check_overrides(cls, config, selection, checkpoint, parallel)
+        if on_chosen is not None:
+            on_chosen(selection)
         slots = model_slots(model)
         if checkpoint is None:
             _fill_randomly(slots, model_config.seed, selection.device.kind)

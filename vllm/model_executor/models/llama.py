@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend
 from vllm.kernels.activations import Activation
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -39,7 +40,12 @@ class LlamaMLP(nn.Module):
         """The layer that reads the input, and alone does."""
         return self.gate_up_proj
 
-    def forward(self, x: Activation) -> Tensor:
+    @property
+    def writer(self) -> Linear:
+        """The layer whose output is that of this one."""
+        return self.down_proj
+
+    def forward(self, x: Activation) -> Addend:
         return self.down_proj(self.act(self.gate_up_proj(x), self.down_proj))
 
 
@@ -104,7 +110,12 @@ class LlamaAttention(nn.Module):
         """The layer that reads the input, and alone does."""
         return self.qkv_proj
 
-    def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
+    @property
+    def writer(self) -> Linear:
+        """The layer whose output is that of this one."""
+        return self.o_proj
+
+    def forward(self, x: Activation, batch: ForwardBatch) -> Addend:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self.shape_qk(q, k, batch.positions)
@@ -127,8 +138,11 @@ class LlamaDecoderLayer(nn.Module):
         post_attention = f"{prefix}.post_attention_layernorm"
         self.post_attention_layernorm = parts.norm(ctx, post_attention, hidden)
         self.mlp = parts.feed_forward(ctx, f"{prefix}.mlp", layer)
+        for part in (self.mixer, self.mlp):
+            if (writer := getattr(part, "writer", None)) is not None:
+                writer.leaves_sum = True  # to the norm that comes next
 
-    def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Addend, residual: Tensor, batch: ForwardBatch) -> Addend:
         """Adds x to residual (in place) on the way; returns what is to be added to it next."""
         # Parts that read their input more than once, such as a mixture of experts, name no reader.
         reader = getattr(self.mixer, "reader", None)
@@ -213,5 +227,5 @@ class LlamaForCausalLM(nn.Module):
         return self.model(batch)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden size] -> float32 [S, vocab]."""
+        """hidden [S, hidden size] -> [S, vocab], in the model's type."""
         return self.lm_head(hidden)

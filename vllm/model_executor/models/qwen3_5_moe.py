@@ -4,11 +4,13 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend, add, own_part
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import plain_linear
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, log_what_is_skipped
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeExperts
+from vllm.platforms.streams import beside
 
 
 class Qwen3_5MoeExperts(Qwen3MoeExperts):
@@ -25,11 +27,17 @@ class Qwen3_5MoeExperts(Qwen3MoeExperts):
         plain = dataclasses.replace(ctx, quant_config=None)
         name = f"{prefix}.shared_expert_gate"
         self.shared_expert_gate = plain_linear(plain, name, config.hidden_size, 1)
+        self.shared_expert.writer.leaves_sum = True  # together with that of the routed experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Addend:
+        return add(*beside(x, super().forward, self.gated_shared_expert))
+
+    def gated_shared_expert(self, x: Tensor) -> Addend:
         shared = self.shared_expert(x)
-        self.ops.mul_sigmoid(shared[:, None], self.shared_expert_gate(x)[:, None])
-        return super().forward(x) + shared
+        # A factor of the sum, which may as well be one of its parts.
+        part = own_part(shared)
+        self.ops.mul_sigmoid(part[:, None], self.shared_expert_gate(x)[:, None])
+        return shared
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

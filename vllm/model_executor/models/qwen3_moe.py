@@ -4,6 +4,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
+from vllm.distributed.groups import Addend
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -43,7 +44,7 @@ class Qwen3MoeExperts(nn.Module):
             config.moe_intermediate_size,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Addend:
         return self.experts(x, *self.ops.route_experts(self.gate(x), self.top_k, self.renormalise))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.expert_exchange import Exchange, Experts, make_exchange
-from vllm.distributed.groups import Group
+from vllm.distributed.groups import Addend, Group
 from vllm.kernels.problem import MoEProblem, WeightFormat
 from vllm.kernels.spec import Decision, Scales
 from vllm.kernels.split import make_moe
@@ -198,7 +198,7 @@ class FusedMoE(nn.Module):
                 )
         return decision
 
-    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Addend:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
         assert self.kernel is not None and self.exchange is not None
         return self.exchange(self.kernel, x, topk_weights, topk_ids)

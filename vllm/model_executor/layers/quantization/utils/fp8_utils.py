@@ -324,9 +324,9 @@ def cutlass_scaled_mm(
 ) -> Tensor:
     """A [M, K] @ B [N, K].T of FP8 values with block scales -> [M, N] in `output_dtype`.
 
-    As: float32 [M, K blocks]; Bs: float32 [N blocks, K blocks]; edge blocks may be partial. This
-    is no CUTLASS kernel: this build has none of it, and these are its sums in torch, float32 per
-    block of K and then scaled, on any device.
+    As: float32 [M, K blocks]; Bs: float32 [N blocks, K blocks]; edge blocks may be partial. The
+    sums in torch, float32 per block of K and then scaled, on any device; `cutlass_scaled_mm` among
+    the custom operations runs the kernel.
     """
     return _block_scaled_mm(A, B, As, Bs, block_size).to(output_dtype)
 
@@ -339,21 +339,32 @@ def w8a8_triton_block_scaled_mm(
     block_size: Sequence[int],
     output_dtype: torch.dtype = torch.float16,
 ) -> Tensor:
-    """The product of `cutlass_scaled_mm`, under the name of the Triton kernel that computes it.
+    """The product of `cutlass_scaled_mm` by the Triton kernel on a GPU, elsewhere by torch.
 
-    No Triton kernel runs here: these are its sums in torch, on any device.
+    On a GPU: As in groups of 128 columns, output_dtype bfloat16 or float16.
     """
-    return _block_scaled_mm(A, B, As, Bs, block_size).to(output_dtype)
+    if not A.is_cuda:
+        return _block_scaled_mm(A, B, As, Bs, block_size).to(output_dtype)
+    _check_product(A, B, As, Bs, block_size)
+    from vllm.kernels.triton.linear import fp8_block_gemm
+
+    y = A.new_empty(A.shape[0], B.shape[0], dtype=output_dtype)
+    fp8_block_gemm(A.contiguous(), As.contiguous(), B, Bs.contiguous(), None, block_size, y)
+    return y
+
+
+def _check_product(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, block_size: Sequence[int]) -> None:
+    _check_grid(B, Bs, block_size)
+    _check_grid(A, As, (1, block_size[1]))
+    if A.shape[1] != B.shape[1]:
+        raise ValueError(f"A has {A.shape[1]} columns and B {B.shape[1]}: both are K")
 
 
 def _block_scaled_mm(
     A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, block_size: Sequence[int]
 ) -> Tensor:
     block_rows, block_columns = block_size
-    _check_grid(B, Bs, block_size)
-    _check_grid(A, As, (1, block_columns))
-    if A.shape[1] != B.shape[1]:
-        raise ValueError(f"A has {A.shape[1]} columns and B {B.shape[1]}: both are K")
+    _check_product(A, B, As, Bs, block_size)
     row_scales = Bs.repeat_interleave(block_rows, 0)[: B.shape[0]]
     total = A.new_zeros(A.shape[0], B.shape[0], dtype=torch.float32)
     for i in range(Bs.shape[1]):

@@ -1,0 +1,50 @@
+#include <algorithm>
+
+#include "weight_only.h"
+
+namespace vllm::gemm {
+
+struct Fp8;
+struct Nvfp4;
+struct Int4;
+
+// Defined in weight_only_<format>.cu.
+template <typename Format>
+cudaError_t launch_format(const WeightOnlyArgs& args, bool is_bf16, WeightOnlyShape shape,
+                          bool has_clusters, cudaStream_t stream);
+template <typename Format>
+cudaError_t widen_format(const WeightOnlyWeight& weight, bool is_bf16, int first_row, int num_rows,
+                         void* out, cudaStream_t stream);
+
+WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
+                                  int num_sms, bool has_clusters) {
+  const int row_tiles = 2, rows = kTileRows * row_tiles * (m > 16 ? 4 : 1);
+  const int blocks = (weight.n + rows - 1) / rows;
+  int splits = 1;  // thread blocks for every multiprocessor, with columns enough for each
+  while (has_clusters && splits < 8 && blocks * splits < num_sms &&
+         weight.column_tiles >= 16 * splits) {
+    splits *= 2;
+  }
+  return {row_tiles, splits};
+}
+
+cudaError_t launch_weight_only(const WeightOnlyArgs& args, WeightCode code, bool is_bf16,
+                               WeightOnlyShape shape, bool has_clusters, cudaStream_t stream) {
+  const int num_blocks = args.blocks != nullptr ? args.num_blocks : args.m;
+  if (num_blocks == 0 || args.weight.n == 0) return cudaSuccess;
+  const auto launch = code == WeightCode::kFp8     ? launch_format<Fp8>
+                      : code == WeightCode::kNvfp4 ? launch_format<Nvfp4>
+                                                   : launch_format<Int4>;
+  return launch(args, is_bf16, shape, has_clusters, stream);
+}
+
+cudaError_t launch_weight_only_widen(const WeightOnlyWeight& weight, WeightCode code, bool is_bf16,
+                                     int first_row, int num_rows, void* out, cudaStream_t stream) {
+  if (num_rows == 0) return cudaSuccess;
+  const auto widen = code == WeightCode::kFp8     ? widen_format<Fp8>
+                     : code == WeightCode::kNvfp4 ? widen_format<Nvfp4>
+                                                  : widen_format<Int4>;
+  return widen(weight, is_bf16, first_row, num_rows, out, stream);
+}
+
+}  // namespace vllm::gemm

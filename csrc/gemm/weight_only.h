@@ -1,0 +1,62 @@
+// Host side of the weight-only GEMM (weight_only.cuh).
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace vllm::gemm {
+
+enum class WeightCode { kFp8, kNvfp4, kInt4 };
+
+// Rows and columns of W in a tile: what one warp multiplies at a time.
+constexpr int kTileRows = 16;
+constexpr int kTileColumns = 64;
+
+// A weight as `weight_only_layout.py` packs it; with experts, those of all of them on end.
+struct WeightOnlyWeight {
+  const void* codes;         // [tiles of rows][tiles of columns][loads][32 lanes] of 16 bytes
+  const void* scales;        // NVFP4: [tiles of rows][tiles of columns][32 lanes] of 2 bytes;
+                             // others: float32 [tiles of rows][groups][scale_rows], or null for 1
+  const float* row_factors;  // [n], or null for 1
+  int n, k;
+  int column_tiles, groups;
+  int scale_rows;    // 16, or 1 where all rows of a tile have the same scales
+  int column_shift;  // log2 of the columns of a group; 31 for a single one
+};
+
+struct WeightOnlyArgs {
+  WeightOnlyWeight weight;
+  const void* x;      // [m, k] bf16 or fp16, rows ldx elements apart
+  const float* bias;  // [n] or null
+  void* out;          // [m, n] of x's type, rows ldo elements apart
+  int m, ldx;
+  int64_t ldo;
+  // Experts, or null: int32 [3, num_blocks], for each block of at most block_rows rows its expert
+  // (negative for none), first row and the end of the expert's rows. order: pair of each row, whose
+  // row of x is pair / top_k; null where row i of the output is of row i of x.
+  const int* blocks;
+  const int* order;
+  int num_blocks, block_rows, top_k;
+};
+
+// How a weight is spread over the chip: tiles of rows per warp, and thread blocks (of a cluster,
+// from 9.0 on) that share the columns.
+struct WeightOnlyShape {
+  int row_tiles, splits;
+};
+
+// Enough thread blocks for every multiprocessor, with columns enough for each. Not measured
+// (bench_weight_only.py --sweep).
+WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
+                                  int num_sms, bool has_clusters);
+
+// Returns cudaErrorInvalidValue for a shape that was not compiled.
+cudaError_t launch_weight_only(const WeightOnlyArgs& args, WeightCode code, bool is_bf16,
+                               WeightOnlyShape shape, bool has_clusters, cudaStream_t stream);
+
+// out [num_rows, k] = rows first_row and on of the weight, scales multiplied in; first_row is a
+// multiple of 16.
+cudaError_t launch_weight_only_widen(const WeightOnlyWeight& weight, WeightCode code, bool is_bf16,
+                                     int first_row, int num_rows, void* out, cudaStream_t stream);
+
+}  // namespace vllm::gemm

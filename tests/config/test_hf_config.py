@@ -1,0 +1,151 @@
+"""config.json means to us what it means to transformers; what we would not read alike it reads."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from tiny_models import ARCHITECTURES
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from vllm.config.hf_config import COMPOSITES, DEFAULTS, HFConfig, read_config
+from vllm.config.model import load_hf_config
+
+# What transformers' config classes have for training, labels and its own generation.
+NOT_OURS = {
+    "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
+    "is_encoder_decoder", "label2id", "output_hidden_states", "output_router_logits",
+    "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+# As published, with fields that transformers renames, derives or takes from elsewhere.
+PUBLISHED: dict[str, dict] = {
+    "qwen3-8b-fp8": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "rope_scaling of before": {
+        "model_type": "llama", "rope_theta": 5e5,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
+    },
+    "type for rope_type": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2}},
+    "yarn without an original length": {"model_type": "qwen2", "rope_parameters": dict(YARN)},
+    "no rope_parameters": {"model_type": "ministral3", "max_position_embeddings": 65536},
+    "null heads": {"model_type": "qwen2", "num_key_value_heads": None},
+    "null head_dim": {"model_type": "llama", "head_dim": None, "hidden_size": 512},
+    "null head_dim of mistral": {"model_type": "mistral", "head_dim": None},
+    "sliding layers": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 3},
+    "experts under the new name": {"model_type": "qwen3_moe", "num_local_experts": 60},
+    "several ends": {"model_type": "llama", "eos_token_id": [1, 2, 3], "dtype": "float16"},
+    "fields of other types": {
+        "model_type": "mistral", "use_sliding_window": False, "linear_num_key_heads": 2,
+        "mlp_only_layers": None, "max_window_layers": 1,
+    },
+    "a head_dim that qwen2 has not": {"model_type": "qwen2", "head_dim": None},
+    "hybrid interval": {"model_type": "qwen3_5_text", "full_attention_interval": 2},
+    "hybrid rotation": {"model_type": "qwen3_5_moe_text", "partial_rotary_factor": 0.5},
+    "text of mistral": {"model_type": "mistral3", "text_config": {"head_dim": 64}},
+    "text of ministral": {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+    "text of a type": {
+        "model_type": "qwen3_5", "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+        "text_config": {"model_type": "qwen3_5_text", "dtype": "bfloat16"},
+    },
+    "text with experts": {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 16}},
+}  # fmt: skip
+
+
+def of_transformers(raw: dict):
+    rest = json.loads(json.dumps({key: raw[key] for key in raw if key != "model_type"}))
+    return CONFIG_MAPPING[raw["model_type"]](**rest)
+
+
+def assert_equal(ours: HFConfig | None, theirs) -> None:
+    """Of every field that either has."""
+    assert ours is not None
+    for name, value in vars(ours).items():
+        if isinstance(value, HFConfig):
+            assert_equal(value, getattr(theirs, name))
+        elif name in ("dtype", "torch_dtype"):
+            assert str(value) == str(getattr(theirs, name)).removeprefix("torch.")
+        elif not name.startswith(("vision", "transformers_version")):
+            assert value == getattr(theirs, name), name
+    absent = {field.name for field in fields(theirs)} - vars(ours).keys() - NOT_OURS
+    assert not (absent if theirs.get_text_config() is theirs else set())
+
+
+@pytest.mark.parametrize("model_type", [*DEFAULTS, *COMPOSITES])
+def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
+    raw = {"model_type": model_type} | ({"text_config": {}} if model_type in COMPOSITES else {})
+    assert_equal(read_config(raw), of_transformers(raw))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_as_transformers_reads_them(name):
+    raw = PUBLISHED[name]
+    before = json.dumps(raw)
+    assert_equal(read_config(raw), of_transformers(raw))
+    assert json.dumps(raw) == before
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_transformers_writes_is_read_alike(name, checkpoint):
+    folder = checkpoint(name)
+    ours = load_hf_config(folder, trust_remote_code=False, overrides={})
+    assert isinstance(ours, HFConfig)
+    assert_equal(ours, AutoConfig.from_pretrained(folder))
+    assert ours.get_text_config().model_type == ours.to_dict().get("text_config", ours.to_dict())[
+        "model_type"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gpt2"},
+        {"model_type": 7},
+        {"auto_map": {"AutoConfig": "configuration_x.X"}},
+        {"hidden_size": "4096"},
+        {"hidden_size": None},
+        {"hidden_size": True},
+        {"rms_norm_eps": "1e-6"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 7},
+        {"num_hidden_layers": 10**9},
+        {"tie_word_embeddings": 1},
+        {"dtype": 16},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": None}},
+        {"rope_theta": 0},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        {"rope_parameters": [1]},
+        {"layer_types": ["full_attention"] * 32},
+        {"model_type": "qwen3", "layer_types": ["full_attention"]},
+        {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["attention"]},
+        {"model_type": "qwen3_moe", "mlp_only_layers": ["0"]},
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 8},
+        {"model_type": "qwen3_5", "text_config": None},
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3"}},
+        {"model_type": "mistral3", "text_config": {"hidden_size": []}},
+    ],
+)
+def test_what_is_unusual_is_left_to_transformers(changes):
+    assert read_config({"model_type": "llama"}) is not None
+    assert read_config({"model_type": "llama"} | changes) is None
+
+
+def test_overrides_are_put_over_the_file_before_anything_is_derived(checkpoint):
+    folder = checkpoint("qwen3_5-multimodal")
+    overrides = {"tie_word_embeddings": False, "text_config": {"vocab_size": 64}}
+    config = load_hf_config(folder, trust_remote_code=False, overrides=overrides)
+    before = load_hf_config(folder, trust_remote_code=False, overrides={})
+    assert (config.tie_word_embeddings, before.tie_word_embeddings) == (False, True)
+    text, text_before = config.get_text_config(), before.get_text_config()
+    assert vars(text) == vars(text_before) | {"vocab_size": 64}

@@ -1,0 +1,292 @@
+"""The weight-only GEMM on a GPU: exact on numbers that every step represents exactly, within the
+output type's rounding on random ones, and refusals. Needs the native library with `marlin_gemm`."""
+
+import pytest
+import torch
+from weight_only_cases import FORMATS, FP8, make_linear, make_moe, wide_of
+
+from vllm import _native
+from vllm._custom_weight_only import multiply, multiply_wide
+from vllm.kernels import registry
+from vllm.kernels.problem import LinearProblem, MoEProblem, WeightFormat
+from vllm.kernels.spec import Candidate
+from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+    pack_experts,
+    pack_weight,
+    widen_weight,
+)
+
+pytestmark = pytest.mark.gpu
+NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000, 4096]
+SIZES = [(16, 64), (576, 576), (1000, 1040), (200, 2064), (4096, 4096), (72, 14336)]
+SHAPES = [(rows, splits) for rows in (1, 2) for splits in (1, 2, 4, 8)]
+TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    if not torch.cuda.is_available() or "marlin_gemm" not in _native.gpu_archs():
+        pytest.skip("needs a GPU and a library with marlin_gemm")
+    return _native.load()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def powers_of_two(shape, low, high):
+    return torch.exp2(torch.randint(low, high, shape, device="cuda").float())
+
+
+def exact_linear(name, n, k):
+    """A weight whose products with small integers are summed in float32 without rounding."""
+    tensors, _ = make_linear(name, (n,), k, device="cuda")
+    if name == "nvfp4":
+        tensors.scales = powers_of_two(tensors.scales.shape, -1, 2).to(FP8)
+        tensors.global_scales = torch.full((1,), 0.25, device="cuda")
+    else:
+        tensors.scales = powers_of_two(tensors.scales.shape, -2, 2)
+    if tensors.weight.dtype == FP8:
+        tensors.weight = torch.randint(-4, 5, (n, k), device="cuda").to(FP8)
+    return tensors
+
+
+def poisoned(m, n, dtype=torch.bfloat16):
+    return torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+
+
+def run(x, packed, bias=None, row_tiles=0, splits=0):
+    out = poisoned(len(x), packed.num_rows, x.dtype)
+    torch.ops.vllm.marlin_gemm(
+        x, packed.codes, packed.scales, packed.row_factors, bias, out, packed.format,
+        packed.columns_per_scale, row_tiles, splits,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_products_of_small_integers_are_exact(name, n, k, dtype):
+    tensors = exact_linear(name, n, k)
+    packed, wide = pack_weight(tensors), wide_of(tensors).double()
+    bias = torch.randint(-8, 9, (n,), device="cuda").float()
+    for m in NUM_TOKENS:
+        x = torch.randint(-2, 3, (m, k), device="cuda").to(dtype)
+        expected = x.double() @ wide.T
+        assert torch.equal(run(x, packed), expected.to(dtype)), m
+        assert torch.equal(run(x, packed, bias), (expected + bias.double()).to(dtype)), m
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_shape_is_exact(name, shape):
+    for n, k in SIZES[:4]:
+        tensors = exact_linear(name, n, k)
+        packed, wide = pack_weight(tensors), wide_of(tensors).double()
+        for m in (1, 8, 13, 30, 100):
+            x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
+            found = run(x, packed, None, *shape)
+            assert torch.equal(found, (x.double() @ wide.T).bfloat16()), (n, k, m)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_is_that_of_the_output_type(name, dtype):
+    tensors, wide = make_linear(name, (512, 256, 200), 1536, device="cuda")
+    packed = pack_weight(tensors)
+    for m in (1, 16, 50, 1000):
+        x = torch.randn(m, 1536, device="cuda").to(dtype)
+        expected = x.double() @ wide.double().T
+        for found, rounded in (
+            (multiply(x, packed), 1),
+            (multiply_wide(x, packed, None, 1 << 20), 2),
+        ):
+            error = (found.double() - expected).norm() / expected.norm()
+            assert error < rounded * TOLERANCE[dtype], (m, rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (200, 336), (1000, 2064)])
+def test_a_weight_that_is_widened_is_rounded_once(name, n, k, dtype):
+    packed = pack_weight(make_linear(name, (n,), k, device="cuda")[0])
+    first = n // 32 * 16
+    out = poisoned(n - first, k, dtype)
+    torch.ops.vllm.marlin_widen(
+        packed.codes, packed.scales, packed.row_factors, n, first, out, packed.format,
+        packed.columns_per_scale,
+    )  # fmt: skip
+    wanted = widen_weight(packed)[first:]
+    # Scales are multiplied in another order: a last bit of float32 before the rounding.
+    assert (out.double() - wanted.double()).abs().max() <= 2.0**-8 * wanted.abs().max()
+    assert (out == wanted.to(dtype)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((64, 32), 0), ((), 64), ((96, 16), 32)])
+def test_shards_that_begin_inside_a_scale_block_are_multiplied_with_their_own(rows, columns):
+    tensors, wide = make_linear("fp8-block", (192, 80), 352, rows, columns, "cuda")
+    x = torch.randn(9, 352, device="cuda").bfloat16()
+    expected = x.double() @ wide.double().T
+    found = multiply(x, pack_weight(tensors)).double()
+    assert (found - expected).norm() < 2.5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-group[128]"])
+def test_results_do_not_depend_on_timing_or_on_the_tokens_beside(name):
+    packed = pack_weight(make_linear(name, (512,), 8192, device="cuda")[0])
+    x = torch.randn(16, 8192, device="cuda").bfloat16()
+    first = run(x, packed, None, 2, 4)
+    for _ in range(20):
+        assert torch.equal(run(x, packed, None, 2, 4), first)
+    assert torch.equal(run(x[:3], packed, None, 2, 4), first[:3])
+
+
+def test_rows_may_be_apart():
+    tensors = exact_linear("nvfp4", 200, 256)
+    packed, wide = pack_weight(tensors), wide_of(tensors).double()
+    x = torch.randint(-2, 3, (20, 512), device="cuda").bfloat16()[:, :256]
+    out = poisoned(20, 400)
+    torch.ops.vllm.marlin_gemm(
+        x, packed.codes, packed.scales, packed.row_factors, None, out[:, 200:], "nvfp4", 0, 0, 0
+    )
+    assert torch.equal(out[:, 200:], (x.double() @ wide.T).bfloat16())
+    assert out[:, :200].isnan().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_backend_is_captured_in_a_graph_and_waits_for_what_comes_before(name):
+    tensors, wide = make_linear(name, (384,), 512, device="cuda")
+    problem = LinearProblem(384, 512, WeightFormat.parse(name))
+    apply = registry.backend("marlin").linear(problem, tensors, Candidate("marlin", None))
+    for m in (3, 300):
+        x = torch.randn(m, 512, device="cuda").bfloat16()
+        apply(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = apply(x * 2)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = (2 * x.double()) @ wide.double().T
+        assert (y.double() - expected).norm() < 5e-3 * expected.norm()
+
+
+# ---------------------------------------------------------------- experts
+
+
+def routed(num_tokens, num_experts, top_k):
+    ids = torch.rand(num_tokens, num_experts, device="cuda").argsort(1)[:, :top_k].contiguous()
+    ids[::3, 0] = -1  # of another rank
+    return ids
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 40, 700])
+@pytest.mark.parametrize("name", [*FORMATS])
+def test_experts_give_the_weighted_sum_of_their_results(name, num_tokens):
+    hidden, inner, num_experts, top_k = 272, 144, 6, 3
+    if name.startswith("int4"):
+        hidden, inner = 256, 128
+    tensors, wide = make_moe(name, num_experts, hidden, inner, "cuda")
+    sizes = (num_experts, top_k, hidden, inner)
+    problem = MoEProblem(*sizes, WeightFormat.parse(name))
+    apply = registry.backend("marlin").moe(problem, tensors, Candidate("marlin", None))
+    x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+    ids = routed(num_tokens, num_experts, top_k)
+    weights = torch.rand(num_tokens, top_k, device="cuda")
+    expected = torch.zeros(num_tokens, hidden, dtype=torch.float64, device="cuda")
+    for expert, (gate_up, down) in enumerate(wide):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens].double() @ gate_up.double().T).chunk(2, 1)
+        own = (torch.nn.functional.silu(gate) * up) @ down.double().T
+        expected.index_add_(0, tokens, own * weights[tokens, places].double()[:, None])
+    found = apply(x, weights, ids)
+    assert found.shape == x.shape
+    assert (found.double() - expected).norm() <= 8e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("block_rows", [1, 8, 16, 32, 64])
+def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
+    num_experts, k, n = 4, 320, 200
+    weights = [exact_linear("nvfp4", n, k) for _ in range(num_experts)]
+    packed = pack_experts(iter(weights), num_experts)
+    x = torch.randint(-2, 3, (30, k), device="cuda").bfloat16()
+    order = torch.randperm(60, device="cuda").int()
+    blocks = torch.tensor(
+        [[2, 0, -1, 3], [3, 20, 0, 40], [3 + block_rows // 2, 37, 60, 41]], device="cuda"
+    ).int()
+    out = poisoned(60, n)
+    torch.ops.vllm.marlin_gemm_grouped(
+        x, packed.codes, packed.scales, packed.row_factors, blocks, order, out, "nvfp4", 0,
+        block_rows, 2, 0, 0,
+    )  # fmt: skip
+    expected = poisoned(60, n)
+    for expert, first, end in blocks.T.tolist():
+        if expert >= 0:
+            rows = slice(first, min(end, first + block_rows))
+            own = x[(order[rows] // 2).long()].double() @ wide_of(weights[expert]).double().T
+            expected[rows] = own.bfloat16()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def weight_and_input():
+    packed = pack_weight(make_linear("int4-group[32]", (64,), 128, device="cuda")[0])
+    return packed, torch.randn(4, 128, device="cuda").bfloat16()
+
+
+def arguments(**changes):
+    packed, x = weight_and_input()
+    given = {
+        "x": x, "codes": packed.codes, "scales": packed.scales, "row_factors": None, "bias": None,
+        "out": poisoned(4, 64), "format": "int4", "columns_per_scale": 32, "row_tiles": 0,
+        "splits": 0,
+    }  # fmt: skip
+    return given | {name: change(given[name]) for name, change in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x.float()),
+        ("x", lambda x: x.cpu()),
+        ("x", lambda x: x[:, :124]),
+        ("x", lambda x: x.t().contiguous().t()),
+        ("codes", lambda c: c[:-1]),
+        ("codes", lambda c: c.view(torch.int8)),
+        ("codes", lambda c: c[:, :1]),
+        ("scales", lambda s: None),
+        ("scales", lambda s: s.half()),
+        ("scales", lambda s: s[:, :3].contiguous()),
+        ("scales", lambda s: s[..., :2].contiguous()),
+        ("columns_per_scale", lambda c: 48),
+        ("row_factors", lambda r: torch.ones(63, device="cuda")),
+        ("bias", lambda b: torch.ones(64, device="cuda").half()),
+        ("out", lambda o: o[:3]),
+        ("out", lambda o: o.half()),
+        ("format", lambda f: "int3"),
+    ],
+)
+def test_wrong_arguments_are_named(library, name, change):
+    with pytest.raises(ValueError, match=name):
+        library.marlin_gemm(*arguments(**{name: change}).values())
+
+
+@pytest.mark.parametrize("change", [{"row_tiles": 3}, {"splits": 9}])
+def test_shapes_that_were_not_compiled_are_refused(library, change):
+    changes = {name: lambda _, value=value: value for name, value in change.items()}
+    with pytest.raises(RuntimeError, match="marlin_gemm: invalid argument"):
+        library.marlin_gemm(*arguments(**changes).values())
+
+
+def test_no_tokens_are_nothing_to_do():
+    packed, x = weight_and_input()
+    assert multiply(x[:0], packed).shape == (0, 64)
+    assert multiply_wide(x[:0], packed, None, 1 << 20).shape == (0, 64)

@@ -1,0 +1,66 @@
+"""What Triton makes of the products of experts for sm_90: needs Triton, and no GPU."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm.kernels.triton.moe_kernels import (
+    PLAIN,
+    QUANTISED,
+    TO_QUANTISE,
+    down_kernel,
+    gate_up_kernel,
+)
+
+POINTERS = {"out": "*bf16", "x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32"}
+POINTERS |= {"ids": "*i64", "order": "*i32", "num_blocks": "i32", "num_experts": "i32"}
+CONSTANTS = {
+    "HIDDEN": 256, "INNER": 256, "TOP_K": 2, "QUANTISES": False, "GROUP_N": 128, "GROUP_K": 128,
+    "OFFSET": 0, "BLOCK_M": 16, "BLOCK_K": 128, "PDL": True,
+}  # fmt: skip
+
+
+def ptx_of(kernel, form, is_sorted=True, **options) -> str:
+    x, w = {
+        PLAIN: ("*bf16", "*bf16"),
+        TO_QUANTISE: ("*bf16", "*fp8e4nv"),
+        QUANTISED: ("*fp8e4nv", "*fp8e4nv"),
+    }[form]
+    named = CONSTANTS | {"X": form.value, "IS_SORTED": is_sorted, "BLOCK_N": 64} | options
+    constants = {name: value for name, value in named.items() if name in kernel.arg_names}
+    types = POINTERS | {"x": x, "w": w, "blocks": "*i32" if is_sorted else "*i64"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, {})
+    target = GPUTarget("cuda", 90, 32)
+    launch = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    return triton.compile(source, target=target, options=launch).asm["ptx"]
+
+
+@pytest.mark.parametrize("rows", (64, 256), ids=("a scale of all rows", "several"))
+@pytest.mark.parametrize("form", (PLAIN, TO_QUANTISE, QUANTISED), ids=lambda form: str(form.value))
+@pytest.mark.parametrize("kernel", (gate_up_kernel, down_kernel), ids=lambda k: k.__name__)
+def test_tokens_of_every_form_compile(kernel, form, rows):
+    assert "griddepcontrol.wait" in ptx_of(kernel, form, BLOCK_N=rows)
+
+
+@pytest.mark.parametrize("is_sorted", (False, True))
+def test_what_is_read_before_the_wait_comes_from_l2(is_sorted):
+    """An L1 may still hold what another kernel read at the same place."""
+    early, _ = ptx_of(down_kernel, QUANTISED, is_sorted).split("griddepcontrol.wait", 1)
+    loads = [line for line in early.splitlines() if "ld.global" in line]
+    assert len(loads) == (3 if is_sorted else 1)
+    assert all("ld.global.cg" in line for line in loads)
+
+
+@pytest.mark.parametrize("is_sorted", (False, True))
+def test_the_first_product_reads_nothing_before_the_wait(is_sorted):
+    """It follows the kernel that chooses or sorts."""
+    early, _ = ptx_of(gate_up_kernel, QUANTISED, is_sorted).split("griddepcontrol.wait", 1)
+    assert "ld.global" not in early

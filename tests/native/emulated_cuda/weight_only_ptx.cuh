@@ -1,0 +1,57 @@
+// What csrc/gemm/weight_only_ptx.cuh does, from the description of PTX.
+#pragma once
+#include "emulated_cuda.h"
+
+namespace vllm::gemm {
+
+inline uint4 load_once(const uint4* address) { return *address; }
+
+template <typename T>
+double to_number(uint32_t bits) {
+  const auto half = static_cast<uint16_t>(bits);
+  T number;
+  std::memcpy(&number, &half, 2);
+  return static_cast<float>(number);
+}
+
+// Rounded once: where a product does not fit into a float32, the test would have to fail.
+template <typename T>
+uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const double wanted = to_number<T>(a >> shift) * to_number<T>(b >> shift);
+    const auto exact = static_cast<float>(wanted + to_number<T>(c >> shift));
+    T rounded;
+    if constexpr (std::is_same_v<T, __half>) {
+      rounded = __float2half_rn(exact);
+    } else {
+      rounded = __float2bfloat16_rn(exact);
+    }
+    uint16_t bits;
+    std::memcpy(&bits, &rounded, 2);
+    result |= static_cast<uint32_t>(bits) << shift;
+  }
+  return result;
+}
+
+template <typename T>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated::Warp& warp = emulated::block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  std::copy(a, a + 4, warp.a[lane]);
+  warp.b[lane][0] = b0, warp.b[lane][1] = b1;
+  emulated::meet(warp.meeting);
+  for (int i = 0; i < 4; ++i) {
+    const int row = group + i / 2 * 8, column = quad * 2 + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      const int place = k / 8, pair = k % 8 / 2, shift = k % 2 * 16;
+      const uint32_t own = warp.a[row % 8 * 4 + pair][place * 2 + row / 8];
+      sum += to_number<T>(own >> shift) * to_number<T>(warp.b[column * 4 + pair][place] >> shift);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+  emulated::meet(warp.meeting);
+}
+
+}  // namespace vllm::gemm

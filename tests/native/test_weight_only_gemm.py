@@ -1,0 +1,201 @@
+"""csrc's weight-only GEMM, kernels and launches, run thread by thread on a CPU.
+
+CUDA is emulated (emulated_cuda/), instructions among it: this checks every index and number of the
+code, not that a GPU does what PTX says (tests/kernels/gpu/test_marlin.py).
+"""
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from weight_only_cases import FORMATS, FP8, make_linear, wide_of
+
+from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+    pack_experts,
+    pack_weight,
+    widen_weight,
+)
+
+HERE = Path(__file__).parent
+GEMM = HERE.parents[1] / "csrc" / "gemm"
+SOURCES = ("weight_only.cu", "weight_only.cuh", "weight_only.h", "weight_only_codes.cuh",
+           "weight_only_launch.cuh")  # fmt: skip
+CODES = {"fp8": 0, "nvfp4": 1, "int4": 2}
+# Of Header in weight_only.cpp.
+FIELDS = [
+    "is_widen", "code", "is_bf16", "has_clusters", "row_tiles", "splits", "codes", "scales",
+    "row_factors", "n", "k", "column_tiles", "groups", "scale_rows", "column_shift", "x", "m",
+    "ldx", "bias", "out", "ldo", "blocks", "num_blocks", "block_rows", "order", "top_k",
+]  # fmt: skip
+NUM_TOKENS = [1, 7, 9, 17, 33, 70]
+SIZES = [(16, 64), (100, 336)]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    folder = tmp_path_factory.mktemp("weight_only")
+    # Apart from the real weight_only_ptx.cuh, in whose place comes the emulated one.
+    for name in SOURCES:
+        shutil.copy(GEMM / name, folder)
+    shutil.copy(HERE / "weight_only.cpp", folder)
+    words = ["-std=c++20", "-O1", "-Xcompiler=-pthread", "-I", HERE / "emulated_cuda"]
+    path = folder / "emulated"
+    # The host's compiler, which nvcc tells where CUDA's headers are.
+    subprocess.run([nvcc, *words, folder / "weight_only.cpp", "-o", path], check=True)
+    return path
+
+
+def call(program, packed, out, x=None, bias=None, blocks=None, order=None, **values):
+    """Fills `out`; raises CalledProcessError with CUDA's error as exit code."""
+    header = dict.fromkeys(FIELDS, 0) | {
+        "code": CODES[packed.format],
+        "is_bf16": int(out.dtype == torch.bfloat16),
+        "has_clusters": 1,
+        "n": packed.num_rows,
+        "k": packed.num_columns,
+        "column_tiles": packed.codes.shape[-4],
+        "groups": 1,
+        "scale_rows": 1,
+        "column_shift": 31,
+        "ldo": out.stride(0),
+        "top_k": 1,
+    }
+    if packed.scales is not None and packed.format != "nvfp4":
+        header["groups"], header["scale_rows"] = packed.scales.shape[-2:]
+        if header["groups"] > 1:
+            header["column_shift"] = packed.columns_per_scale.bit_length() - 1
+    parts = {"codes": packed.codes, "scales": packed.scales, "row_factors": packed.row_factors,
+             "x": x, "bias": bias, "blocks": blocks, "order": order, "out": out}  # fmt: skip
+    data = bytearray(8 * len(FIELDS))
+    for name, tensor in parts.items():
+        if tensor is not None:
+            data += bytes(-len(data) % 64)
+            header[name] = len(data)
+            data += tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    if x is not None:
+        header["m"], header["ldx"] = x.shape
+    if blocks is not None:
+        header["num_blocks"] = blocks.shape[1]
+    header |= values
+    data[: 8 * len(FIELDS)] = struct.pack(f"{len(FIELDS)}q", *(header[f] for f in FIELDS))
+    file = program.parent / "data"
+    file.write_bytes(data)
+    subprocess.run([program, file], check=True)
+    written = bytearray(file.read_bytes()[header["out"] :][: out.nbytes])
+    out.copy_(torch.frombuffer(written, dtype=out.dtype).view(out.shape))
+
+
+def poisoned(m, n, dtype=torch.bfloat16):
+    return torch.full((m, n), float("nan"), dtype=dtype)
+
+
+def powers_of_two(shape, low, high):
+    return torch.exp2(torch.randint(low, high, shape).float())
+
+
+def exact_linear(name, shards, k):
+    """A weight whose products with small integers are summed in float32 without rounding."""
+    tensors, _ = make_linear(name, shards, k)
+    if name == "nvfp4":
+        tensors.scales = powers_of_two(tensors.scales.shape, -1, 2).to(FP8)
+        tensors.global_scales = powers_of_two(tensors.global_scales.shape, -3, 1)
+    else:
+        tensors.scales = powers_of_two(tensors.scales.shape, -2, 2)
+    if tensors.weight.dtype == FP8:
+        tensors.weight = torch.randint(-4, 5, (sum(shards), k)).to(FP8)
+    return tensors
+
+
+def check_products(program, name, shards, k, m, dtype, **values):
+    tensors = exact_linear(name, shards, k)
+    n = sum(shards)
+    stored, bias = poisoned(m + 1, k + 64, dtype), torch.randint(-8, 9, (n,)).float()
+    x = stored[:m, :k]  # what lies behind a row is not to be read
+    x.copy_(torch.randint(-2, 3, (m, k)))
+    out = poisoned(m, n, dtype)
+    call(program, pack_weight(tensors), out, stored, bias, m=m, **values)
+    expected = x.double() @ wide_of(tensors).double().T + bias.double()
+    assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("m", NUM_TOKENS)
+def test_products_of_small_integers_are_exact(program, name, m):
+    for n, k in SIZES:
+        check_products(program, name, (n,), k, m, torch.bfloat16)
+    check_products(program, name, (40, 24), 160, m, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-group[32]"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1), (2, 2), (2, 8)], ids=str)
+def test_every_shape_is_exact(program, name, shape):
+    for n, k, m in ((40, 592, 3), (24, 208, 12), (24, 208, 20)):
+        values = {"row_tiles": shape[0], "splits": shape[1]}
+        check_products(program, name, (n,), k, m, torch.bfloat16, **values)
+
+
+def test_chips_without_clusters_split_nothing(program):
+    check_products(program, "nvfp4", (40,), 2048, 5, torch.bfloat16, has_clusters=0)
+    with pytest.raises(subprocess.CalledProcessError):
+        check_products(program, "nvfp4", (40,), 2048, 5, torch.bfloat16, has_clusters=0,
+                       row_tiles=1, splits=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_error_is_that_of_the_output_type(program, name, dtype):
+    tensors, wide = make_linear(name, (32, 17), 352)
+    x = torch.randn(5, 352).to(dtype)
+    out = poisoned(5, 49, dtype)
+    call(program, pack_weight(tensors), out, x)
+    expected = x.double() @ wide.double().T
+    of_rounding = (expected.to(dtype).double() - expected).norm()
+    assert (out.double() - expected).norm() < 1.1 * of_rounding
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_weight_that_is_widened_is_rounded_once(program, name, dtype):
+    packed = pack_weight(make_linear(name, (48, 41), 336)[0])
+    for first in (0, 32):
+        out = poisoned(89 - first, 336, dtype)
+        call(program, packed, out, is_widen=1, splits=first, m=89 - first)
+        wanted = widen_weight(packed)[first:]
+        # Scales are multiplied in another order: a last bit of float32 before the rounding.
+        assert (out.double() - wanted.double()).abs().max() <= 2.0**-8 * wanted.abs().max()
+        assert (out == wanted.to(dtype)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((64, 32), 0), ((), 64), ((96, 16), 32)])
+def test_shards_that_begin_inside_a_scale_block_are_multiplied_with_their_own(
+    program, rows, columns
+):
+    tensors, wide = make_linear("fp8-block", (48, 24), 352, rows, columns)
+    x, out = torch.randn(4, 352).bfloat16(), poisoned(4, 72)
+    call(program, pack_weight(tensors), out, x)
+    expected = x.double() @ wide.double().T
+    assert (out.double() - expected).norm() < 2.0**-9 * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("block_rows", [1, 8, 16, 64])
+def test_blocks_of_experts_are_exact_and_touch_no_other_rows(program, name, block_rows):
+    weights = [exact_linear(name, (24, 24), 160) for _ in range(4)]
+    packed = pack_experts(iter(weights), 4)
+    x, order = torch.randint(-2, 3, (30, 160)).bfloat16(), torch.randperm(60).int()
+    blocks = torch.tensor([[2, 0, -1, 3], [3, 20, 0, 40], [3 + block_rows // 2, 37, 60, 41]]).int()
+    out, expected = poisoned(60, 48), poisoned(60, 48)
+    call(program, packed, out, x, None, blocks, order, block_rows=block_rows, top_k=2)
+    for expert, first, end in blocks.T.tolist():
+        if expert >= 0:
+            rows = slice(first, min(end, first + block_rows))
+            own = x[(order[rows] // 2).long()].double() @ wide_of(weights[expert]).double().T
+            expected[rows] = own.bfloat16()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())

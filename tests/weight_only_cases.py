@@ -1,0 +1,83 @@
+"""Random weights of every format that the weight-only kernels take, beside what they stand for."""
+
+import torch
+
+from vllm.kernels.problem import WeightFormat
+from vllm.kernels.tensors import LinearTensors, MoETensors, scale_shape
+from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode, unpack_e2m1
+
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
+SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
+FP8 = torch.float8_e4m3fn
+
+
+def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
+    """(tensors, weight float32 [N, K]). K may end within a group, as no checkpoint's does."""
+    weight_format = WeightFormat.parse(name)
+    n = sum(shards)
+    if weight_format.element == "fp8":
+        codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=device)
+        codes[(codes & 0x7F) == 0x7F] = 0
+        tensors = LinearTensors(weight_format, codes.view(FP8), shards)
+        rows, columns = _scale_grid(weight_format, shards, k, row_offsets, column_offset)
+        tensors.scales = torch.rand(rows, columns, device=device) * 1e-3 + 1e-4
+        tensors.row_offsets, tensors.column_offset = row_offsets, column_offset
+        return tensors, wide_of(tensors)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    tensors = LinearTensors(weight_format, codes, shards)
+    if name == "nvfp4":
+        scales = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, device=device)
+        tensors.scales = scales.view(FP8)
+        tensors.global_scales = (torch.rand(len(shards), device=device) + 0.1) * 1e-4
+        return tensors, wide_of(tensors)
+    groups = -(-k // weight_format.block[1])
+    tensors.scales = (torch.rand(n, groups, device=device) * 1e-2 + 1e-3).half().float()
+    if weight_format.block[1] == 32:
+        zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, device=device)
+        tensors.zero_points = zeros
+    return tensors, wide_of(tensors)
+
+
+def _scale_grid(weight_format, shards, k, row_offsets, column_offset):
+    if not row_offsets and not column_offset:
+        return scale_shape(weight_format, shards, k)
+    rows, columns = weight_format.block
+    offsets = row_offsets or (0,) * len(shards)
+    return (
+        sum(-(-(first + size) // rows) for first, size in zip(offsets, shards)),
+        -(-(column_offset + k) // columns),
+    )
+
+
+def make_moe(name, num_experts, hidden, inner, device="cpu"):
+    """(tensors, [(gate_up, down)] float32 of every expert)."""
+    weight_format = WeightFormat.parse(name)
+    gate_ups = [make_linear(name, (inner, inner), hidden, device=device)[0]
+                for _ in range(num_experts)]  # fmt: skip
+    downs = [make_linear(name, (hidden,), inner, device=device)[0] for _ in range(num_experts)]
+
+    def stacked(parts, field):
+        found = [getattr(part, field) for part in parts]
+        if found[0] is None:
+            return None
+        return torch.stack([f.view(torch.uint8) for f in found]).view(found[0].dtype)
+
+    tensors = MoETensors(weight_format, stacked(gate_ups, "weight"), stacked(downs, "weight"))
+    for field in ("scales", "global_scales", "zero_points"):
+        setattr(tensors, f"gate_up_{field}", stacked(gate_ups, field))
+        setattr(tensors, f"down_{field}", stacked(downs, field))
+    return tensors, [(wide_of(g), wide_of(d)) for g, d in zip(gate_ups, downs)]
+
+
+def wide_of(tensors):
+    """float32 [N, K] of the numbers that the format defines."""
+    scales, columns = tensors.row_scales(), tensors.block_k
+    if tensors.format.element == "fp8":
+        values = tensors.weight.float()
+    else:
+        codes = unpack_e2m1(tensors.weight)
+        values = e2m1_decode(codes) if tensors.format.element == "nvfp4" else codes.float() - 8
+        if tensors.zero_points is not None:
+            zeros = tensors.zero_points.repeat_interleave(columns, 1)[:, : codes.shape[1]]
+            values = codes.float() - zeros
+    return values * scales.repeat_interleave(columns, 1)[:, : values.shape[1]]

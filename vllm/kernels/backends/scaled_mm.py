@@ -1,0 +1,50 @@
+"""torch's FP8 GEMM (`torch._scaled_mm`: cuBLASLt or CUTLASS) for scales per tensor and channel."""
+
+from typing import TYPE_CHECKING
+
+from vllm.kernels.problem import ActScheme, LinearProblem
+from vllm.kernels.spec import Candidate, KernelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.kernels.tensors import LinearKernel, LinearTensors
+
+SPECS = (
+    KernelSpec(
+        backend="scaled_mm",
+        family="linear",
+        devices=frozenset({"sm_89", "sm_9x", "sm_10x", "sm_12x"}),
+        formats=frozenset({"fp8-tensor", "fp8-channel"}),
+        # Scales per row give bfloat16 only.
+        dtypes=frozenset({"bf16"}),
+        act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
+        n_align=16,
+        k_align=16,
+    ),
+)
+
+
+def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Takes the weight as it is stored; each call quantises x [M, K] and multiplies.
+
+    One scale for all of the weight and one for all of x stay scalars; else both are spread, over
+    the rows of the weight and the tokens. Sums are kept in float32, not in the fewer bits that the
+    tensor cores of the H100 have (`use_fast_accum` is off).
+    """
+    from vllm._custom_ops import cutlass_scaled_mm, scaled_fp8_quant
+
+    weight, bias = tensors.weight, tensors.bias
+    is_per_token = winner.act is ActScheme.DYNAMIC_TOKEN
+    input_scale = tensors.input_scale if winner.act is ActScheme.STATIC_TENSOR else None
+    scales = tensors.row_scales()
+    assert scales is not None
+    scales = scales.reshape(1, -1)
+    if bool((scales == scales[0, 0]).all()):
+        scales = scales[:, :1]
+
+    def apply(x: "Tensor") -> "Tensor":
+        q, x_scale = scaled_fp8_quant(x, input_scale, use_per_token_if_dynamic=is_per_token)
+        return cutlass_scaled_mm(q, weight.t(), x_scale, scales, x.dtype, bias)
+
+    return apply

@@ -1,0 +1,185 @@
+"""Where kernels that were compiled on this machine are kept, and the bundle they may come from.
+
+Everything is kept by a hash of what it was made of, so one folder serves every model, version and
+chip. A bundle (`vllm kernels precompile`) is such a folder with a manifest. It is only read: what
+this machine's folder lacks is copied from it, after a comparison with the manifest's hashes.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.kernels.jit.memory import Memory, make_memory
+from vllm.kernels.jit.nvcc import write_whole
+from vllm.kernels.spec import Device, Libs
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+# Folders below the root. DeepGEMM's own is kept by the path it is installed at, and is filled from
+# `nvcc`: it stays on this machine.
+TRITON, NVCC, FLASHINFER = "triton", "nvcc", "flashinfer"
+# Libraries' own variables, and the folder for each.
+OWN_VARIABLES = {
+    "TRITON_CACHE_DIR": TRITON,
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer_workspace",
+}
+BUNDLED = (TRITON, NVCC, FLASHINFER)
+_LIBRARIES = ("deep_gemm", "flashinfer", "torch", "triton")
+_NOT_BUNDLED = (".lock", ".partial")
+_GROUP_PREFIX = "__grp__"
+_LEAST_BYTES = 1 << 20  # a few kernels
+
+
+@cache
+def use_caches() -> Memory | None:
+    """Points the libraries at folders in VLLM_KERNEL_CACHE, unless their own variables name some,
+    and fills those from VLLM_KERNEL_BUNDLE. What nvcc made, None on a machine without nvcc.
+
+    To be called before a library is loaded. ConfigError for a bundle that is none.
+    """
+    root, bundle = cache_root(), envs.VLLM_KERNEL_BUNDLE
+    for name, folder in OWN_VARIABLES.items():
+        if envs.foreign(name) is None:
+            envs.set_for_children(name, str(root / folder))
+    if bundle is not None:
+        fill(root, bundle, {TRITON: Path(envs.foreign("TRITON_CACHE_DIR") or root / TRITON)})
+    return make_memory(root / NVCC)
+
+
+def flashinfer_modules() -> Path:
+    """Where modules that FlashInfer built are found without a build tool."""
+    return cache_root() / FLASHINFER
+
+
+@cache
+def cache_root() -> Path:
+    """VLLM_KERNEL_CACHE, or a folder for this process where that cannot be written."""
+    root: Path = envs.VLLM_KERNEL_CACHE
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(_LEAST_BYTES))  # a disk that is full takes an empty file
+        return root
+    except OSError as error:
+        instead = Path(tempfile.mkdtemp(prefix="vllm-compiled-"))
+        logger.warning(
+            "%s cannot be written (%s): kernels are kept in %s", root, error.strerror, instead
+        )
+        return instead
+
+
+# ---------------------------------------------------------------- bundles
+
+
+def made_for(device: Device, libs: Libs) -> dict[str, str]:
+    """What the kernels of a bundle are of use for; they do no harm to others."""
+    found = {lib.name: lib.version for lib in libs.libs if lib.name in _LIBRARIES}
+    return {"device": str(device), **dict(sorted(found.items()))}
+
+
+def warn_of_another_machine(device: Device, libs: Libs) -> None:
+    """Where the bundle in use was made for another chip or other versions."""
+    bundle = envs.VLLM_KERNEL_BUNDLE
+    if bundle is None:
+        return
+    theirs, ours = read_manifest(bundle)["made_for"], made_for(device, libs)
+    differ = [name for name in sorted(theirs.keys() | ours) if theirs.get(name) != ours.get(name)]
+    if differ:
+        text = ", ".join(f"{name} {theirs.get(name)} and not {ours.get(name)}" for name in differ)
+        logger.warning("VLLM_KERNEL_BUNDLE=%s was made for %s: kernels may compile", bundle, text)
+
+
+def write_manifest(folder: Path, fit_for: dict[str, str]) -> int:
+    """Describes the files of a bundle, made for that; how many there are."""
+    files = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(_bundled(folder))
+    }
+    manifest = {"format": FORMAT, "made_for": fit_for, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return len(files)
+
+
+def _bundled(folder: Path) -> Iterator[Path]:
+    for name in BUNDLED:
+        for path in (folder / name).rglob("*"):
+            is_temporary = path.name == "lock" or path.suffix in _NOT_BUNDLED
+            if path.is_file() and not is_temporary and not path.name.startswith("nvcc-front-"):
+                yield path
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """ConfigError for a folder that is no bundle of this format."""
+    try:
+        manifest = json.loads((bundle / MANIFEST).read_text())
+        if manifest["format"] == FORMAT and isinstance(manifest["files"], dict):
+            return dict(manifest)
+        problem = f"has format {manifest['format']}, and this version reads {FORMAT}"
+    except OSError as error:
+        problem = f"has no readable {MANIFEST} ({error.strerror})"
+    except (ValueError, KeyError, TypeError):
+        problem = f"has a {MANIFEST} that is damaged"
+    raise ConfigError(
+        f"VLLM_KERNEL_BUNDLE={bundle} {problem}: it takes a folder that vllm kernels precompile "
+        f"wrote here; make it again, or unset the variable"
+    )
+
+
+def fill(root: Path, bundle: Path, places: dict[str, Path]) -> int:
+    """Copies to `root` what it lacks; the number of files. places: folders that lie elsewhere.
+
+    A file that is not what the manifest says is left out, with a warning: its kernel is compiled.
+    """
+    files: dict[str, str] = read_manifest(bundle)["files"]
+    copied, damaged = 0, []
+    for name, digest in files.items():
+        first, *rest = Path(name).parts
+        if first not in BUNDLED or ".." in rest:
+            damaged.append(name)
+            continue
+        target = places.get(first, root / first).joinpath(*rest)
+        if target.exists():
+            continue
+        try:
+            content = (bundle / name).read_bytes()
+        except OSError:
+            content = b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            damaged.append(name)
+            continue
+        try:
+            _put(target, content)
+        except OSError as error:
+            logger.warning("VLLM_KERNEL_BUNDLE=%s cannot be copied from on: %s", bundle, error)
+            break
+        copied += 1
+    if damaged:
+        logger.warning(
+            "VLLM_KERNEL_BUNDLE=%s: %d of %d files are not what was written, such as %s; they are "
+            "not used", bundle, len(damaged), len(files), damaged[0],
+        )  # fmt: skip
+    logger.info("%d of %d files taken from the bundle %s", copied, len(files), bundle)
+    return copied
+
+
+def _put(target: Path, content: bytes) -> None:
+    if target.name.startswith(_GROUP_PREFIX):
+        content = _moved_group(content, target.parent)
+    write_whole(target, content, mode=0o755 if target.suffix == ".so" else 0o644)
+
+
+def _moved_group(content: bytes, folder: Path) -> bytes:
+    """Triton's list of the files of a kernel has their full paths, of where it was compiled."""
+    group = json.loads(content)
+    group["child_paths"] = {name: str(folder / name) for name in group["child_paths"]}
+    return json.dumps(group).encode()

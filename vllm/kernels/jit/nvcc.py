@@ -1,0 +1,156 @@
+"""nvcc with a memory, for libraries that compile at run time and let us name their compiler.
+
+Runs as a script of its own, once for each kernel, and so imports nothing of this package. What was
+compiled is kept by what it was made of: the source (which, in DeepGEMM, names a hash of all headers
+it includes), the options and the compiler. Entries appear whole or not at all, begin with the
+SHA-256 of the rest, and are compiled once however many processes ask.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_DIGEST_BYTES = 32
+# Options with a folder in them: where headers lie says nothing about what is in them.
+_FOLDER_OPTIONS = ("-I", "--include-path", "-isystem")
+
+
+class Request(NamedTuple):
+    """A compilation to one object. key: what it is kept under."""
+
+    source: Path
+    output: Path
+    key: str
+
+
+class CompileError(Exception):
+    """The compiler failed; its words."""
+
+
+def parse(arguments: Sequence[str], source: bytes | None, compiler: str) -> Request | None:
+    """None for a command line that makes no object, as `--version`. compiler: its version.
+
+    source: the text to be compiled; None reads the file.
+    """
+    files = [argument for argument in arguments if argument.endswith(".cu")]
+    if "-cubin" not in arguments or len(files) != 1 or "-o" not in arguments:
+        return None
+    output = arguments[list(arguments).index("-o") + 1]
+    text = Path(files[0]).read_bytes() if source is None else source
+    options = [
+        argument
+        for argument in arguments
+        if argument not in (files[0], output) and not argument.startswith(_FOLDER_OPTIONS)
+    ]
+    made_of = json.dumps([compiler, sorted(options), hashlib.sha256(text).hexdigest()])
+    return Request(Path(files[0]), Path(output), hashlib.sha256(made_of.encode()).hexdigest())
+
+
+def kernel_name(source: str) -> str:
+    """`sm90_fp8_gemm_1d2d_impl<0, 4096, ...>` of a source that instantiates one kernel."""
+    match = re.search(r"&\s*([\w:]+<[^;]*>)", source)
+    return " ".join(match[1].split()) if match else "a kernel"
+
+
+# ---------------------------------------------------------------- what was compiled
+
+
+def read_entry(store: Path, key: str) -> bytes | None:
+    """None where there is none, or where it is not what was written."""
+    try:
+        content = (store / key).read_bytes()
+    except OSError:
+        return None
+    digest, made = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return made if hashlib.sha256(made).digest() == digest else None
+
+
+def write_entry(store: Path, key: str, made: bytes) -> None:
+    write_whole(store / key, hashlib.sha256(made).digest() + made)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Whole or not at all, whoever else writes it: process ids are no names, since machines and
+    containers that share a folder count their processes alike."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(".partial", f"{path.name}.", path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(partial, mode)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)  # it may be what fills the disk
+        raise
+
+
+@contextlib.contextmanager
+def _alone(store: Path, key: str) -> Iterator[None]:
+    """One process at a time; a process that dies lets go of it. Where the file system has no locks
+    (Lustre and NFS may not), several compile the same."""
+    store.mkdir(parents=True, exist_ok=True)
+    with (store / f"{key}.lock").open("w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def compiled(
+    real: str, arguments: Sequence[str], request: Request, store: Path, folder: Path | None = None
+) -> tuple[bytes, float]:
+    """The object, from `store` or else compiled by `real` in `folder` and put there; and the
+    seconds that took, 0 for what was there. CompileError where the compiler fails."""
+    made = read_entry(store, request.key)
+    if made is not None:
+        return made, 0.0
+    with _alone(store, request.key):
+        made = read_entry(store, request.key)
+        if made is not None:
+            return made, 0.0
+        begin = time.monotonic()
+        result = subprocess.run([real, *arguments], cwd=folder, capture_output=True, text=True)
+        if result.returncode:
+            raise CompileError(f"{result.stdout}{result.stderr}".strip())
+        made = (folder or Path()).joinpath(request.output).read_bytes()
+        write_entry(store, request.key, made)
+        return made, time.monotonic() - begin
+
+
+def main() -> int:
+    """usage: nvcc.py REAL VERSION STORE LOG ARGUMENTS_OF_NVCC...
+
+    LOG gets a line of JSON for each kernel that had to be compiled.
+    """
+    real, compiler, store, log, *arguments = sys.argv[1:]
+    request = parse(arguments, None, compiler)
+    if request is None:
+        os.execv(real, [real, *arguments])
+    try:
+        made, seconds = compiled(real, arguments, request, Path(store))
+    except CompileError as error:
+        print(error)
+        return 1
+    except OSError:  # the store is of no use (a full disk, read-only): as if there were none
+        os.execv(real, [real, *arguments])
+    request.output.write_bytes(made)
+    if seconds:
+        name = kernel_name(request.source.read_text(errors="replace"))
+        line = json.dumps({"kernel": name, "seconds": round(seconds, 2)}) + "\n"
+        # Whoever tidies up temporary folders may have removed it, which is no reason to fail.
+        with contextlib.suppress(OSError), Path(log).open("a") as file:
+            file.write(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Kernels compiled before they are needed, side by side, and what stands in for them until then."""
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from vllm.kernels import registry
+from vllm.kernels.jit.memory import CompiledCall, Memory
+from vllm.kernels.jit.monitor import Compilation
+from vllm.kernels.problem import LinearProblem
+from vllm.kernels.spec import RANK_MEASURED, Candidate, Decision, KernelSpec
+from vllm.logger import get_logger
+from vllm.platforms.cpu import memory_limit, num_cores
+
+logger = get_logger(__name__)
+
+NVCC = "nvcc"
+"""`KernelSpec.compiles` of backends whose module has `compiled_calls`."""
+
+
+class ReadySizes:
+    """Sizes of a `CompiledCall` that no compiler has to be waited for. Callable: whether a call of
+    that size is one. Everything is, where nothing was planned: then the first call compiles."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] | None = None
+        self._ready: frozenset[int] = frozenset()
+
+    def __call__(self, size: int) -> bool:
+        if self._sizes is None:
+            return True
+        place = bisect_left(self._sizes, size)
+        return place < len(self._sizes) and self._sizes[place] in self._ready
+
+    def set(self, sizes: Iterable[int], ready: Iterable[int]) -> None:
+        self._sizes, self._ready = tuple(sizes), frozenset(ready)
+
+
+_ready: dict[str, ReadySizes] = {}
+
+
+def ready_sizes(name: str) -> ReadySizes:
+    """Of the calls of that name, in this process; it changes between steps alone, since what makes
+    an input lays it out for the kernel that will be called."""
+    return _ready.setdefault(name, ReadySizes())
+
+
+# ---------------------------------------------------------------- who stands in
+
+
+def stand_in(decision: Decision, name: str) -> Candidate | None:
+    """The first kernel built ahead of time that may serve until kernels of `name` are compiled.
+
+    None where none is needed, where `name` was asked for (it is then waited for), and where the
+    weight would have to be kept twice: re-quantised for one, or widened for the other.
+    """
+    problem = decision.problem
+    own = next(c for c in decision.candidates if c.backend == name)
+    asked_for = decision.origin.rank < RANK_MEASURED
+    if not isinstance(problem, LinearProblem) or asked_for or own.is_lossy:
+        return None
+    if decision.is_emulated or compiler_of(decision, name) != NVCC:
+        return None
+    return next(
+        (
+            candidate
+            for candidate in decision.candidates
+            if not candidate.reasons
+            and not candidate.parts
+            and candidate.act is own.act
+            and not candidate.is_lossy
+            and _is_built_ahead(decision, candidate.backend)
+        ),
+        None,
+    )
+
+
+def compiler_of(decision: Decision, name: str) -> str:
+    """What compiles the kernels of backend `name` for this problem; "" for nothing."""
+    spec = spec_of(decision, name)
+    return spec.compiles if spec is not None else ""
+
+
+def _is_built_ahead(decision: Decision, name: str) -> bool:
+    spec = spec_of(decision, name)
+    return spec is not None and not spec.compiles and not spec.is_emulation
+
+
+def spec_of(decision: Decision, name: str) -> KernelSpec | None:
+    """Of the kernel of backend `name` for the format of this problem."""
+    specs = (spec for spec in registry.specs(decision.problem.family) if spec.backend == name)
+    return next((spec for spec in specs if decision.problem.format in spec.formats), None)
+
+
+def is_ready(decision: Decision, name: str) -> Callable[[int], bool]:
+    """For M: whether the kernel of backend `name` can be called without waiting for a compiler."""
+    (call,) = _calls_of(decision, name, (1, 1))
+    return ready_sizes(call.name)
+
+
+# ---------------------------------------------------------------- what has to be compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """must_wait: nothing stands in for it."""
+
+    call: CompiledCall
+    must_wait: bool
+
+
+def needed_calls(decisions: Iterable[Decision], max_tokens: int) -> list[Needed]:
+    """What the chosen kernels of these decisions call with up to `max_tokens` tokens, each once."""
+    found: dict[tuple[str, tuple[int, ...]], Needed] = {}
+    for decision in decisions:
+        if decision.chosen is None or decision.is_emulated:
+            continue
+        low = 1
+        for limit, name in decision.winner.parts or ((None, decision.winner.backend),):
+            high = max_tokens if limit is None else min(limit, max_tokens)
+            if low <= high and compiler_of(decision, name) == NVCC:
+                must_wait = stand_in(decision, name) is None
+                for call in _calls_of(decision, name, (low, high)):
+                    known = found.setdefault((call.name, call.sizes), Needed(call, must_wait))
+                    if must_wait and not known.must_wait:  # layers of one size, one asked for
+                        found[call.name, call.sizes] = Needed(call, must_wait)
+            low = high + 1
+    return list(found.values())
+
+
+def _calls_of(decision: Decision, name: str, m_range: tuple[int, int]) -> list[CompiledCall]:
+    candidate = next(c for c in decision.candidates if c.backend == name)
+    calls: list[CompiledCall] = registry.backend(name).compiled_calls(
+        decision.problem, candidate, m_range
+    )
+    return calls
+
+
+# ---------------------------------------------------------------- compiling
+
+
+@dataclass
+class WarmUp:
+    """Compiles in threads that each wait for a compiler.
+
+    library: version and chip, which the plans depend on. compiled: what was, by now.
+    """
+
+    memory: Memory
+    library: str
+    compiled: list[Compilation] = field(default_factory=list)
+    _needed: list[Needed] = field(default_factory=list)
+    _plans: list[dict[int, str]] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _done: set[str] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+    _queued: set[str] = field(default_factory=set)
+    _queue: "SimpleQueue[str]" = field(default_factory=SimpleQueue)
+    _num_promoted: int = -1
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin(self, needed: Iterable[Needed]) -> None:
+        """Plans, and starts to compile; no call is ready until `finish`. What the library raises
+        for a call is raised, unless another kernel stands in for it."""
+        # What is waited for in any case comes first, then by size: graphs are captured of those.
+        self._needed = sorted(needed, key=lambda one: not one.must_wait)
+        self._plans = [self._plan(one) for one in self._needed]
+        self._names = [one.call.name for one in self._needed]
+        order = sorted(
+            (not one.must_wait, size, key)
+            for one, plan in zip(self._needed, self._plans)
+            for size, key in plan.items()
+        )
+        for _, _, key in order:
+            if key and key not in self._queued:
+                self._queued.add(key)
+                self._done.add(key) if self.memory.has(key) else self._queue.put(key)
+        for name in self._names:
+            ready_sizes(name).set((), ())
+        for _ in range(min(self._queue.qsize(), num_compilers(num_cores(), memory_limit()))):
+            threading.Thread(target=self._compile_queued, name="nvcc", daemon=True).start()
+
+    def _plan(self, one: Needed) -> dict[int, str]:
+        try:
+            return self.memory.plan(one.call, self.library)
+        except Exception as error:  # whatever a library raises
+            if one.must_wait:
+                raise
+            logger.warning("%s is served by others: %s", one.call.name, error)
+            return {}
+
+    def finish(self, seconds: float) -> None:
+        """Loads what was compiled; waits for `seconds` at most for what has a stand-in.
+
+        RuntimeError of the library for a kernel that does not compile and has none.
+        """
+        deadline = time.monotonic() + seconds
+        pairs = list(zip(self._needed, self._plans))
+        must = {key for one, plan in pairs if one.must_wait for key in plan.values()}
+        self._wait(must, None)
+        self._wait(self._queued, deadline)
+        for one, plan in pairs:
+            self._load(one, plan)
+        self._needed = []  # calls hold memory of the GPU
+        self.promote()
+        if left := len(self._queued) - len(self._done) - len(self._failed):
+            logger.warning(
+                "%d of %d kernels are not compiled after %.0f s (VLLM_KERNEL_COMPILE_SECONDS): "
+                "others stand in for them until then, and in captured graphs until the next start",
+                left, len(self._queued), seconds,
+            )  # fmt: skip
+
+    def promote(self) -> None:
+        """Lets what was compiled meanwhile serve from now on; to be called between steps."""
+        if self._num_promoted == len(self._done):
+            return
+        self._num_promoted = len(self._done)
+        ready: dict[str, dict[int, bool]] = {}
+        for name, plan in zip(self._names, self._plans):
+            sizes = ready.setdefault(name, {})
+            sizes.update({size: not key or key in self._done for size, key in plan.items()})
+        for name, sizes in ready.items():
+            usable = (size for size, is_compiled in sizes.items() if is_compiled)
+            ready_sizes(name).set(sorted(sizes), usable)
+
+    def _compile_queued(self) -> None:
+        while True:
+            try:
+                key = self._queue.get_nowait()
+            except Empty:
+                return
+            made, ended = [], self._done
+            try:
+                if spent := self.memory.compile(key):
+                    made = [Compilation(NVCC, self.memory.name(key), spent)]
+            except Exception as error:  # whatever it is: the start waits for this thread
+                ended = self._failed
+                text = str(error)[-500:] or type(error).__name__
+                logger.warning("a kernel does not compile: %s", text)
+            with self._changed:
+                self.compiled += made
+                ended.add(key)
+                self._changed.notify_all()
+
+    def _wait(self, keys: set[str], deadline: float | None) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: keys <= self._done | self._failed | {""},
+                None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
+
+    def _load(self, one: Needed, plan: dict[int, str]) -> None:
+        """Makes one call for each of its kernels: the library loads it, and has it from then on.
+
+        One that does not compile raises here, unless another stands in for it.
+        """
+        loaded = set()
+        for size, key in plan.items():
+            is_there = not key or key in self._done
+            if key in loaded or not (is_there or one.must_wait):
+                continue
+            loaded.add(key)
+            try:
+                one.call.run(size)
+            except Exception as error:  # whatever a library raises
+                if one.must_wait or not key:
+                    raise
+                logger.warning("%s of size %d is served by others: %s", one.call.name, size, error)
+                self._done.discard(key)
+                self._failed.add(key)
+
+
+# What cicc takes for one of DeepGEMM's kernels is 0.47 GB (CUDA 13.0): as much is left for others,
+# since a container may have all cores of a machine and little of its memory.
+_COMPILER_BYTES = 1 << 30
+
+
+def num_compilers(num_cores: int, memory: int) -> int:
+    """Half of the cores, which are threads of one core more often than not: the kernels that come
+    first are done the sooner. memory: bytes that this container has."""
+    return max(1, min(num_cores // 2, memory // _COMPILER_BYTES))

@@ -1,0 +1,87 @@
+# mypy: ignore-errors
+"""Outputs of heads times a function of a gate, in Triton: one launch each (contract: `vllm.ops`).
+
+Names in capitals are compile-time constants.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.kernels.triton.moe_kernels import begin_dependent
+from vllm.kernels.triton.moe_rows import launch_dependent
+
+NUM_WARPS = 4
+GATE_COLUMNS = 512  # of a row that one program multiplies
+
+
+@triton.jit(do_not_specialize=["num_rows", "gate_stride"])
+def _norm_kernel(
+    x, gate, weight, out, num_rows, gate_stride, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows are heads of tokens; those of `gate` lie together within a token alone."""
+    begin_dependent(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D_PAD)
+    is_row, is_column = row < num_rows, column < DIM
+    is_there = is_row[:, None] & is_column[None, :]
+    own = row.to(tl.int64)[:, None] * DIM + column[None, :]
+    values = tl.load(x + own, mask=is_there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
+    at = (row // HEADS).to(tl.int64)[:, None] * gate_stride
+    at += (row % HEADS)[:, None] * DIM + column[None, :]
+    z = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=is_column, other=0.0)
+    y = values * scale[:, None] * w[None, :] * (z / (1.0 + tl.exp(-z)))
+    tl.store(out + own, y.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["gate_stride"])
+def _sigmoid_kernel(
+    x, gate, gate_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_STRIDE: tl.constexpr, IS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of a token's columns). IS_ONE: a head has a single gate."""
+    begin_dependent(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < HEADS * DIM
+    place = x + token * (HEADS * DIM) + column
+    at = column // DIM * HEAD_STRIDE + (0 if IS_ONE else column % DIM)
+    g = tl.load(gate + token * gate_stride + at, mask=is_column, other=0.0).to(tl.float32)
+    values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(place, (values / (1.0 + tl.exp(-g))).to(x.dtype.element_ty), mask=is_column)
+
+
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x, weight, eps) * silu(gate), rounded once; x and gate [T, heads, dim]."""
+    num_tokens, heads, dim = x.shape
+    result = x.new_empty(x.shape) if out is None else out
+    assert x.is_contiguous() and result.is_contiguous() and gate.shape == x.shape
+    assert gate.stride(2) == 1 and gate.stride(1) == dim
+    padded, num_rows = triton.next_power_of_2(dim), num_tokens * heads
+    rows = max(1, min(16, 2048 // padded))
+    if num_rows:
+        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, gate, weight, result, num_rows, gate.stride(0), eps, HEADS=heads, DIM=dim,
+            D_PAD=padded, ROWS=rows, num_warps=NUM_WARPS, **launch_dependent(x.device),
+        )  # fmt: skip
+    return result
+
+
+def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """In place: x [T, heads, dim] *= sigmoid(gate), gate of that shape or [T, heads, 1]."""
+    num_tokens, heads, dim = x.shape
+    assert x.is_contiguous() and gate.shape[:2] == x.shape[:2]
+    assert gate.shape[2] == 1 or (gate.shape[2] == dim and gate.stride(2) == 1)
+    if num_tokens:
+        _sigmoid_kernel[(num_tokens, triton.cdiv(heads * dim, GATE_COLUMNS))](
+            x, gate, gate.stride(0), HEADS=heads, DIM=dim, HEAD_STRIDE=gate.stride(1),
+            IS_ONE=gate.shape[2] == 1, BLOCK=GATE_COLUMNS, num_warps=NUM_WARPS,
+            **launch_dependent(x.device),
+        )  # fmt: skip
