@@ -9,7 +9,8 @@ GROUP: tl.constexpr = tl.constexpr(128)  # columns of a token that share a scale
 TILES_IN_STEP: tl.constexpr = tl.constexpr(8)  # of tokens, that go through the weight together
 
 
-@triton.jit
+# Tokens come in any number, and no number of them shall be compiled for.
+@triton.jit(do_not_specialize=["num_tokens"])
 def block_gemm(
     x, x_scales, w, w_scales, bias, y, num_tokens, N, K,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
