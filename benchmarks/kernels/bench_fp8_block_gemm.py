@@ -38,6 +38,7 @@ TILINGS = [*SPLIT_TILINGS, *((m, n, c, False) for m, n in STAYING_TILES for c in
 L2_BYTES = 100 << 20
 MAX_ERROR = 6e-3
 PAUSE_SECONDS = 0.02
+OURS = ("skinny", "skinny+q", "cutlass", "cutlass+q", "triton")
 OF_BF16 = ("skinny+q", "cutlass+q", "flashinfer")  # what quantises its activations itself
 
 
@@ -186,6 +187,17 @@ def collective(library: tvm_ffi.Module, x: Tensor, which: int):
     return make
 
 
+def triton_call(x: Tensor):
+    from vllm.kernels.triton.linear import fp8_block_gemm
+
+    q, s = quantised_tokens(x)
+
+    def make(weight: Tensor, scales: Tensor, out: Tensor):
+        return lambda: fp8_block_gemm(q, s, weight, scales, None, (128, 128), out)
+
+    return make
+
+
 def deep_gemm_call(x: Tensor):
     import deep_gemm
 
@@ -215,7 +227,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sweep", action="store_true", help="every shape and tiling of ours")
     parser.add_argument("--peers", nargs="*", default=["deep_gemm", "flashinfer"])
-    parser.add_argument("--ours", nargs="*", default=["skinny", "skinny+q", "cutlass", "cutlass+q"])
+    parser.add_argument("--ours", nargs="*", default=OURS)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--rounds", type=int, default=3)
@@ -257,6 +269,8 @@ def our_calls(library: tvm_ffi.Module, args, x: Tensor) -> dict[str, Make]:
         calls["cutlass" + suffix] = cutlass(library, x, tiling)
     if "cutlass+q" in args.ours:
         calls["cutlass+q"] = quantised_cutlass(library, x)
+    if "triton" in args.ours:
+        calls["triton"] = triton_call(x)
     return {name: call for name, call in calls.items() if name.split()[0] in args.ours}
 
 

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../layers/layers.h"
-#include "cuda_check.h"
+#include "cuda_float.h"
 
 namespace vllm {
 namespace {
@@ -12,19 +11,6 @@ namespace {
 using layers::FloatType;
 using layers::Heads;
 using tvm::ffi::Optional;
-
-constexpr int64_t kVectorBytes = 16;
-
-FloatType type_of(const TensorView& tensor, const char* name) {
-  switch (float_type(tensor, name)) {
-    case cpu::ElementType::kFloat32:
-      return FloatType::kFloat32;
-    case cpu::ElementType::kBFloat16:
-      return FloatType::kBFloat16;
-    default:
-      return FloatType::kFloat16;
-  }
-}
 
 void check_type_like(const TensorView& tensor, const char* name, const TensorView& other,
                      const char* other_name) {

@@ -4,26 +4,12 @@
 #include <cmath>
 
 #include "../layers/peer_sum.h"
-#include "cuda_check.h"
+#include "cuda_float.h"
 
 namespace vllm {
 namespace {
 
-using layers::FloatType;
 using tvm::ffi::Optional;
-
-constexpr int64_t kVectorBytes = 16;
-
-FloatType type_of(const TensorView& tensor, const char* name) {
-  switch (float_type(tensor, name)) {
-    case cpu::ElementType::kFloat32:
-      return FloatType::kFloat32;
-    case cpu::ElementType::kBFloat16:
-      return FloatType::kBFloat16;
-    default:
-      return FloatType::kFloat16;
-  }
-}
 
 void check_like(const TensorView& tensor, const char* name, const TensorView& x) {
   check_cuda(tensor, name, 2, x, "x");

@@ -120,19 +120,6 @@ def test_random_experts_of_every_format_give_finite_logits(stored, layout):
 # ---------------------------------------------------------------- what we write
 
 
-@pytest.fixture(scope="module")
-def quantised(source, tmp_path_factory):
-    made = {}
-
-    def make(format_name):
-        if format_name not in made:
-            made[format_name] = tmp_path_factory.mktemp("quantised") / format_name
-            quantize_checkpoint(source, made[format_name], format_name)
-        return made[format_name]
-
-    return make
-
-
 @pytest.mark.parametrize("format_name", HALF_STEP)
 def test_experts_that_we_quantise_load_and_are_near_what_they_were(
     source, quantised, tmp_path, format_name

@@ -191,19 +191,6 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
-def quantised(source, tmp_path_factory):
-    made = {}
-
-    def make(format_name):
-        if format_name not in made:
-            made[format_name] = tmp_path_factory.mktemp("quantised") / format_name
-            quantize_checkpoint(source, made[format_name], format_name)
-        return made[format_name]
-
-    return make
-
-
 # Most error of an element, as a part of the largest one that it can share a scale with: half the
 # widest step, and for nvfp4 what E4M3 rounds off its scale.
 HALF_STEP = {"fp8-tensor": 16 / 448, "nvfp4": (1 + 1 / 16) / 6, "w4a16": 0.5 / 7.5}

@@ -3,13 +3,12 @@
 CUDA is emulated (emulated_cuda/). On a GPU: tests/kernels/gpu/test_cuda_ops.py.
 """
 
-import shutil
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from native import emulated
+from native.emulated import compiled
 from torch import Tensor
 
 from vllm.ops import torch_ops
@@ -31,15 +30,7 @@ CASES += [(torch.bfloat16, 128, 259), (torch.float32, 64, 257)]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    path = tmp_path_factory.mktemp("layers") / "emulated"
-    words = ["-std=c++20", "-O1", "-Xcompiler=-pthread,-ffp-contract=off", "-I"]
-    # The host's compiler, which nvcc tells where CUDA's headers are.
-    source = HERE / "layers.cpp"
-    subprocess.run([nvcc, *words, HERE / "emulated_cuda", source, "-o", path], check=True)
-    return path
+    return compiled(HERE / "layers.cpp", tmp_path_factory.mktemp("layers"), "-ffp-contract=off")
 
 
 @pytest.fixture(autouse=True)
@@ -49,25 +40,14 @@ def seed():
 
 def call(program, heads: Tensor, **values: int | Tensor) -> Tensor:
     """What becomes of `heads` [tokens, NUM_HEADS, head_dim]."""
-    header = dict.fromkeys(FIELDS, 0) | {
+    sizes = {
         "type": TYPES[heads.dtype], "is_vector": 1, "is_neox": 1, "num_tokens": len(heads),
         "num_heads": NUM_HEADS, "num_queries": NUM_QUERIES, "num_keys": NUM_KEYS,
         "head_dim": heads.shape[2],
     }  # fmt: skip
-    data = bytearray(8 * len(FIELDS))
-    for name, value in {"heads": heads, **values}.items():
-        if isinstance(value, Tensor):
-            data += bytes(-len(data) % 64)
-            header[name] = len(data)
-            data += value.contiguous().view(torch.uint8).numpy().tobytes()
-        else:
-            header[name] = value
-    struct.pack_into(f"{len(FIELDS)}q", data, 0, *header.values())
-    path = program.parent / "call"
-    path.write_bytes(data)
-    subprocess.run([program, path], check=True)
-    result = bytearray(path.read_bytes()[header["heads"] :][: heads.nbytes])
-    return torch.frombuffer(result, dtype=heads.dtype).view(heads.shape)
+    tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+    sizes |= {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+    return emulated.call(program, FIELDS, sizes, {"heads": heads, **tensors}, "heads")
 
 
 def rotated(program, heads: Tensor, cos_sin: Tensor, positions: Tensor, **values) -> Tensor:

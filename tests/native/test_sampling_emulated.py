@@ -2,13 +2,12 @@
 row, and by a cluster of them. On a GPU: tests/kernels/gpu/test_cuda_sampling.py.
 """
 
-import shutil
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from native import emulated
+from native.emulated import compiled
 from torch import Tensor
 
 from vllm.ops import torch_ops
@@ -26,15 +25,7 @@ VOCABS = (1, 5, 16, 511, 4097, 60_007)
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    path = tmp_path_factory.mktemp("sampling") / "emulated"
-    words = ["-std=c++20", "-O1", "-Xcompiler=-pthread,-ffp-contract=off", "-I"]
-    # The host's compiler, which nvcc tells where CUDA's headers are.
-    source = HERE / "sampling.cpp"
-    subprocess.run([nvcc, *words, HERE / "emulated_cuda", source, "-o", path], check=True)
-    return path
+    return compiled(HERE / "sampling.cpp", tmp_path_factory.mktemp("sampling"), "-ffp-contract=off")
 
 
 @pytest.fixture(params=[80, 90], ids=["block", "cluster"])
@@ -43,21 +34,11 @@ def sample(request, program):
         num_rows, vocab = logits.shape
         stride = logits.stride(0) if num_rows > 1 else vocab
         is_vector = stride * logits.element_size() % 16 == 0
-        header = dict(zip(FIELDS, (TYPES[logits.dtype], int(is_vector), request.param,
-                                   num_rows, vocab, stride)))  # fmt: skip
-        data = bytearray(8 * len(FIELDS))
+        values = (TYPES[logits.dtype], int(is_vector), request.param, num_rows, vocab, stride)
         rows = torch.as_strided(logits, (num_rows * stride,), (1,), logits.storage_offset())
         tokens = torch.full((num_rows,), -1)
-        for name, tensor in zip(FIELDS[6:], (rows, *settings, tokens), strict=True):
-            data += bytes(-len(data) % 64)
-            header[name] = len(data)
-            data += tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        struct.pack_into(f"{len(FIELDS)}q", data, 0, *(header[name] for name in FIELDS))
-        path = program.parent / "call"
-        path.write_bytes(data)
-        subprocess.run([program, path], check=True)
-        result = bytearray(path.read_bytes()[header["tokens"] :])
-        return torch.frombuffer(result, dtype=torch.int64)[:num_rows]
+        tensors = dict(zip(FIELDS[6:], (rows, *settings, tokens), strict=True))
+        return emulated.call(program, FIELDS, dict(zip(FIELDS, values)), tensors, "tokens")
 
     return call
 

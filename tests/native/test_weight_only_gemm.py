@@ -5,13 +5,14 @@ code, not that a GPU does what PTX says (tests/kernels/gpu/test_marlin.py).
 """
 
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from weight_only_cases import FORMATS, FP8, make_linear, wide_of
+from native import emulated
+from native.emulated import compiled
+from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, wide_of
 
 from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
     pack_experts,
@@ -36,24 +37,17 @@ SIZES = [(16, 64), (100, 336)]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
     folder = tmp_path_factory.mktemp("weight_only")
     # Apart from the real weight_only_ptx.cuh, in whose place comes the emulated one.
     for name in SOURCES:
         shutil.copy(GEMM / name, folder)
     shutil.copy(HERE / "weight_only.cpp", folder)
-    words = ["-std=c++20", "-O1", "-Xcompiler=-pthread", "-I", HERE / "emulated_cuda"]
-    path = folder / "emulated"
-    # The host's compiler, which nvcc tells where CUDA's headers are.
-    subprocess.run([nvcc, *words, folder / "weight_only.cpp", "-o", path], check=True)
-    return path
+    return compiled(folder / "weight_only.cpp", folder)
 
 
 def call(program, packed, out, x=None, bias=None, blocks=None, order=None, **values):
     """Fills `out`; raises CalledProcessError with CUDA's error as exit code."""
-    header = dict.fromkeys(FIELDS, 0) | {
+    header = {
         "code": CODES[packed.format],
         "is_bf16": int(out.dtype == torch.bfloat16),
         "has_clusters": 1,
@@ -72,23 +66,11 @@ def call(program, packed, out, x=None, bias=None, blocks=None, order=None, **val
             header["column_shift"] = packed.columns_per_scale.bit_length() - 1
     parts = {"codes": packed.codes, "scales": packed.scales, "row_factors": packed.row_factors,
              "x": x, "bias": bias, "blocks": blocks, "order": order, "out": out}  # fmt: skip
-    data = bytearray(8 * len(FIELDS))
-    for name, tensor in parts.items():
-        if tensor is not None:
-            data += bytes(-len(data) % 64)
-            header[name] = len(data)
-            data += tensor.contiguous().view(torch.uint8).numpy().tobytes()
     if x is not None:
         header["m"], header["ldx"] = x.shape
     if blocks is not None:
         header["num_blocks"] = blocks.shape[1]
-    header |= values
-    data[: 8 * len(FIELDS)] = struct.pack(f"{len(FIELDS)}q", *(header[f] for f in FIELDS))
-    file = program.parent / "data"
-    file.write_bytes(data)
-    subprocess.run([program, file], check=True)
-    written = bytearray(file.read_bytes()[header["out"] :][: out.nbytes])
-    out.copy_(torch.frombuffer(written, dtype=out.dtype).view(out.shape))
+    out.copy_(emulated.call(program, FIELDS, header | values, parts, "out"))
 
 
 def poisoned(m, n, dtype=torch.bfloat16):
@@ -192,10 +174,6 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(program, name, bloc
     blocks = torch.tensor([[2, 0, -1, 3], [3, 20, 0, 40], [3 + block_rows // 2, 37, 60, 41]]).int()
     out, expected = poisoned(60, 48), poisoned(60, 48)
     call(program, packed, out, x, None, blocks, order, block_rows=block_rows, top_k=2)
-    for expert, first, end in blocks.T.tolist():
-        if expert >= 0:
-            rows = slice(first, min(end, first + block_rows))
-            own = x[(order[rows] // 2).long()].double() @ wide_of(weights[expert]).double().T
-            expected[rows] = own.bfloat16()
+    fill_blocks(expected, x, order, blocks, weights, block_rows)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())

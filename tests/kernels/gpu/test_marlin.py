@@ -3,7 +3,7 @@ output type's rounding on random ones, and refusals. Needs the native library wi
 
 import pytest
 import torch
-from weight_only_cases import FORMATS, FP8, make_linear, make_moe, wide_of
+from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm import _native
 from vllm._custom_weight_only import multiply, multiply_wide
@@ -225,11 +225,7 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
         block_rows, 2, 0, 0,
     )  # fmt: skip
     expected = poisoned(60, n)
-    for expert, first, end in blocks.T.tolist():
-        if expert >= 0:
-            rows = slice(first, min(end, first + block_rows))
-            own = x[(order[rows] // 2).long()].double() @ wide_of(weights[expert]).double().T
-            expected[rows] = own.bfloat16()
+    fill_blocks(expected, x, order, blocks, weights, block_rows)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
