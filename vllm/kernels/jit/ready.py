@@ -11,7 +11,7 @@ from vllm.kernels import registry
 from vllm.kernels.jit.memory import CompiledCall, Memory
 from vllm.kernels.jit.monitor import Compilation
 from vllm.kernels.problem import LinearProblem
-from vllm.kernels.spec import RANK_MEASURED, Candidate, Decision, KernelSpec
+from vllm.kernels.spec import Candidate, Decision, KernelSpec
 from vllm.logger import get_logger
 from vllm.platforms.cpu import memory_limit, num_cores
 
@@ -54,13 +54,13 @@ def ready_sizes(name: str) -> ReadySizes:
 def stand_in(decision: Decision, name: str) -> Candidate | None:
     """The first kernel built ahead of time that may serve until kernels of `name` are compiled.
 
-    None where none is needed, where `name` was asked for (it is then waited for), and where the
-    weight would have to be kept twice: re-quantised for one, or widened for the other.
+    None where none is needed, where `name` was asked for (that speaks against all others, so it is
+    waited for), and where the weight would have to be kept twice: re-quantised for one, or widened
+    for the other.
     """
     problem = decision.problem
     own = next(c for c in decision.candidates if c.backend == name)
-    asked_for = decision.origin.rank < RANK_MEASURED
-    if not isinstance(problem, LinearProblem) or asked_for or own.is_lossy:
+    if not isinstance(problem, LinearProblem) or own.is_lossy:
         return None
     if decision.is_emulated or compiler_of(decision, name) != NVCC:
         return None

@@ -1,0 +1,81 @@
+"""FP8 linear layers with random weights, and what their formats say of them."""
+
+from dataclasses import replace
+
+import torch
+
+from vllm.kernels import registry
+from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
+from vllm.kernels.select import select
+from vllm.kernels.spec import Device, Lib, Libs, Origin, Override, Policy
+from vllm.kernels.tensors import LinearTensors
+from vllm.platforms.interface import DeviceCapability
+
+SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")
+H100 = Device("cuda", DeviceCapability(9, 0))
+LIBS = Libs.of([registry.built(), Lib("triton", "3.6.0"), Lib("torch", torch.__version__)])
+POLICIES = {
+    name: Policy(overrides=(Override("linear", name, Origin(2, "test")),))
+    for name in ("triton", "scaled_mm", "emulation")
+}
+
+
+def make(problem: LinearProblem, tensors: LinearTensors, backend: str):
+    decision = select(problem, H100, LIBS, POLICIES[backend], registry.specs("linear"))
+    module = registry.maker(decision)
+    return module.linear(problem, tensors, decision.winner)
+
+
+def block_layer(parts, k, block=(128, 128), has_bias=False, device="cpu"):
+    torch.manual_seed(0)
+    n = sum(parts)
+    rows = sum(-(-part // block[0]) for part in parts)
+    weight_format = WeightFormat("fp8", "block", block)
+    weight = torch.randn(n, k, device=device).clamp(-3, 3) * 100
+    tensors = LinearTensors(
+        weight_format,
+        weight.to(torch.float8_e4m3fn),
+        tuple(parts),
+        torch.rand(rows, -(-k // block[1]), device=device) * 1e-3 + 1e-4,
+        torch.randn(n, device=device) if has_bias else None,
+    )
+    acts = (ActScheme.DYNAMIC_GROUP128,)
+    problem = LinearProblem(n=n, k=k, weight=weight_format, act=acts, dtype="bf16", parts=parts)
+    return problem, tensors
+
+
+def inputs(m: int, k: int, device: str = "cpu") -> torch.Tensor:
+    x = torch.randn(m, k, device=device) * torch.logspace(-2, 2, k, device=device)
+    return x.bfloat16()
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+def check_plain_scales(m: int, scheme: str, scale: str, parts: tuple[int, ...], device: str):
+    """That `scaled_mm` computes a layer with a scale for each part or row as the format says; one
+    with dynamic activations may have an input scale, which is not looked at."""
+    problem, tensors = block_layer(parts, 512, has_bias=True, device=device)
+    x = inputs(m, 512, device)
+    problem = replace(problem, weight=WeightFormat("fp8", scale), act=(ActScheme(scheme),))
+    tensors.format = problem.weight
+    count = len(parts) if scale == "tensor" else problem.n
+    tensors.scales = torch.rand(count, 1, device=device) * 1e-3 + 1e-4
+    tensors.input_scale = torch.tensor(0.7, device=device)
+    y = make(problem, tensors, "scaled_mm")(x)
+    assert y.shape == (m, problem.n)
+    if m:
+        assert relative(y, reference(x, tensors, scheme)) < 4e-3
+
+
+def reference(x: torch.Tensor, tensors: LinearTensors, scheme: str) -> torch.Tensor:
+    x = x.double()
+    if scheme == "static-tensor":
+        scale = tensors.input_scale.double()
+    else:
+        amax = x.abs().amax(-1, keepdim=True) if scheme == "dynamic-token" else x.abs().amax()
+        scale = amax / 448
+    rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+    weight = tensors.weight.double() * tensors.row_scales().double()
+    return rounded @ weight.T + tensors.bias.double()
