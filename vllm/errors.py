@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the closest of `known`, or nothing when none is close."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    longer = [other for other in names if other.lower().startswith(name.lower())]
+    if not near and len(name) > 2 and len(longer) == 1:  # the beginning of one, and of no other
+        near = longer
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -36,6 +40,10 @@ class NumericsError(RequestError):
 
 class EngineDeadError(VllmError, RuntimeError):
     """The engine process is gone; nothing can be generated any more."""
+
+
+class StoppingError(EngineDeadError):
+    """The engine was told to end before this request was finished; another may take it."""
 
 
 class QueueFullError(VllmError):

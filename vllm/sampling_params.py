@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from vllm.errors import RequestError
+from vllm.errors import CheckpointError, RequestError
 
 MAX_LOGPROBS = 100
 MAX_CHOICES = 128
@@ -84,6 +84,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.stop = []
         elif isinstance(self.stop, str):
             self.stop = [self.stop]
+        elif isinstance(self.stop, list | tuple):
+            self.stop = list(self.stop)
+        else:
+            raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
         self.stop_token_ids = list(self.stop_token_ids or [])
         self._check_types()
         self._check_ranges()
@@ -118,6 +122,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"{name} must be a number, not {value!r}", name)
+        if self.logit_bias is not None and not _is_bias(self.logit_bias):
+            raise RequestError(
+                f"logit_bias must be numbers by token id, not {self.logit_bias!r}", "logit_bias"
+            )
+        asked = self.structured_outputs
+        if asked is not None and not isinstance(asked, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be a StructuredOutputsParams, not {asked!r}",
+                "structured_outputs",
+            )
         if not all(isinstance(s, str) for s in self.stop_strings):
             raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
 
@@ -143,12 +157,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             raise RequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} texts, none of them empty", "stop"
             )
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("stop texts need detokenize: without text none is found", "stop")
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"n = {self.n} with temperature 0 would give the same text {self.n} times; "
                 f"raise temperature or set n to 1",
                 "n",
             )
+
+
+def _is_bias(given: Any) -> bool:
+    return isinstance(given, dict) and all(isinstance(v, int | float) for v in given.values())
 
 
 _INTS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs")
@@ -185,7 +205,8 @@ _GENERATION_FIELDS = {
 
 
 def generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Sampling defaults in a generation_config.json, by our names. do_sample false is greedy."""
+    """Sampling defaults in a generation_config.json, by our names. do_sample false is greedy.
+    CheckpointError for values that no request may have."""
     defaults = {
         ours: generation[theirs]
         for theirs, ours in _GENERATION_FIELDS.items()
@@ -193,9 +214,13 @@ def generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     }
     if generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error
     return defaults
 
 
 def default_sampling_params(generation: dict[str, Any]) -> SamplingParams:
-    """SamplingParams with the model's own defaults; RequestError if the model's are invalid."""
+    """SamplingParams with the model's own defaults; CheckpointError if those are invalid."""
     return SamplingParams(**generation_defaults(generation))

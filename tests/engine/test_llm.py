@@ -156,6 +156,9 @@ def test_chat_applies_the_models_template(llm):
         ({"regex": r"[a-c]{3}-[0-9]{2}"}, r"[a-c]{3}-[0-9]{2}"),
         ({"choice": ["red", 'gre"en', "b\\lue"]}, r'red|gre"en|b\\lue'),
         ({"grammar": 'root ::= "x" [yz] "!"'}, r"x[yz]!"),
+        ({"choice": ["日本", "\U0001f600", "a\nb\u2028"]}, "日本|\U0001f600|a\nb\u2028"),
+        ({"json": {"enum": ["\U0001f600"]}}, '"\U0001f600"'),
+        ({"json": {"type": "boolean", "x-limit": 10**30}}, "true|false"),
     ],
 )
 def test_structured_output_matches_its_grammar(llm, structured, matches):
@@ -205,12 +208,22 @@ def test_a_json_schema_gives_json_of_that_schema(llm):
         {"choice": []},
         {"grammar": "root ::= undefined_rule"},
         {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
+        {"json": {"type": "integer", "minimum": 10**30}},
+        {"json": {"type": object}},
         {"json": False},
     ],
 )
 def test_an_impossible_grammar_is_refused(llm, structured):
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError) as refused:
         one(llm, structured_outputs=StructuredOutputsParams(**structured))
+    assert "project/cpp" not in str(refused.value)
+
+
+def test_json_object_gives_an_object_and_no_other_value(llm):
+    for seed in range(3):
+        asked = StructuredOutputsParams(json_object=True)
+        text = one(llm, temperature=1.0, seed=seed, structured_outputs=asked).outputs[0].text
+        assert text.startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -281,3 +294,71 @@ def test_a_grammar_that_is_complete_ends_a_request_even_before_min_tokens(llm):
     output = one(llm, max_tokens=20, min_tokens=15, structured_outputs=grammar).outputs[0]
     assert len(output.text) == 3 and set(output.text) <= set("abc")
     assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (b"abc", "not bytes"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids takes token ids, not 'abc'"),
+        ("\ud800", "no valid Unicode"),
+        ([[1.5]], "token id 1.5"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused(llm, prompt, says):
+    with pytest.raises(RequestError, match=says):
+        one(llm, prompt)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"stop": 5}, "stop must be a text or a list of texts, not 5"),
+        ({"stop": "a", "detokenize": False}, "stop texts need detokenize"),
+        ({"logit_bias": [1]}, "numbers by token id"),
+        ({"logit_bias": {5: "x"}}, "numbers by token id"),
+        ({"structured_outputs": {"regex": "a"}}, "must be a StructuredOutputsParams"),
+    ],
+)
+def test_sampling_params_of_another_kind_are_refused(params, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**params)
+
+
+def test_stop_texts_may_come_as_a_tuple():
+    assert SamplingParams(stop=("a", "b")).stop_strings == ["a", "b"]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [None]])
+def test_sampling_params_that_are_none_are_refused(llm, params):
+    with pytest.raises(RequestError, match="takes a SamplingParams"):
+        llm.generate("the", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        {"role": "user", "content": "x"},
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [[]],
+        [5],
+        None,
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ],
+)
+def test_a_chat_that_is_none_is_refused(llm, messages):
+    with pytest.raises(RequestError, match="message"):
+        llm.chat(messages, use_tqdm=False)
+
+
+def test_parts_of_a_message_are_one_text(llm):
+    parts = [{"type": "text", "text": "fox"}, {"type": "text", "text": "dog"}]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    prompts = [
+        llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)[0].prompt_token_ids
+        for content in (parts, "fox\ndog")
+    ]
+    assert prompts[0] == prompts[1]

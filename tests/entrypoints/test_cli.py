@@ -1,6 +1,9 @@
 """The command line."""
 
+import asyncio
 import json
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 
 import vllm
 from vllm.entrypoints.cli.bench_serve import Timing, percentile, summarise
+from vllm.entrypoints.cli.http_client import HttpClient, HttpError
 from vllm.entrypoints.cli.main import SUBCOMMANDS
 
 from .serving import RunningServer, run_cli
@@ -60,9 +64,12 @@ def test_a_wrong_word_is_an_error_with_a_hint(words: list[str], message: str) ->
 
 
 def test_a_wrong_variable_is_an_error_and_an_unknown_one_a_warning() -> None:
-    wrong = run_cli("collect-env", VLLM_LOGGING_LEVEL="loud")
-    assert wrong.returncode == 2
-    assert "VLLM_LOGGING_LEVEL='loud' is not valid" in wrong.stderr
+    for command in SUBCOMMANDS:
+        wrong = run_cli(command, VLLM_LOGGING_LEVEL="loud")
+        assert wrong.returncode == 2
+        assert wrong.stderr.startswith("vllm: error: ")
+        assert "VLLM_LOGGING_LEVEL='loud' is not valid" in wrong.stderr
+    assert run_cli("--version", VLLM_LOGGING_LEVEL="loud").returncode == 0
     unknown = run_cli("complete", "--url", "http://127.0.0.1:9", "-q", "a", VLLM_CACHE_ROTO="x")
     assert "unknown environment variable VLLM_CACHE_ROTO; did you mean" in unknown.stderr
 
@@ -158,6 +165,32 @@ def test_bench_serve_varies_lengths_by_the_ratio_and_repeats_with_the_seed(
 def test_bench_serve_fails_where_nothing_answers(server: RunningServer) -> None:
     assert bench(server, "--model", "other").returncode == 2
     assert run_cli("bench", "serve", "--port", "9", "--num-prompts", "1").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\ndat\r\n",
+         "closed the connection in the middle of its answer"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_breaks_off_is_told_as_such(sent: bytes, error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = HttpClient.of(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(HttpError, match=error):
+            asyncio.run(client.get_json("/v1/models"))
+        thread.join()
 
 
 def test_percentiles_are_interpolated() -> None:

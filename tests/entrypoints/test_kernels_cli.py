@@ -82,6 +82,38 @@ def test_gpus_of_one_architecture_are_told_apart_by_what_was_measured_on_them(ru
     assert ("another chip" in outs["h200"][1]) == ("nothing was measured" in outs["h200"][2])
 
 
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [
+        ("b200", "sm_100"),
+        ("GB300", "sm_103"),
+        ("RTX PRO 6000", "sm_120"),
+        ("NVIDIA GeForce RTX 5090", "sm_120"),
+        ("DGX Spark", "sm_121"),
+        ("gb10", "sm_121"),
+        ("NVIDIA H200", "sm_90"),
+        ("4090", "sm_89"),
+    ],
+)
+def test_a_chip_can_be_asked_about_by_the_name_on_the_box(run, gpu, arch):
+    layer = ("explain", "--layer", "fp8-block:4096x4096", "--libs", "all", "--device")
+    code, out, _ = run(*layer, gpu)
+    assert code == 0 and out.splitlines()[0].split() == ["device", f"cuda:{arch}"]
+
+
+def test_what_was_measured_on_an_h100_is_not_said_of_an_h20(run):
+    layer = ("explain", "--layer", "fp8-block:4096x12288", "--libs", "all", "--device")
+    _, out, err = run(*layer, "h20")
+    assert "measured:" not in out and "nothing was measured on this chip" in err
+
+
+def test_the_beginning_of_a_built_in_name_is_completed_in_the_error(run):
+    code, _, err = run("explain", "devstral", "--device", "b200")
+    assert code == 2 and "did you mean devstral-small-2-24b?" in err
+    code, _, err = run("explain", "Devstral-Small-2-24B", "--device", "rtx9")
+    assert code == 2 and "RTX PRO 6000" in err
+
+
 def reasons(content: dict, backend: str) -> list[tuple[str, str]]:
     found = next(c for c in content["decisions"][0]["candidates"] if c["backend"] == backend)
     return [(reason["why"], reason["text"]) for reason in found["reasons"]]
@@ -241,6 +273,16 @@ def test_wishes_reach_the_policy(explain):
 
 
 # ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("asked", [[LISTED], BLOCK])
+def test_brief_is_the_beginning_of_the_whole_on_one_screen(run, asked):
+    words = ["explain", *asked, "--device", "sm_100", "--libs", "all"]
+    code, brief, _ = run(*words, "--brief")
+    assert code == 0 and len(brief.splitlines()) < 24
+    assert "serves" in brief and "chosen" not in brief
+    whole = run(*words)[1]
+    assert len(whole) > 2 * len(brief) and (asked == BLOCK or whole.startswith(brief.rstrip()))
 
 
 def test_a_page_for_the_browser_is_written_beside_the_text(run, tmp_path):

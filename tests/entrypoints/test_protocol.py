@@ -96,6 +96,12 @@ def test_null_counts_as_not_given() -> None:
     assert chat(**dict.fromkeys(names)) == chat()
 
 
+def test_null_in_a_field_that_is_not_known_or_within_another_counts_as_not_given() -> None:
+    assert completion(audio=None, stream_options={"xyz": None}, stream=True) == completion(
+        stream_options={}, stream=True
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [

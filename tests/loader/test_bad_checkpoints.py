@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError, ConfigError
 from vllm.model_executor.quantize import quantize_checkpoint
 
@@ -198,6 +198,36 @@ def test_an_unknown_architecture_lists_the_known_ones(folder):
 def test_absurd_sizes_are_refused_at_once(folder, field, value):
     edit_config(folder, **{field: value})
     refused(folder, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("config.json", "quantization_config", 5),
+        ("config.json", "architectures", "LlamaForCausalLM"),
+        ("generation_config.json", "eos_token_id", [2, "x"]),
+        ("generation_config.json", "eos_token_id", "</s>"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(folder, file, field, value):
+    path = folder / file
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | {field: value}))
+    assert field in refused(folder, file)
+
+
+def test_sampling_defaults_that_no_request_may_have_are_refused_by_the_files_name(folder):
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
+        load(folder).get_default_sampling_params()
+
+
+def test_an_end_token_outside_of_the_vocabulary_ends_nothing(folder):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [10**7, -1]}))
+    params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2)
+    (output,) = load(folder).generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_sizes_that_no_memory_holds_are_refused(folder):

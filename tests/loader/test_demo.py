@@ -1,6 +1,11 @@
 """The demo model's own errors."""
 
+import resource
+from contextlib import contextmanager
+
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from vllm.entrypoints import demo
 from vllm.errors import CheckpointError, ConfigError
@@ -27,3 +32,29 @@ def test_a_folder_half_written_is_never_left_under_the_final_name(tmp_path):
         (folder / "part").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def full_disk():
+    """Files of this process hold at most 16 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_runs_full_is_told_and_nothing_is_left(checkpoint, tmp_path):
+    from vllm.model_executor.quantize import quantize_checkpoint
+
+    source = checkpoint("llama")
+    with pytest.raises(ConfigError, match=r"cannot write .*model-fp8"), full_disk():
+        quantize_checkpoint(source, tmp_path / "model-fp8", "fp8-block")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_folder_too_small_for_the_demo_model_is_named(tmp_path):
+    weights = {"weight": torch.zeros(1 << 16)}
+    with pytest.raises(ConfigError, match="set TMPDIR"), full_disk():
+        demo._write(weights, None, LlamaConfig(), tmp_path)

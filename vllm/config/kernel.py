@@ -48,6 +48,9 @@ class KernelConfig:
             raise ConfigError(
                 f"--max-requant-error {error}: it takes a relative error from 0 up, such as 0.01"
             )
+        dump = self.dump_decisions
+        if dump is not None and (dump.is_dir() or not dump.parent.is_dir()):
+            raise ConfigError(f"--dump-decisions {dump}: it takes a file in a folder that exists")
 
     def _backends(self) -> tuple[tuple[str, str], ...]:
         given = {

@@ -99,9 +99,8 @@ class ModelConfig:
             ids = getattr(self.hf_text_config, "eos_token_id", None)
         if ids is None:
             ids = getattr(self.hf_config, "eos_token_id", None)
-        if ids is None:
-            return frozenset()
-        return frozenset(ids if isinstance(ids, list) else [ids])
+        given = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        return frozenset(token for token in given if 0 <= token < self.vocab_size)
 
     @classmethod
     def load(
@@ -126,8 +125,13 @@ class ModelConfig:
         path = resolve_model(model, revision, weights=load_format != "dummy")
         hf_config = load_hf_config(path, trust_remote_code, hf_overrides or {})
         text_config = hf_config.get_text_config()
+        generation = _read_json(path / "generation_config.json", required=False)
+        for ids in (generation.get("eos_token_id"), getattr(text_config, "eos_token_id", None)):
+            _check_eos(path, ids)
         _check_sizes(path, text_config)
         names = [served_model_name] if isinstance(served_model_name, str) else served_model_name
+        if names and not all(name.strip() for name in names):
+            raise ConfigError("--served-model-name '': it takes names that are not empty")
         return cls(
             model=model,
             tokenizer=tokenizer or str(path),
@@ -145,7 +149,7 @@ class ModelConfig:
             enforce_eager=enforce_eager or debug_numerics,
             debug_numerics=debug_numerics,
             seed=seed,
-            generation=_read_json(path / "generation_config.json", required=False),
+            generation=generation,
         )
 
 
@@ -154,10 +158,33 @@ def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any
     raw = _read_json(path / "config.json", required=True)
     if "model_type" not in raw:
         raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
+    _check_kinds(path, raw)
     if unknown := [key for key in overrides if "." in key]:
         raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
     config = read_config(_merged(raw, overrides))
     return config or _read_by_transformers(path, raw, trust_remote_code, overrides)
+
+
+def _check_eos(path: Path, ids: Any) -> None:
+    given = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token, int) for token in given):
+        raise CheckpointError(
+            f"{path}: eos_token_id = {ids!r} in config.json or generation_config.json: it takes a "
+            f"token id or a list of them"
+        )
+
+
+def _check_kinds(path: Path, raw: dict[str, Any]) -> None:
+    """Refuses fields of the wrong kind that are read before anything else looks at them."""
+    quantization, names = raw.get("quantization_config"), raw.get("architectures") or []
+    if quantization is not None and not isinstance(quantization, dict):
+        raise CheckpointError(
+            f"{path / 'config.json'}: quantization_config = {quantization!r} is no JSON object"
+        )
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{path / 'config.json'}: architectures = {names!r} is no list of names"
+        )
 
 
 def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

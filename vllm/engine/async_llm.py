@@ -23,10 +23,11 @@ from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.metrics import Metrics, RequestStats, SchedulerStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request import EngineOutput, EngineRequest
-from vllm.errors import EngineDeadError, QueueFullError, RequestError, VllmError
+from vllm.errors import EngineDeadError, QueueFullError, RequestError, StoppingError, VllmError
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.processes import ending
 from vllm.utils.startup import current_report
 from vllm.utils.tokenizer import load_tokenizer
 
@@ -76,8 +77,8 @@ class EngineProcess:
         end.cancel()
         if not receive.done():
             receive.cancel()
-            code = self.process.exitcode
-            raise EngineDeadError(f"the engine process ended while loading (exit code {code})")
+            how = ending(self.process.exitcode)
+            raise EngineDeadError(f"the engine process ended while loading ({how})")
         message = process.decoder().decode(receive.result())
         if isinstance(message, process.Failed):
             raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
@@ -137,6 +138,7 @@ class AsyncLLM:
         )
         self.is_dead = False
         self.dead_reason = ""
+        self._is_stopping = False
         self._max_waiting = max_waiting
         self._outputs = OutputProcessor(self.tokenizer)
         self._flights: dict[str, _Flight] = {}
@@ -234,7 +236,7 @@ class AsyncLLM:
 
     def _check_alive(self) -> None:
         if self.is_dead:
-            raise EngineDeadError(self.dead_reason)
+            raise (StoppingError if self._is_stopping else EngineDeadError)(self.dead_reason)
 
     def _check_queue(self, num_sequences: int) -> None:
         """Sequences beyond those that can run are waiting, wherever they are just now."""
@@ -326,7 +328,7 @@ class AsyncLLM:
         # One that was killed says nothing; one that ends by itself may have, or blame another.
         was_killed = code is not None and code < 0
         await asyncio.sleep(_LAST_WORDS_SECONDS if was_killed else 2 * _CAUSE_SECONDS)
-        self._die(self._named(engine, f"the engine process died (exit code {code})"))
+        self._die(self._named(engine, f"the engine process died ({ending(code)})"))
 
     def _named(self, engine: EngineProcess, reason: str) -> str:
         which = f"data-parallel engine {engine.seat.rank}: " if len(self._engines) > 1 else ""
@@ -349,6 +351,7 @@ class AsyncLLM:
         # It reads no message before the model is loaded, nor while it waits for one that died.
         is_deaf = self.is_dead or not self._tasks
         if not self.is_dead:
+            self._is_stopping = True
             self._end("the server is shutting down")
         for task in self._tasks:
             task.cancel()

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from vllm import _native
 from vllm.config import VllmConfig
+from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.engine.scheduler import Scheduler, Step
-from vllm.engine.structured_output import GrammarError, StructuredOutputs
+from vllm.engine.structured_output import StructuredOutputs
 from vllm.executor.base import Address, Launched, make_executor
 from vllm.logger import get_logger
 from vllm.worker.model_runner import ModelRunner, StepResult
@@ -172,6 +173,11 @@ class EngineCore:
             request_id = admission.request.request_id
             if request_id not in self._waits:
                 self._waits[request_id] = now - self._arrivals[request_id]
+
+    def shutdown(self) -> None:
+        """Ends the processes that work for this engine."""
+        self.grammars.close()
+        self.executor.shutdown()
 
     def check_idle(self) -> None:
         """With no request there must be no block in use; AssertionError tells of a leak."""

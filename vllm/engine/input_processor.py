@@ -1,5 +1,6 @@
 """From what a user sends to what the engine takes: tokenised, checked, one request per choice."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class InputProcessor:
         text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
+        params = _with_text_schema(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -59,6 +61,10 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
+                if isinstance(prompt, str):
+                    raise RequestError(
+                        f"prompt_token_ids takes token ids, not {prompt!r}", "prompt"
+                    )
             elif "prompt" in prompt:
                 prompt = prompt["prompt"]
             else:
@@ -69,8 +75,12 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("there is no tokenizer: send token ids", "prompt")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is no valid Unicode: {error}", "prompt") from None
             return prompt, list(self.tokenizer(prompt).input_ids)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, [*prompt]
         raise RequestError(
             f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt"
@@ -132,3 +142,17 @@ class InputProcessor:
                 )
         if self.tokenizer is None and (params.stop_strings or params.structured_outputs):
             raise RequestError("stop texts and structured output need a tokenizer", "stop")
+
+
+def _with_text_schema(params: SamplingParams) -> SamplingParams:
+    """`params` with a JSON schema as text: messages to the engine hold no integers over 64 bits."""
+    asked = params.structured_outputs
+    if asked is None or not isinstance(asked.json, dict):
+        return params
+    try:
+        schema = json.dumps(asked.json)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the JSON schema is no JSON: {error}", "structured_outputs") from None
+    return msgspec.structs.replace(
+        params, structured_outputs=msgspec.structs.replace(asked, json=schema)
+    )

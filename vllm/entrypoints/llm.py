@@ -76,21 +76,26 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for one conversation (a list of {"role", "content"}) or several of them."""
-        conversations = [messages] if isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
             raise RequestError("chat needs a tokenizer: load without skip_tokenizer_init")
-        prompts = [
-            tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
+        conversations = _conversations(messages)
+        try:
+            prompts = [
+                tokenizer.apply_chat_template(
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=True,
+                    return_dict=False,
+                    **(chat_template_kwargs or {}),
+                )
+                for conversation in conversations
+            ]
+        except Exception as error:  # a template is a program with errors of its own kinds
+            raise RequestError(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from error
         return self.generate([{"prompt_token_ids": p} for p in prompts], sampling_params, use_tqdm)
 
     def _params_per_prompt(
@@ -99,6 +104,10 @@ class LLM:
         if given is None:
             given = self.get_default_sampling_params()
         params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if not all(isinstance(param, SamplingParams) for param in params):
+            raise RequestError(
+                f"sampling_params takes a SamplingParams or a list of them, not {given!r}"
+            )
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts: give one each")
         for param in params:
@@ -122,3 +131,31 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     is_one = not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int))
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or several as a list of them, the text parts of a message joined."""
+    given = messages if isinstance(messages, list | tuple) else ()
+    conversations = [given] if given and isinstance(given[0], dict) else list(given)
+    if not conversations or not all(isinstance(c, list | tuple) and c for c in conversations):
+        raise RequestError(
+            f'chat takes a list of messages {{"role": ..., "content": ...}}, or a list of such '
+            f"lists, none of them empty, not {messages!r}",
+            "messages",
+        )
+    return [[_plain_message(message) for message in messages] for messages in conversations]
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"a message takes a role and a content, each a text (content also as parts of type "
+            f"text), not {message!r}",
+            "messages",
+        )
+    return {**message, "content": content}

@@ -100,7 +100,11 @@ class HttpClient:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    try:
+        text = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        raise HttpError("the server closed the connection without an answer") from None
+    head = text.decode("latin-1").split("\r\n")
     fields = (line.partition(":") for line in head[1:] if line)
     return int(head[0].split()[1]), {n.lower(): v.strip() for n, _, v in fields}
 
@@ -109,10 +113,17 @@ async def _read_pieces(
     reader: asyncio.StreamReader, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
     if headers.get("transfer-encoding", "").lower() == "chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
+        while size := await _read_size(reader):
             yield (await reader.readexactly(size + 2))[:-2]
     elif "content-length" in headers:
         yield await reader.readexactly(int(headers["content-length"]))
     else:
         while piece := await reader.read(65536):
             yield piece
+
+
+async def _read_size(reader: asyncio.StreamReader) -> int:
+    line = await reader.readline()
+    if not line:
+        raise HttpError("the server closed the connection in the middle of its answer")
+    return int(line.split(b";")[0], 16)

@@ -60,7 +60,8 @@ def _add_explain(kinds: Any) -> None:
          "differs.")  # fmt: skip
     where = parser.add_argument_group("where")
     text = where.add_argument
-    text("--device", metavar="CHIP", help="As sm_100, h200 or cpu:avx2; default: this machine's.")
+    text("--device", metavar="CHIP", help="As sm_100, b200, 'RTX PRO 6000' or cpu:avx2; "
+         "default: this machine's.")  # fmt: skip
     text("--libs", metavar="LIST", help="Libraries beside torch, triton and our native kernels, as "
          "deep_gemm,flashinfer==0.6.13; all; none; default: those installed.")  # fmt: skip
     text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
@@ -73,6 +74,8 @@ def _add_explain(kinds: Any) -> None:
          help="A variable to set, as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
     _add_wishes(parser.add_argument_group("wishes, as of vllm serve"))
     shown = parser.add_argument_group("how it is shown")
+    shown.add_argument("--brief", action="store_true", help="Only what was chosen for how many "
+                       "layers, who decided, and what to know of it.")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="The JSON of GET /kernels.")
     shown.add_argument("--html", type=Path, metavar="FILE", help="Also as a page for a browser.")
     parser.set_defaults(run=run_explain)
@@ -138,7 +141,7 @@ def run_explain(args: argparse.Namespace) -> int:
         if args.device and args.libs is None:
             print("note: with the libraries installed here; --libs all assumes all of them",
                   file=sys.stderr)  # fmt: skip
-        print(render.page(report, _width(), bold=sys.stdout.isatty()))
+        print(render.page(report, _width(), sys.stdout.isatty(), args.brief))
     if args.html:
         from vllm.kernels.html import html_page
 

@@ -41,6 +41,11 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2 for what the user can correct."""
     words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    try:  # before a command's modules read variables for themselves
+        warnings = envs.check_all() if words and words[0] in SUBCOMMANDS else []
+    except VllmError as error:
+        print(f"vllm: error: {error}", file=sys.stderr)
+        return 2
     parser = _parser(words[0] if words else None)
     if words and not words[0].startswith("-") and words[0] not in SUBCOMMANDS:
         hint = did_you_mean(words[0], SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser, args.command)}\n")
     try:
-        for warning in envs.check_all():
+        for warning in warnings:
             get_logger(__name__).warning("%s", warning)
         return args.run(args) or 0
     except VllmError as error:

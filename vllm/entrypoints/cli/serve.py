@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.launch import ServerSettings, bind, raise_file_limit, serve
 from vllm.errors import ConfigError, EngineDeadError
-from vllm.utils.startup import begin_report, process_start
+from vllm.utils.startup import begin_report, current_report, process_start
 
 Number = TypeVar("Number", int, float)
 
@@ -86,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     from vllm.entrypoints.openai.prompts import read_chat_template
 
-    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both")
+    _check_certificate(args.ssl_keyfile, args.ssl_certfile)
     keys = (*args.api_key, envs.VLLM_API_KEY)
     return ServerSettings(
         api_keys=tuple(key for key in keys if key),
@@ -110,10 +109,27 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     )
 
 
+def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
+    if bool(keyfile) != bool(certfile):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both")
+    if certfile is None:
+        return
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except OSError as error:  # of which SSLError is a kind
+        raise ConfigError(
+            f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}: {error}; give a PEM "
+            f"certificate and its private key"
+        ) from error
+
+
 def _demo_model(args: argparse.Namespace) -> str:
     from vllm.entrypoints.demo import demo_model_path
 
-    path = demo_model_path()
+    with current_report().phase("demo model"):
+        path = demo_model_path()
     args.served_model_name = args.served_model_name or [path.name]
     return str(path)
 

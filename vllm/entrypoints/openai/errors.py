@@ -14,6 +14,7 @@ from vllm.errors import (
     NumericsError,
     QueueFullError,
     RequestError,
+    StoppingError,
     VllmError,
     did_you_mean,
 )
@@ -66,6 +67,8 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFullError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return ApiError(503, str(error), code="queue_full", headers=headers)
+        case StoppingError():
+            return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "1"})
         case EngineDeadError():
             return ApiError(500, str(error), code="engine_dead")
         case VllmError():
@@ -104,6 +107,12 @@ def _sentence(problem: dict[str, Any], model: type[BaseModel]) -> str:
         known = _fields_at(model, problem["loc"][:-1])
         return f"unknown field {name}" + did_you_mean(str(problem["loc"][-1]), known)
     given = _shorten(problem["input"])
+    if problem["type"] == "too_short":
+        return f"{name} takes at least 1 item, not {given}"
+    if problem["type"] == "too_long":
+        return f"{name} must be empty, not {given}"
+    if problem["type"] == "model_type":
+        return f"{name} should be an object, not {given}"
     if message.startswith("Input "):
         return f"{name} {message.removeprefix('Input ')}, not {given}"
     return f"{name} {message}, not {given}"

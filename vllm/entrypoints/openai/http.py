@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -187,10 +188,16 @@ def _parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
+        raise ApiError(400, f"the body must be a JSON object, not {_json_kind(value)}")
     if _is_deeper(value, _MAX_DEPTH):
         raise ApiError(400, f"the JSON body is nested deeper than {_MAX_DEPTH} levels")
     return value
+
+
+def _json_kind(value: Any) -> str:
+    return {list: "an array", str: "a text", bool: "a boolean", NoneType: "null"}.get(
+        type(value), "a number"
+    )
 
 
 def _is_deeper(value: dict[str, Any], limit: int) -> bool:

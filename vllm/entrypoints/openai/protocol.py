@@ -8,7 +8,14 @@ that say nothing about the text (IGNORED_FIELDS) are dropped.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -98,6 +105,13 @@ class _Strict(BaseModel):
     """No conversions: `"16"` is not an integer, `1` is not a boolean."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StreamOptions(_Strict):

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.launch import ServerSettings
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.errors import EngineDeadError
 from vllm.logger import get_logger
-from vllm.sampling_params import SamplingParams, generation_defaults
+from vllm.sampling_params import generation_defaults
 
 logger = get_logger(__name__)
 
@@ -169,7 +169,6 @@ def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
     defaults = generation_defaults(model.generation) if settings.uses_model_defaults else {}
     # How many tokens is for the request to say: the rest of the context may be less than this.
     defaults.pop("max_tokens", None)
-    SamplingParams(**defaults)  # raises now, not at each request, where the model's are invalid
     if defaults:
         logger.info("sampling defaults of this model: %s", defaults)
     return Service(engine, prompts, defaults, settings.response_role)

@@ -1,0 +1,25 @@
+"""Processes that one starts: that none outlives its parent, and how one ended."""
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when its parent dies, however that dies; others rely on polling."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def ending(code: int | None) -> str:
+    """How a process with this exit code (of multiprocessing, negative for a signal) ended."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; Linux does that when memory runs out, see dmesg" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
