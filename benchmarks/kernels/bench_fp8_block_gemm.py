@@ -1,15 +1,15 @@
 """FP8 block GEMM on a GPU: ours beside DeepGEMM and FlashInfer, and the copy bandwidth.
 
-    python benchmarks/kernels/bench_fp8_block_gemm.py --library vllm/lib/libvllm_kernels.so \
-        --out benchmarks/results/h100
+    python benchmarks/kernels/bench_fp8_block_gemm.py --out benchmarks/results/h100 --minutes 8
 
-Every kernel is compared with a float32 reference, then timed in rounds: in each, all kernels of a
-size in random order, each after a pause, since a chip at its power limit slows down whoever comes
-after a hungry one. A figure is the median of the rounds; each round's is the median of CUDA-graph
-replays over several copies of the weight, so that none is found in the L2 cache. `+q` means that
-quantising bf16 activations is included. `--sustained` also runs each kernel for a while and reads
-clock and power from nvidia-smi. FlashInfer compiles its kernel at the first call unless it lies
-built in its data/aot.
+Every kernel of a size is compared with a float32 reference first; what is absent or wrong of other
+libraries is left out, with the reason, and what is wrong of ours ends the run. Then they are timed
+in rounds: in each, all kernels of the size in random order, each after a pause, since a chip at its
+power limit slows down whoever comes after a hungry one. A figure is the median of the rounds; each
+round's is the median of CUDA-graph replays over several copies of the weight, so that none is found
+in the L2 cache. `+q` means that quantising bf16 activations is included. Results are written after
+each size. `--sustained` also runs each kernel for a while and reads clock and power by nvidia-smi.
+FlashInfer compiles its kernel at the first call unless it lies built in its data/aot.
 """
 
 import argparse
@@ -18,17 +18,31 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import tvm_ffi
+from fp8_block_calls import (
+    Call,
+    Make,
+    collective,
+    cutlass,
+    deep_gemm_call,
+    flashinfer_call,
+    quantised_blocks,
+    quantised_cutlass,
+    reference,
+    skinny,
+    triton_call,
+)
 from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
-SHAPES = [(4096, 4096), (24576, 4096), (4096, 12288), (7168, 16384), (6144, 4096), (7168, 4096)]
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+LIBRARY = Path(__file__).parents[2] / "vllm" / "lib" / "libvllm_kernels.so"
+SHAPES = [(4096, 4096), (24576, 4096), (4096, 12288), (7168, 16384)]
+TOKENS = (1, 8, 16, 32, 64, 128, 192, 256, 1024, 4096)
 MAX_SKINNY_TOKENS, MAX_SPLIT_TOKENS = 16, 128
 SKINNY_SHAPES = [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8)]
 # (tile_m, tile_n, thread blocks of a cluster, whether they split K)
@@ -38,29 +52,9 @@ TILINGS = [*SPLIT_TILINGS, *((m, n, c, False) for m, n in STAYING_TILES for c in
 L2_BYTES = 100 << 20
 MAX_ERROR = 6e-3
 PAUSE_SECONDS = 0.02
-OURS = ("skinny", "skinny+q", "cutlass", "cutlass+q", "triton")
+OURS = ("skinny", "skinny+q", "cutlass", "cutlass+q")
 OF_BF16 = ("skinny+q", "cutlass+q", "flashinfer")  # what quantises its activations itself
-
-
-def quantised_blocks(n: int, k: int) -> tuple[Tensor, Tensor]:
-    weight = torch.randn(n, k, device="cuda")
-    blocks = weight.view(n // 128, 128, k // 128, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    return (blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn), scales
-
-
-def quantised_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    groups = x.float().view(m, k // 128, 128)
-    scales = groups.abs().amax(2).clamp(min=1e-10) / 448
-    return (groups / scales[:, :, None]).view(m, k).to(torch.float8_e4m3fn), scales
-
-
-def reference(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    q, s = quantised_tokens(x)
-    a = q.float() * s.repeat_interleave(128, 1)
-    b = weight.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return a @ b.T
+PEERS = {"deep_gemm": deep_gemm_call, "flashinfer": flashinfer_call}
 
 
 def copy_bandwidth() -> float:
@@ -70,30 +64,28 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (replay_microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
 
 
-def on_stream(call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with tvm_ffi.use_torch_stream():
-            return call()
-
-    return run
-
-
 def error_of(out: Tensor, expected: Tensor) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
-class Case:
-    """One (N, K, M) with enough copies of the weight to defeat the L2 cache."""
+def make_weights(n: int, k: int) -> list[tuple[Tensor, Tensor]]:
+    """Enough copies to defeat the L2 cache."""
+    copies = max(2, min(16, -(-2 * L2_BYTES // (n * k))))
+    return [quantised_blocks(n, k) for _ in range(copies)]
 
-    def __init__(self, n: int, k: int, m: int):
-        copies = max(2, min(16, -(-2 * L2_BYTES // (n * k))))
-        self.weights = [quantised_blocks(n, k) for _ in range(copies)]
+
+class Case:
+    """So many tokens, and the weights of a shape."""
+
+    def __init__(self, weights: list[tuple[Tensor, Tensor]], m: int):
+        n, k = weights[0][0].shape
+        self.weights = weights
         self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         self.outs = [torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-                     for _ in self.weights]  # fmt: skip
-        self.expected = reference(self.x, *self.weights[0])
+                     for _ in weights]  # fmt: skip
+        self.expected = reference(self.x, *weights[0])
 
-    def calls(self, make: "Make") -> list[Callable[[], object]]:
+    def calls(self, make: Make) -> list[Call]:
         """A call for each copy of the weight; AssertionError if the first is wrong."""
         calls = [make(w, s, out) for (w, s), out in zip(self.weights, self.outs)]
         self.outs[0].fill_(float("nan"))
@@ -104,10 +96,7 @@ class Case:
         return calls
 
 
-Make = Callable[[Tensor, Tensor, Tensor], Callable[[], object]]
-
-
-def median_times(calls: dict[str, list], num_rounds: int) -> dict[str, float]:
+def median_times(calls: dict[str, list[Call]], num_rounds: int) -> dict[str, float]:
     """Microseconds of a call of each kernel."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(num_rounds):
@@ -117,7 +106,7 @@ def median_times(calls: dict[str, list], num_rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in samples.items()}
 
 
-def sustained(calls: list[Callable[[], object]], seconds: float) -> dict[str, float]:
+def sustained(calls: list[Call], seconds: float) -> dict[str, float]:
     """Microseconds of a call, MHz and W after `seconds` / 2 of nothing else."""
     query = "--query-gpu=clocks.sm,power.draw.instant"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--loop-ms=20"]
@@ -134,158 +123,82 @@ def sustained(calls: list[Callable[[], object]], seconds: float) -> dict[str, fl
     return {"us": statistics.median(times), "mhz": clock, "watts": power}
 
 
-def skinny(library: tvm_ffi.Module, x: Tensor, shape: tuple[int, int], quantises: bool):
-    given = (x, None) if quantises else quantised_tokens(x)
-
-    def make(weight: Tensor, scales: Tensor, out: Tensor):
-        return on_stream(
-            lambda: library.skinny_fp8_block_gemm(*given, weight, scales, None, out, *shape)
-        )
-
-    return make
-
-
-def cutlass(library: tvm_ffi.Module, x: Tensor, tiling: tuple[int, int, int, bool] | None):
-    q, scales = quantised_tokens(x)
-    scales = scales.t().contiguous().t()
-
-    def make(weight: Tensor, weight_scales: Tensor, out: Tensor):
-        operands = (q, scales, weight, weight_scales, None, out)
-        if tiling is None:
-            return on_stream(lambda: library.cutlass_fp8_block_gemm(*operands))
-        return on_stream(lambda: library.sm90_fp8_block_gemm(*operands, *tiling))
-
-    return make
-
-
-def quantised_cutlass(library: tvm_ffi.Module, x: Tensor):
-    """Our quantiser of bf16 activations, then the GEMM: two launches."""
-    m, k = x.shape
-    q = torch.empty(m, k, device="cuda", dtype=torch.float8_e4m3fn)
-    scales = torch.empty(k // 128, -(-m // 4) * 4, device="cuda").t()[:m]
-
-    def make(weight: Tensor, weight_scales: Tensor, out: Tensor):
-        def call() -> None:
-            library.fp8_quant_group(x, q, scales, 128, 1e-10, False)
-            library.cutlass_fp8_block_gemm(q, scales, weight, weight_scales, None, out)
-
-        return on_stream(call)
-
-    return make
-
-
-def collective(library: tvm_ffi.Module, x: Tensor, which: int):
-    """CUTLASS's own collective for SM90; its TMA wants rows of scales 16 bytes aligned."""
-    q, scales = quantised_tokens(x)
-    scales = scales.t().contiguous().t()
-
-    def make(weight: Tensor, weight_scales: Tensor, out: Tensor):
-        return on_stream(
-            lambda: library.cutlass_collective(q, scales, weight, weight_scales, out, which)
-        )
-
-    return make
-
-
-def triton_call(x: Tensor):
-    from vllm.kernels.triton.linear import fp8_block_gemm
-
-    q, s = quantised_tokens(x)
-
-    def make(weight: Tensor, scales: Tensor, out: Tensor):
-        return lambda: fp8_block_gemm(q, s, weight, scales, None, (128, 128), out)
-
-    return make
-
-
-def deep_gemm_call(x: Tensor):
-    import deep_gemm
-
-    q, s = quantised_tokens(x)
-    if hasattr(deep_gemm, "get_mn_major_tma_aligned_tensor"):
-        s = deep_gemm.get_mn_major_tma_aligned_tensor(s)
-
-    def make(weight: Tensor, scales: Tensor, out: Tensor):
-        return lambda: deep_gemm.fp8_gemm_nt((q, s), (weight, scales), out, disable_ue8m0_cast=True)
-
-    return make
-
-
-def flashinfer_call(x: Tensor):
-    from flashinfer.gemm import fp8_blockscale_gemm_sm90
-
-    def make(weight: Tensor, scales: Tensor, out: Tensor):
-        return lambda: fp8_blockscale_gemm_sm90(x, weight, None, scales, out=out)
-
-    return make
-
-
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", type=Path, required=True)
-    parser.add_argument("--collective", type=Path, help="library with CUTLASS's own collective")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="every shape and tiling of ours")
-    parser.add_argument("--peers", nargs="*", default=["deep_gemm", "flashinfer"])
-    parser.add_argument("--ours", nargs="*", default=OURS)
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sustained", type=float, default=0.0, help="seconds of each kernel")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = options()
-    torch.manual_seed(0)
-    random.seed(0)
-    library = tvm_ffi.load_module(str(args.library))
-    other = tvm_ffi.load_module(str(args.collective)) if args.collective else None
-    bandwidth = copy_bandwidth()
-    device = torch.cuda.get_device_name()
-    print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s")
-    rows = []
-    name = "fp8_block_gemm_sweep.json" if args.sweep else "fp8_block_gemm.json"
-    for n, k in SHAPES[: args.shapes]:
-        for m in args.tokens:
-            rows.append(measure(library, other, args, n, k, m, bandwidth))
-        if args.out:  # after each shape: what is measured is kept if the rest is cut off
-            write_results(args.out, name, copy_bytes_per_s=bandwidth, rows=rows)
-    return 0
-
-
-def our_calls(library: tvm_ffi.Module, args, x: Tensor) -> dict[str, Make]:
+def our_makes(library: tvm_ffi.Module, args: argparse.Namespace, x: Tensor) -> dict[str, Make]:
     """By name, what makes the calls of our kernels for x."""
-    calls: dict[str, Make] = {}
+    makes: dict[str, Make] = {}
     if x.shape[0] <= MAX_SKINNY_TOKENS:
         for shape in SKINNY_SHAPES if args.sweep else [(0, 0)]:
             suffix = f" {shape[0]}x{shape[1]}" * args.sweep
-            calls["skinny" + suffix] = skinny(library, x, shape, False)
-            calls["skinny+q" + suffix] = skinny(library, x, shape, True)
+            makes["skinny" + suffix] = skinny(library, x, shape, False)
+            makes["skinny+q" + suffix] = skinny(library, x, shape, True)
     for tiling in TILINGS if args.sweep else [None]:
         if tiling is not None and tiling[3] and x.shape[0] > MAX_SPLIT_TOKENS:
             continue
         suffix = "" if tiling is None else " {}x{} {}{}".format(*tiling[:3], "ks"[not tiling[3]])
-        calls["cutlass" + suffix] = cutlass(library, x, tiling)
+        makes["cutlass" + suffix] = cutlass(library, x, tiling)
     if "cutlass+q" in args.ours:
-        calls["cutlass+q"] = quantised_cutlass(library, x)
+        makes["cutlass+q"] = quantised_cutlass(library, x)
     if "triton" in args.ours:
-        calls["triton"] = triton_call(x)
-    return {name: call for name, call in calls.items() if name.split()[0] in args.ours}
+        makes["triton"] = triton_call(x)
+    return {name: make for name, make in makes.items() if name.split()[0] in args.ours}
 
 
-def peer_calls(other: tvm_ffi.Module | None, args, x: Tensor) -> dict[str, Make]:
-    peers = {"deep_gemm": deep_gemm_call, "flashinfer": flashinfer_call}
-    calls = {name: call(x) for name, call in peers.items() if name in args.peers}
-    if other is not None and x.shape[0] % 4 == 0:
-        calls |= {f"collective {which}": collective(other, x, which) for which in range(2)}
-    return calls
+@dataclass
+class Bench:
+    args: argparse.Namespace
+    library: tvm_ffi.Module
+    collective: tvm_ffi.Module | None
+    bandwidth: float
+    left_out: dict[str, str] = field(default_factory=dict)  # why, by kernel and size
+
+    def peer_calls(self, case: Case, size: str) -> dict[str, list[Call]]:
+        """Of other libraries, those that are there and right."""
+        calls = {}
+        for name in self.args.peers:
+            if name in self.left_out:
+                continue
+            try:
+                calls[name] = case.calls(PEERS[name](case.x))
+            except ImportError as error:
+                self.leave_out(name, error)
+            except Exception as error:  # a library's own, of any kind
+                self.leave_out(f"{name}, {size}", error)
+        if self.collective is not None and case.x.shape[0] % 4 == 0:
+            for which in range(2):
+                made = collective(self.collective, case.x, which)
+                calls[f"collective {which}"] = case.calls(made)
+        return calls
+
+    def leave_out(self, what: str, error: Exception) -> None:
+        self.left_out[what] = f"{type(error).__name__}: {error}"[:300]
+        print(f"left out: {what}: {self.left_out[what]}", flush=True)
+
+    def measure(self, weights: list[tuple[Tensor, Tensor]], m: int) -> dict:
+        n, k = weights[0][0].shape
+        case = Case(weights, m)
+        ours = our_makes(self.library, self.args, case.x)
+        calls = {name: case.calls(make) for name, make in ours.items()}
+        calls |= self.peer_calls(case, f"{n} x {k}, M={m}")
+        times = median_times(calls, self.args.rounds)
+        alone = {name: us for name, us in times.items() if name.split()[0] in ("skinny", "cutlass")}
+        best = min(alone or times, key=times.__getitem__)
+        row = {
+            "n": n, "k": k, "m": m, "us": times, "best": best,
+            "tflop_per_s": 2 * n * k * m / times[best] / 1e6,
+            "gb_per_s": (n * k + m * k + 2 * m * n) / times[best] / 1e3,
+            "of_copy_bandwidth": n * k / self.bandwidth * 1e6 / times[best],
+            "times_faster_than": ratios(times),
+        }  # fmt: skip
+        if self.args.sustained:
+            seconds = self.args.sustained
+            row["sustained"] = {name: sustained(runs, seconds) for name, runs in calls.items()}
+        return row
 
 
 def ratios(times: dict[str, float]) -> dict[str, float]:
     """How many times faster than a library our best is that starts from the same inputs."""
     found = {}
-    for peer in ("deep_gemm", "flashinfer"):
+    for peer in PEERS:
         ours = [us for name, us in times.items() if name.split()[0] in ("skinny", "cutlass")]
         if peer in OF_BF16:
             found["flashinfer (ours without quantising)"] = times.get(peer, 0.0) / min(
@@ -301,32 +214,64 @@ def line_of(row: dict) -> str:
     shown = sorted(row["us"], key=row["us"].__getitem__)[:8]
     times = "  ".join(f"{name} {row['us'][name]:.2f}" for name in shown)
     ratios = ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in row["times_faster_than"].items())
-    return (f"{row['n']:6d} x {row['k']:5d}  M={row['m']:<5d} {times}  us; "
+    return (f"{row['n']:6d} x {row['k']:5d}  M={row['m']:<5d} {times}  us; weights at "
             f"{row['of_copy_bandwidth']:4.0%} of copy bandwidth, {row['tflop_per_s']:.0f} TFLOP/s; "
             f"{ratios} {row.get('sustained', '')}")  # fmt: skip
 
 
-def measure(
-    library: tvm_ffi.Module, other: tvm_ffi.Module | None, args, n: int, k: int, m: int,
-    bandwidth: float,
-) -> dict:  # fmt: skip
-    case = Case(n, k, m)
-    makes = our_calls(library, args, case.x) | peer_calls(other, args, case.x)
-    calls = {name: case.calls(make) for name, make in makes.items()}
-    times = median_times(calls, args.rounds)
-    alone = {name: us for name, us in times.items() if name.split()[0] in ("skinny", "cutlass")}
-    best = min(alone or times, key=times.__getitem__)
-    row = {
-        "n": n, "k": k, "m": m, "us": times, "best": best,
-        "tflop_per_s": 2 * n * k * m / times[best] / 1e6,
-        "gb_per_s": (n * k + m * k + 2 * m * n) / times[best] / 1e3,
-        "of_copy_bandwidth": n * k / bandwidth * 1e6 / times[best],
-        "times_faster_than": ratios(times),
-    }  # fmt: skip
-    if args.sustained:
-        row["sustained"] = {name: sustained(runs, args.sustained) for name, runs in calls.items()}
-    print(line_of(row), flush=True)
-    return row
+def shape_of(text: str) -> tuple[int, int]:
+    sizes = [int(part) for part in text.split("x") if part.isdecimal()]
+    if len(sizes) != 2 or any(size == 0 or size % 128 for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"given {text}; accepted: multiples of 128 such as 4096x12288"
+        )
+    return sizes[0], sizes[1]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", type=Path, default=LIBRARY)
+    parser.add_argument("--collective", type=Path, help="library with CUTLASS's own collective")
+    parser.add_argument("--out", type=Path, help="folder that receives fp8_block_gemm.json")
+    parser.add_argument("--sweep", action="store_true", help="every shape and tiling of ours")
+    parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=PEERS)
+    parser.add_argument("--ours", nargs="*", default=OURS, choices=[*OURS, "triton"])
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--shapes", type=shape_of, nargs="*", default=SHAPES, metavar="NxK")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=10.0,
+                        help="after which no further size is begun")  # fmt: skip
+    parser.add_argument("--sustained", type=float, default=0.0, help="seconds of each kernel")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    end = time.monotonic() + 60 * args.minutes
+    torch.manual_seed(0)
+    random.seed(0)
+    library = tvm_ffi.load_module(str(args.library))
+    other = tvm_ffi.load_module(str(args.collective)) if args.collective else None
+    bench = Bench(args, library, other, copy_bandwidth())
+    print(f"{torch.cuda.get_device_name()}, copy {bench.bandwidth / 1e12:.2f} TB/s")
+    name = "fp8_block_gemm_sweep.json" if args.sweep else "fp8_block_gemm.json"
+    rows: list[dict] = []
+    missing = [(n, k, m) for n, k in args.shapes for m in args.tokens]
+    for n, k in args.shapes:
+        weights: list[tuple[Tensor, Tensor]] = []
+        for m in args.tokens:
+            if time.monotonic() > end:
+                break
+            weights = weights or make_weights(n, k)
+            rows.append(bench.measure(weights, m))
+            missing.remove((n, k, m))
+            print(line_of(rows[-1]), flush=True)
+            if args.out:  # what is measured is kept if the rest is cut off
+                write_results(args.out, name, copy_bytes_per_s=bench.bandwidth,
+                              left_out=bench.left_out, not_measured=missing, rows=rows)  # fmt: skip
+    if missing:
+        print(f"not measured in {args.minutes:g} minutes: {len(missing)} sizes, from {missing[0]}")
+    return 0
 
 
 if __name__ == "__main__":

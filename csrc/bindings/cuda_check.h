@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <string>
+#include <utility>
 
 #include "check.h"
 
@@ -55,6 +56,35 @@ inline void check_rows(const TensorView& tensor, const char* name, int64_t num_b
   VLLM_CHECK(has_aligned_rows(tensor, num_bytes),
              name << ": given rows " << tensor.stride(0) * element_bytes(tensor)
                   << " bytes apart; accepted: a multiple of " << num_bytes);
+}
+
+// The first byte of a tensor, and the one after its last.
+inline std::pair<uintptr_t, uintptr_t> extent_of(const TensorView& tensor) {
+  const auto begin = reinterpret_cast<uintptr_t>(data_of(tensor));
+  int64_t last = 0;
+  for (int i = 0; i < tensor.ndim(); ++i) {
+    if (tensor.size(i) == 0) return {begin, begin};
+    last += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return {begin, begin + (last + 1) * element_bytes(tensor)};
+}
+
+// Where thread blocks write while others still read. Also refuses tensors that lie between each
+// other's rows.
+inline void check_apart(const TensorView& out, const char* name, const TensorView& other,
+                        const char* other_name) {
+  const auto [begin, end] = extent_of(out);
+  const auto [other_begin, other_end] = extent_of(other);
+  VLLM_CHECK(end <= other_begin || other_end <= begin || begin == end || other_begin == other_end,
+             name << ": given memory that " << other_name << " lies in; accepted: memory apart");
+}
+
+// A matrix whose rows do not lie in each other.
+inline void check_own_rows(const TensorView& out, const char* name) {
+  check_last_contiguous(out, name);
+  VLLM_CHECK(out.size(0) <= 1 || out.stride(0) >= out.size(1),
+             name << ": given rows " << out.stride(0) << " elements apart; accepted: at least "
+                  << out.size(1));
 }
 
 // The stream that the caller's framework works on, on the tensor's GPU.

@@ -40,7 +40,11 @@ gemm::Fp8BlockArgs check_block(const TensorView& a, const TensorView& a_scales, 
   check_cuda(out, "out", 2, a, "a");
   check_size(out, "out", 0, m, "rows of a");
   check_size(out, "out", 1, n, "rows of b");
-  check_last_contiguous(out, "out");
+  check_own_rows(out, "out");
+  check_apart(out, "out", a, "a");
+  check_apart(out, "out", a_scales, "a_scales");
+  check_apart(out, "out", b, "b");
+  check_apart(out, "out", b_scales, "b_scales");
   const bool is_bf16 = is_type(out, kDLBfloat, 16);
   VLLM_CHECK(is_bf16 || is_type(out, kDLFloat, 16),
              "out: given " << type_name(out.dtype()) << "; accepted: bfloat16, float16");
@@ -64,12 +68,13 @@ gemm::Fp8BlockArgs check_block(const TensorView& a, const TensorView& a_scales, 
   return args;
 }
 
-void check_bias(const Optional<TensorView>& bias, const TensorView& a, gemm::Fp8BlockArgs& args) {
+void check_bias(const Optional<TensorView>& bias, const TensorView& out, gemm::Fp8BlockArgs& args) {
   if (!bias.has_value()) return;
-  check_cuda(bias.value(), "bias", 1, a, "a");
+  check_cuda(bias.value(), "bias", 1, out, "out");
   check_type(bias.value(), "bias", kDLFloat, 32);
   check_size(bias.value(), "bias", 0, args.n, "rows of b");
   check_contiguous(bias.value(), "bias");
+  check_apart(out, "out", bias.value(), "bias");
   args.bias = static_cast<const float*>(data_of(bias.value()));
 }
 
@@ -101,8 +106,9 @@ void launch_sm90(const TensorView& a, const gemm::Fp8BlockArgs& args,
     TVM_FFI_THROW(RuntimeError) << name << ": this build has no code for sm_90a";
   }
   const int sms = num_sms(a);
-  const gemm::Sm90Tiling used = tiling ? *tiling : gemm::sm90_tiling(args, sms);
-  check_launch(gemm::launch_sm90_fp8_block(args, used, sms, stream_of(a)), name);
+  const gemm::Sm90Plan plan =
+      tiling ? gemm::Sm90Plan{args.m, *tiling, *tiling} : gemm::sm90_plan(args, sms);
+  check_launch(gemm::launch_sm90_fp8_block(args, plan, sms, stream_of(a)), name);
 }
 
 void launch_blackwell(const TensorView& a, const gemm::Fp8BlockArgs& args, const char* name) {
@@ -150,12 +156,12 @@ void launch_blackwell_grouped(const TensorView& a, const gemm::Fp8BlockArgs& arg
 // out [m, n] = (a * a_scales) [m, k] * (b * b_scales) [n, k]^T (+ bias [n], float32), in bfloat16
 // or float16. a, b: E4M3; k and the distances between rows: multiples of 16. a_scales: float32 [m,
 // ceil(k / 128)] of any strides, column-major ones are read fastest. b_scales: float32 [ceil(n /
-// 128), ceil(k / 128)].
+// 128), ceil(k / 128)]. out shares no memory with them, and rows none with each other.
 void cutlass_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
                             Optional<TensorView> bias, TensorView out) {
   check_cuda(b, "b", 2);
   gemm::Fp8BlockArgs args = check_block(a, a_scales, b, b_scales, out);
-  check_bias(bias, a, args);
+  check_bias(bias, out, args);
   const DeviceGuard guard(a);
   if (generation_of(a) == 9) {
     launch_sm90(a, args, nullptr, "cutlass_fp8_block_gemm");
@@ -170,7 +176,7 @@ void sm90_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, Tensor
                          int64_t cluster, bool is_split) {
   check_cuda(b, "b", 2);
   gemm::Fp8BlockArgs args = check_block(a, a_scales, b, b_scales, out);
-  check_bias(bias, a, args);
+  check_bias(bias, out, args);
   const gemm::Sm90Tiling tiling = {static_cast<int>(tile_m), static_cast<int>(tile_n),
                                    static_cast<int>(cluster), is_split};
   const DeviceGuard guard(a);
@@ -192,6 +198,7 @@ void cutlass_fp8_block_gemm_grouped(TensorView a, TensorView a_scales, TensorVie
   check_type(offsets, "offsets", kDLInt, 32);
   check_size(offsets, "offsets", 0, args.num_experts + 1, "experts of b, and one");
   check_contiguous(offsets, "offsets");
+  check_apart(out, "out", offsets, "offsets");
   args.offsets = static_cast<const int32_t*>(data_of(offsets));
   const DeviceGuard guard(a);
   if (generation_of(a) == 9) {

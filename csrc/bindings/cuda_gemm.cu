@@ -27,6 +27,7 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
     check_type(given, "x_scales", kDLFloat, 32);
     check_size(given, "x_scales", 0, m, "rows of x");
     check_size(given, "x_scales", 1, (k + 127) / 128, "blocks of 128 columns of x");
+    check_apart(out, "out", given, "x_scales");
     check_type(x, "x", kDLFloat8_e4m3fn, 8);
     args.x_scales = static_cast<const float*>(data_of(given));
     args.x_scales_ld = given.stride(0), args.x_scales_ldk = given.stride(1);
@@ -47,12 +48,16 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
   check_cuda(out, "out", 2, x, "x");
   check_size(out, "out", 0, m, "rows of x");
   check_size(out, "out", 1, n, "rows of weight");
-  check_last_contiguous(out, "out");
+  check_own_rows(out, "out");
+  check_apart(out, "out", x, "x");
+  check_apart(out, "out", weight, "weight");
+  check_apart(out, "out", scales, "scales");
   if (bias.has_value()) {
     check_cuda(bias.value(), "bias", 1, x, "x");
     check_type(bias.value(), "bias", kDLFloat, 32);
     check_size(bias.value(), "bias", 0, n, "rows of weight");
     check_contiguous(bias.value(), "bias");
+    check_apart(out, "out", bias.value(), "bias");
     args.bias = static_cast<const float*>(data_of(bias.value()));
   }
   args.x = data_of(x);

@@ -27,8 +27,8 @@ cudaError_t launch(const Fp8BlockArgs& args, int cluster, int num_sms, cudaStrea
   const auto kernel = sm90_fp8_block_kernel<kTileM, kTileN, kStages, kIsSplit>;
   if (cluster < 1 || cluster > (kIsSplit ? 8 : 2)) return cudaErrorInvalidValue;
   const int sharers = kIsSplit ? 1 : cluster;
-  // Few rows: those that would be filled with zeros are not copied at all; nobody stores theirs.
-  const int x_rows = sharers == 1 && args.m < kTileM ? (args.m + 7) / 8 * 8 : kTileM;
+  // Of few rows, those that do not exist are not copied either; nobody stores theirs.
+  const int x_rows = sharers == 1 ? min(args.m, kTileM) : kTileM;
   CUtensorMap x_map, w_map;
   cudaError_t error = encode_byte_rows(&x_map, args.x, args.m, args.k, args.ldx, x_rows / sharers);
   if (error != cudaSuccess) return error;
@@ -89,6 +89,8 @@ struct Choice {
 constexpr int kAnyM = 1 << 30, kDeepK = 8192;
 constexpr int kTallM = 256;         // tokens, above which tall tiles are thought of
 constexpr double kTallTime = 1.85;  // of a tall tile, in those of a 128x128 one (H100)
+// Columns of K that a 128x128 tile is multiplied with while a second launch begins. Estimated.
+constexpr double kLaunchColumns = 1024;
 constexpr Choice kChoices[] = {
     {64, true, true, {64, 32, 2, true}},         {64, false, false, {64, 32, 1, false}},
     {128, true, false, {128, 32, 1, false}},     {256, true, false, {128, 64, 1, false}},
@@ -96,37 +98,41 @@ constexpr Choice kChoices[] = {
     {kAnyM, false, false, {128, 128, 2, false}},
 };
 
-}  // namespace
-
-Sm90Tiling sm90_tiling(const Fp8BlockArgs& args, int num_sms) {
-  const int m = args.m, n = args.n, num_experts = args.num_experts;
-  if (num_experts > 1) {  // who gets how many rows is known on the GPU alone
-    return m > 64 * num_experts ? Sm90Tiling{128, 128, 1, false} : Sm90Tiling{64, 64, 1, false};
-  }
-  const bool is_narrow = n <= 32 * num_sms, is_deep = args.k >= kDeepK;
+Sm90Tiling choose(const Fp8BlockArgs& args, int m, int num_sms) {
+  const bool is_narrow = args.n <= 32 * num_sms, is_deep = args.k >= kDeepK;
   const Choice* choice = kChoices;
   while (m > choice->max_m || (choice->is_narrow && !is_narrow) || (choice->is_deep && !is_deep)) {
     ++choice;  // the last one fits all
   }
-  Sm90Tiling tiling = choice->tiling;
-  const auto num_rounds = [&](int tile_m) {  // of tiles of 128 columns on all multiprocessors
-    const int64_t num_tiles = int64_t{(m + tile_m - 1) / tile_m} * ((n + 127) / 128);
-    return (num_tiles + num_sms - 1) / num_sms;
-  };
-  const bool is_square = tiling.tile_m == 128 && tiling.tile_n == 128;
-  if (is_square && m > kTallM && can_be_tall(args) &&
-      kTallTime * num_rounds(256) <= num_rounds(128)) {
-    tiling = {256, 128, 2, false};
-  }
-  // Of an odd number of tiles, the last has no neighbour to share x with.
+  return choice->tiling;
+}
+
+// Of an odd number of tiles, the last has no neighbour to share x with.
+Sm90Tiling paired(Sm90Tiling tiling, int n) {
   const bool is_even = (n + tiling.tile_n - 1) / tiling.tile_n % 2 == 0;
   if (!tiling.is_split && !is_even) tiling.cluster = 1;
   return tiling;
 }
 
-cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling, int num_sms,
-                                  cudaStream_t stream) {
-  if (args.m == 0 || args.n == 0) return cudaSuccess;
+// How many rows tall tiles take, from the first on. All multiprocessors work for as many rounds of
+// tiles as the last of them does, so the last round of tall ones may better be one of smaller.
+int num_tall_rows(const Fp8BlockArgs& args, int num_sms) {
+  const int64_t num_n = (args.n + 127) / 128;
+  const auto num_rounds = [&](int num_m) { return (num_m * num_n + num_sms - 1) / num_sms; };
+  const int num_all = (args.m + 255) / 256;
+  int best = num_all;
+  double least = kTallTime * num_rounds(num_all);
+  for (int num_tall = 0; num_tall < num_all; ++num_tall) {
+    const double launch = num_tall == 0 ? 0 : kLaunchColumns / args.k;
+    const int rest = args.m - num_tall * 256;
+    const double time = kTallTime * num_rounds(num_tall) + num_rounds((rest + 127) / 128) + launch;
+    if (time < least) best = num_tall, least = time;
+  }
+  return min(best * 256, args.m);
+}
+
+cudaError_t launch_tiling(const Fp8BlockArgs& args, Sm90Tiling tiling, int num_sms,
+                          cudaStream_t stream) {
   for (const Row& row : kTable) {
     if (row.tile_m == tiling.tile_m && row.tile_n == tiling.tile_n &&
         row.is_split == tiling.is_split) {
@@ -134,6 +140,37 @@ cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling, i
     }
   }
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+Sm90Plan sm90_plan(const Fp8BlockArgs& args, int num_sms) {
+  const int m = args.m, num_experts = args.num_experts;
+  if (num_experts > 1) {  // who gets how many rows is known on the GPU alone
+    const bool has_many = m > 64 * num_experts;
+    const Sm90Tiling tiling = {has_many ? 128 : 64, has_many ? 128 : 64, 1, false};
+    return {m, tiling, tiling};
+  }
+  const Sm90Tiling tiling = choose(args, m, num_sms), tall = {256, 128, 2, false};
+  const bool is_square = tiling.tile_m == 128 && tiling.tile_n == 128;
+  const int num_tall =
+      is_square && m > kTallM && can_be_tall(args) ? num_tall_rows(args, num_sms) : 0;
+  if (num_tall == 0) return {m, paired(tiling, args.n), tiling};
+  return {num_tall, paired(tall, args.n), paired(choose(args, m - num_tall, num_sms), args.n)};
+}
+
+cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, const Sm90Plan& plan, int num_sms,
+                                  cudaStream_t stream) {
+  if (args.m == 0 || args.n == 0) return cudaSuccess;
+  Fp8BlockArgs part = args;
+  part.m = plan.num_rows;
+  const cudaError_t error = launch_tiling(part, plan.first, num_sms, stream);
+  if (error != cudaSuccess || plan.num_rows == args.m) return error;
+  part.m = args.m - plan.num_rows;
+  part.x += plan.num_rows * args.ldx;
+  part.x_scales += plan.num_rows * args.x_scales_ld;
+  part.out = static_cast<uint16_t*>(args.out) + plan.num_rows * args.ldo;
+  return launch_tiling(part, plan.rest, num_sms, stream);
 }
 
 }  // namespace vllm::gemm

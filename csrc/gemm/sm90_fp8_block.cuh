@@ -13,8 +13,6 @@
 // result every time. Many tiles: thread blocks stay, and those of a cluster, whose tiles lie beside
 // each other, load each a part of x for all.
 #pragma once
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "sm90_fp8_copy.cuh"
 #include "sm90_fp8_multiply.cuh"
 #include "sm90_fp8_tall.cuh"
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(Sm90Layout<kTileM, kTileN, kStages, kIsSplit>:
   } else {
     cute::cluster_sync();
   }
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_next_kernel();
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < Layout::kMathWarps) {
@@ -80,9 +78,7 @@ __global__ void __launch_bounds__(Sm90Layout<kTileM, kTileN, kStages, kIsSplit>:
     Tile tile = {};
     typename B::Walk(args, cluster, rank).at(block.first_index, tile);
     cute::cluster_sync();
-    store_split<kTileN, Layout::kPartialPitch, Layout::kThreads>(
-        args, tile, min(kTileM, tile.row_end - tile.row), reinterpret_cast<const float*>(ring),
-        cluster, rank);
+    store_split<Layout>(args, tile, reinterpret_cast<const float*>(ring), cluster, rank);
   }
   // Nobody leaves while another thread block reads its sums or writes to its stages.
   if (cluster > 1) cute::cluster_sync();

@@ -31,12 +31,18 @@ struct Sm90Tiling {
   bool is_split;
 };
 
-// The tiling that measured fastest for sizes like these (H100, bench_fp8_block_gemm.py --sweep).
-[[gnu::weak]] Sm90Tiling sm90_tiling(const Fp8BlockArgs& args, int num_sms);
+// The first `num_rows` rows of x by one tiling; where there are more, those after them by another.
+struct Sm90Plan {
+  int num_rows;
+  Sm90Tiling first, rest;
+};
+
+// What measured fastest for sizes like these (H100, bench_fp8_block_gemm.py --sweep).
+[[gnu::weak]] Sm90Plan sm90_plan(const Fp8BlockArgs& args, int num_sms);
 
 // Returns cudaErrorInvalidValue for a tiling that was not compiled, and for 256 rows where rows of
 // out are not is_vector, n % 32 != 0 or k == 0.
-[[gnu::weak]] cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, Sm90Tiling tiling,
+[[gnu::weak]] cudaError_t launch_sm90_fp8_block(const Fp8BlockArgs& args, const Sm90Plan& plan,
                                                 int num_sms, cudaStream_t stream);
 
 }  // namespace vllm::gemm

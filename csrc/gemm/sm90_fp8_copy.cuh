@@ -1,18 +1,9 @@
 // How sm90_fp8_block.cuh fills its ring of stages: one warp copies tiles of 128 columns of x and W
 // by TMA, another their scales.
 #pragma once
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "sm90_fp8_stages.cuh"
 
 namespace vllm::gemm {
-
-__device__ __forceinline__ void copy_float(float* target, const float* source) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(target)),
-      "l"(source));
-}
 
 // Tiles of x and W, by TMA: one lane of a warp.
 template <class Layout>
@@ -59,23 +50,24 @@ struct TileCopier {
 };
 
 // Their scales, one by one, since they may lie at any distance from each other: all lanes of a
-// warp.
+// warp. Of rows that do not exist none are: what then lies in their place meets no other row.
 template <int kTileM>
 struct ScaleCopier {
   const float* x[kTileM / 32];
   const float* w;
   int64_t step;
+  int num_rows;  // from the first of this lane on
 
   __device__ __forceinline__ ScaleCopier(const Fp8BlockArgs& args, const Tile& tile, int first_k)
       : step(args.x_scales_ldk) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, first_row = tile.row + lane;
+    num_rows = tile.end - first_row;
     const int num_n = (args.n + kBlockK - 1) / kBlockK, num_k = (args.k + kBlockK - 1) / kBlockK;
     const int block = min(tile.column / kBlockK, num_n - 1);  // a tile beside the last: any
     w = args.scales + (int64_t{tile.expert} * num_n + block) * num_k + first_k;
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
-      const int row = min(tile.row + lane + i * 32, args.m - 1);
-      x[i] = args.x_scales + row * args.x_scales_ld + first_k * step;
+      x[i] = args.x_scales + (first_row + i * 32) * args.x_scales_ld + first_k * step;
     }
   }
 
@@ -84,7 +76,7 @@ struct ScaleCopier {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
-      copy_float(target + lane + i * 32, x[i]);
+      if (i * 32 < num_rows) copy_float(target + lane + i * 32, x[i]);
       x[i] += step;
     }
     if (lane == 0) copy_float(target + kTileM, w);

@@ -1,6 +1,5 @@
 // How sm90_fp8_block.cuh multiplies: groups of four warps, 64 rows of x each.
 #pragma once
-#include <cute/arch/mma_sm90.hpp>
 #include <utility>
 
 #include "sm90_fp8_stages.cuh"

@@ -1,7 +1,6 @@
 // The ring of stages of sm90_fp8_block.cuh, and what all warps of a thread block know.
 #pragma once
-#include <cutlass/arch/barrier.h>
-
+#include "sm90_fp8_ptx.cuh"
 #include "sm90_fp8_tiles.cuh"
 
 namespace vllm::gemm {
@@ -41,10 +40,6 @@ __device__ __forceinline__ void release_stage(const B& block, int stage) {
   const int lane = threadIdx.x % 32;
   __syncwarp();
   if (lane < block.sharers) block.empty[stage].arrive(B::Layout::kSplits ? block.rank : lane);
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 }  // namespace vllm::gemm

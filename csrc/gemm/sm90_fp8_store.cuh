@@ -5,8 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/arch/cluster_sm90.hpp>
-
+#include "sm90_fp8_ptx.cuh"
 #include "sm90_fp8_tiles.cuh"
 
 namespace vllm::gemm {
@@ -61,7 +60,7 @@ __device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile&
 #pragma unroll
     for (int i = lane; i < 16 * kVectors; i += 32) {
       const int row = i / kVectors, column = i % kVectors * 8;
-      if (first_row + row < tile.row_end) {
+      if (tile.writes(first_row + row)) {
         store(args, first_row + row, first_column + column,
               *reinterpret_cast<const uint4*>(staging + row * kPitch + column * 2));
       }
@@ -93,7 +92,7 @@ __device__ __forceinline__ void store_neighbours(const Fp8BlockArgs& args, const
         const float* pair = sums + part * 16 + i * 4 + below * 2;
         packed[i] = pack(pair[0] + bias[2 * i], pair[1] + bias[2 * i + 1], args.is_bf16);
       }
-      if (row + below * 8 < tile.row_end) {
+      if (tile.writes(row + below * 8)) {
         *reinterpret_cast<uint4*>(out + below * 8 * args.ldo + part * 32) =
             make_uint4(packed[0], packed[1], packed[2], packed[3]);
       }
@@ -115,24 +114,15 @@ __device__ __forceinline__ void store_partial(uint8_t* ring, int warp,
   }
 }
 
-__device__ __forceinline__ float4 load_cluster(const float* own, uint32_t rank) {
-  float4 v;
-  const uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(own), rank);
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // Adds up what the thread blocks of a cluster left in `partial`; each writes its share of the tile.
-template <int kTileN, int kPitch, int kThreads>
+template <class Layout>
 __device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile& tile,
-                                            int num_rows, const float* partial, int cluster,
-                                            int rank) {
-  constexpr int kVectors = kTileN / 8;
+                                            const float* partial, int cluster, int rank) {
+  constexpr int kVectors = Layout::kColumns / 8, kThreads = Layout::kThreads;
+  const int skipped = tile.first - tile.row;
+  const int num_rows = min(Layout::kRows, tile.end - tile.row) - skipped;
   for (int i = rank * kThreads + threadIdx.x; i < num_rows * kVectors; i += cluster * kThreads) {
-    const int row = i / kVectors, column = i % kVectors * 8;
+    const int row = skipped + i / kVectors, column = i % kVectors * 8;
     float sum[8] = {};
     if (args.bias != nullptr) {
 #pragma unroll
@@ -144,7 +134,8 @@ __device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile
     for (int source = 0; source < cluster; ++source) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 v = load_cluster(partial + row * kPitch + column + half * 4, source);
+        const float4 v =
+            load_cluster(partial + row * Layout::kPartialPitch + column + half * 4, source);
         sum[half * 4] += v.x, sum[half * 4 + 1] += v.y;
         sum[half * 4 + 2] += v.z, sum[half * 4 + 3] += v.w;
       }

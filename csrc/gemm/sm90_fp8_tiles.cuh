@@ -44,9 +44,12 @@ struct Sm90Layout {
   static constexpr int kBytes = kRingBytes + kStagingBytes + kStages * (kNumScales * 4 + 2 * 8);
 };
 
-// One tile of out: rows [row, row_end) and columns from `column` on.
+// One tile of out, from row `row` and column `column` on. Of the rows that it reaches it writes
+// those in [first, end): others are another tile's, another expert's, or do not exist.
 struct Tile {
-  int row, row_end, column, expert;
+  int row, first, end, column, expert;
+
+  __device__ bool writes(int one) const { return one >= first && one < end; }
 };
 
 // Walks through the tiles; every warp has one. Thread blocks of a cluster that is not split get
@@ -65,12 +68,19 @@ class Tiles {
   }
 
  private:
+  // Where there are rows enough, the last tile of [begin, end) begins earlier instead of reaching
+  // beyond, where TMA would fill in zeros for nothing.
+  __device__ Tile tile_of(int begin, int end, int m_index, int n_index, int expert) const {
+    const int first = begin + m_index * kTileM, row = max(begin, min(first, end - kTileM));
+    return {row, first, end, n_index * width_ + offset_, expert};
+  }
+
   __device__ bool dense_at(int index, Tile& tile) const {
     const int num_m = (args_.m + kTileM - 1) / kTileM;
     if (index >= num_m * num_n_) return false;
     const int band = kBandRows / kTileM, first = index / (band * num_n_) * band;
     const int height = min(band, num_m - first), rest = index % (band * num_n_);
-    tile = {(first + rest % height) * kTileM, args_.m, rest / height * width_ + offset_, 0};
+    tile = tile_of(0, args_.m, first + rest % height, rest / height, 0);
     return true;
   }
 
@@ -94,8 +104,7 @@ class Tiles {
         const int before = tiles_before_ + __shfl_sync(~0u, sum - own, source);
         const int first = __shfl_sync(~0u, begin, source), last = __shfl_sync(~0u, end, source);
         const int num_m = (last - first + kTileM - 1) / kTileM, rest = index - before;
-        tile = {first + rest % num_m * kTileM, last, rest / num_m * width_ + offset_,
-                chunk_ + source};
+        tile = tile_of(first, last, rest % num_m, rest / num_m, chunk_ + source);
         return true;
       }
       tiles_before_ += __shfl_sync(~0u, sum, 31);

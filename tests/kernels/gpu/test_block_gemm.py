@@ -16,8 +16,11 @@ from vllm import _native
 pytestmark = pytest.mark.gpu
 
 FP8 = torch.float8_e4m3fn
+NAN = float("nan")
 NUM_TOKENS = [0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 127, 128, 300, 1024]
 MANY_TOKENS = [1025, 4096, 8191, 8192]
+# Beside tiles, the last of which begins earlier where there are rows enough.
+EDGES = [1, 2, 63, 65, 127, 129, 191, 192, 193, 255, 257, 300]
 SIZES = [(128, 128), (576, 576), (1000, 1040), (192, 2064), (2056, 16), (8, 4096),
          (1001, 1552), (77, 272), (1, 144), (4128, 528)]  # fmt: skip
 # (tile_m, tile_n, cluster, is_split) of sm90_fp8_block.cu
@@ -60,8 +63,14 @@ def dequantised(q, scales, rows):
 def among_nan(matrix, columns=16):
     """The same numbers, with NaN beside every row and below the last."""
     rows, width = matrix.shape
-    place = torch.full((rows + 8, width + columns), float("nan"), device="cuda").to(matrix.dtype)
+    place = torch.full((rows + 8, width + columns), NAN, device="cuda").to(matrix.dtype)
     return place[:rows, :width].copy_(matrix)
+
+
+def set_nan(matrix, rows, columns=slice(None)):
+    """Not by assigning, which float8 lacks."""
+    place = matrix.view(torch.uint8) if matrix.dtype is FP8 else matrix
+    place[rows, columns] = 0x7F if matrix.dtype is FP8 else NAN
 
 
 class Case:
@@ -107,7 +116,17 @@ def test_products_of_many_tokens_are_exact(library, m, n, k):
     assert torch.equal(out, case.product.to(out.dtype))
 
 
-@pytest.mark.parametrize("m", [1, 17, 100, 1025])
+@pytest.mark.parametrize("m", [1500, 3500])
+def test_a_product_in_two_launches_is_that_of_one(library, m):
+    """On 132 multiprocessors these are (tests/native/test_sm90_gemm_emulated.py)."""
+    case = Case(m, 6144, 4096, bias=True)
+    together, apart = case.out(), case.out()
+    library.cutlass_fp8_block_gemm(*case.operands, apart)
+    library.sm90_fp8_block_gemm(*case.operands, together, 128, 128, 1, False)
+    assert torch.equal(apart, together) and torch.equal(apart, case.product.to(apart.dtype))
+
+
+@pytest.mark.parametrize("m", [*EDGES, 17, 100, 1025, 8192])
 @pytest.mark.parametrize("n, k", [(576, 1040), (1001, 272), (544, 144)])
 def test_nothing_beside_the_operands_is_read(library, m, n, k):
     case = Case(m, n, k)
@@ -116,6 +135,34 @@ def test_nothing_beside_the_operands_is_read(library, m, n, k):
         among_nan(case.a), among_nan(case.a_scales), among_nan(case.b), case.b_scales, None, out
     )
     assert torch.equal(out, case.product.to(out.dtype))
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_the_last_tile_reads_and_writes_rows_that_exist(library, tiling):
+    n, k = (544, 272) if tiling in TALL else (1001, 272)
+    for m in EDGES:
+        case = Case(m, n, k)
+        whole = torch.full((m + 1, n), NAN, device="cuda", dtype=torch.bfloat16)
+        operands = (among_nan(case.a), among_nan(case.a_scales), among_nan(case.b))
+        library.sm90_fp8_block_gemm(*operands, case.b_scales, None, whole[:m], *tiling)
+        assert torch.equal(whole[:m], case.product.bfloat16()), m
+        assert whole[m].isnan().all(), m
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("m", [60, 193, 300])
+def test_nan_stays_in_its_row(library, tiling, m):
+    case = Case(m, 544, 1040)
+    rows = [0, 40, m - 20, m - 1]
+    set_nan(case.a, rows[0], 700)
+    set_nan(case.a, rows[1])
+    set_nan(case.a_scales, rows[2], 8)
+    set_nan(case.a_scales, rows[3], 0)
+    case.product[rows] = NAN
+    out = case.out()
+    library.sm90_fp8_block_gemm(*case.operands, out, *tiling)
+    assert torch.equal(out.isnan(), case.product.isnan())
+    assert torch.equal(out.nan_to_num(), case.product.bfloat16().nan_to_num())
 
 
 def sizes_of(tiling):
@@ -211,23 +258,34 @@ def test_a_captured_graph_replays_the_same_numbers(library, m):
 
 @pytest.mark.parametrize(
     "counts",
-    [(5,), (0, 300, 1, 0, 64, 65, 0), (3,) * 70, (0,) * 40 + (129, 0, 1000), (0, 0)],
-    ids=["one", "mixed", "many", "late", "none"],
+    [
+        (5,),
+        (0, 300, 1, 0, 64, 65, 0),
+        (3,) * 70,
+        (0,) * 40 + (129, 0, 1000),
+        (0, 0),
+        (127, 63, 129, 1),
+        (191, 193, 257, 2),
+    ],
+    ids=["one", "mixed", "many", "late", "none", "edges of 64", "edges of 128"],
 )
 @pytest.mark.parametrize("n, k", [(576, 1040), (1000, 256)])
 def test_every_expert_gets_its_rows(library, counts, n, k):
-    m, num_experts = sum(counts) + 10, len(counts)
-    offsets = [sum(counts[:i]) for i in range(num_experts + 1)]
+    m, num_experts = sum(counts) + 20, len(counts)
+    offsets = [10 + sum(counts[:i]) for i in range(num_experts + 1)]
     a, b = integers(m, k), integers(num_experts, n, k)
     a_scales = powers_of_two(blocks(k), m).t()
     b_scales = powers_of_two(num_experts, blocks(n), blocks(k))
-    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for matrix in (a, a_scales):  # nobody's rows
+        set_nan(matrix, slice(0, 10))
+        set_nan(matrix, slice(offsets[-1], m))
+    out = torch.full((m, n), NAN, device="cuda", dtype=torch.bfloat16)
     on_gpu = torch.tensor(offsets, device="cuda", dtype=torch.int32)
     library.cutlass_fp8_block_gemm_grouped(a, a_scales, b, b_scales, on_gpu, out)
     rows, weights = dequantised(a, a_scales, 1), dequantised(b, b_scales, 128)
     for (begin, end), weight in zip(pairwise(offsets), weights):
         assert torch.equal(out[begin:end], (rows[begin:end] @ weight.t()).bfloat16())
-    assert out[offsets[-1] :].isnan().all()
+    assert out[:10].isnan().all() and out[offsets[-1] :].isnan().all()
 
 
 # ---------------------------------------------------------------- skinny
@@ -378,6 +436,46 @@ def test_what_skinny_cannot_read_is_refused_by_name(library):
             wide, None, weight, scales, None, columns_first(out), 0, 0),
     }  # fmt: skip
     assert_refused(library.skinny_fp8_block_gemm, refused, out)
+
+
+def within(memory, dtype, *shape):
+    """A tensor of `shape` in memory that another has."""
+    count = torch.Size(shape).numel()
+    return memory.view(-1).view(dtype)[:count].view(shape)
+
+
+def test_an_output_in_memory_of_an_operand_is_refused(library):
+    case = Case(16, 256, 512)
+    a, a_scales, b, b_scales, _ = case.operands
+    out = case.out()
+    lies_in_b = within(b, torch.bfloat16, 16, 256)
+    inner = {"a": within(out, FP8, 16, 512), "a_scales": within(out, torch.float32, 16, 4),
+             "b_scales": within(out, torch.float32, 2, 4), "bias": within(out, torch.float32, 256),
+             "offsets": within(out, torch.int32, 2)}  # fmt: skip
+    refused = {
+        "out: given memory that a lies": (inner["a"], a_scales, b, b_scales, None, out),
+        "out: given memory that a_scales": (a, inner["a_scales"], b, b_scales, None, out),
+        "out: given memory that b lies": (a, a_scales, b, b_scales, None, lies_in_b),
+        "out: given memory that b_scales": (a, a_scales, b, inner["b_scales"], None, out),
+        "out: given memory that bias": (a, a_scales, b, b_scales, inner["bias"], out),
+        "out: given rows 0 elements apart": (
+            a, a_scales, b, b_scales, None, out[:1].expand(16, 256)),
+    }  # fmt: skip
+    assert_refused(library.cutlass_fp8_block_gemm, refused, out)
+    theirs = {"a ": "x ", "a_scales": "x_scales", "b ": "weight ", "b_scales": "scales"}
+    skinny = {}
+    for message, arguments in refused.items():
+        for name, other in theirs.items():
+            message = message.replace(f"that {name}", f"that {other}")
+        skinny[message] = (*arguments, 0, 0)
+    assert_refused(library.skinny_fp8_block_gemm, skinny, out)
+    grouped = {
+        "out: given memory that a lies": (inner["a"], a_scales, b[None], b_scales[None],
+                                          torch.zeros(2, device="cuda", dtype=torch.int32), out),
+        "out: given memory that offsets": (a, a_scales, b[None], b_scales[None],
+                                           inner["offsets"], out),
+    }  # fmt: skip
+    assert_refused(library.cutlass_fp8_block_gemm_grouped, grouped, out)
 
 
 @pytest.mark.parametrize("tiling", [(96, 128, 1, False), (128, 128, 3, False), (64, 32, 9, True)])

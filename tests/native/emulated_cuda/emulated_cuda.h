@@ -74,6 +74,7 @@ struct Block {
 };
 
 inline thread_local Block* block = nullptr;
+inline std::function<void()> before_block = [] {};  // what a program does to its shared memory
 
 inline void yield() {
   if (_setjmp(block->places[block->current]) == 0) _longjmp(block->scheduler, 1);
@@ -124,6 +125,7 @@ inline void run_block(int num_threads, const std::function<void()>& body, Cluste
   own.places = std::make_unique<jmp_buf[]>(num_threads);
   own.num_waits.resize(num_threads);
   block = &own;
+  before_block();
   for (ucontext_t& fiber : own.fibers) {
     own.stacks.push_back(std::make_unique_for_overwrite<char[]>(kStackBytes));
     getcontext(&fiber);
