@@ -4,15 +4,15 @@
 
 A figure is the median of CUDA-graph replays over several copies of the weight, so that none is
 found in the L2 cache. `kernel` is csrc/gemm/weight_only, `wide` widens the weight into memory and
-multiplies with torch, `bf16` is torch with a weight that was bf16 all along, and `humming` another
-library's kernel, where it is installed. `of_copy`: bytes of the packed weight that the kernel reads
-a second, of those that a copy reads and writes. --sweep times every shape of the kernel that was
-compiled (tiles of rows per warp x thread blocks that share columns), --parts several sizes of the
-part of a weight that is widened at a time.
+multiplies with torch, `bf16` is torch with a weight that was bf16 all along, and `humming` the
+kernels of humming-kernels, where it is installed and works. `of_copy`: bytes of the packed weight
+that the kernel reads a second, of those that a copy reads and writes. --sweep times every shape of
+the kernel that was compiled (tiles of rows per warp x thread blocks that share columns), --parts
+several sizes of the part of a weight that is widened at a time.
 """
 
 import argparse
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,17 @@ from gpu_timing import replay_microseconds
 from torch import Tensor
 
 from vllm._custom_weight_only import multiply, multiply_wide
+from vllm.kernels import registry
 from vllm.kernels.backends.marlin import MOST_TOKENS, WIDE_BYTES
-from vllm.kernels.problem import WeightFormat
-from vllm.kernels.tensors import LinearTensors
+from vllm.kernels.problem import LinearProblem, WeightFormat
+from vllm.kernels.spec import Candidate, Scales
+from vllm.kernels.tensors import LinearKernel, LinearTensors
 from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
     PackedWeight,
     pack_weight,
     widen_weight,
 )
+from vllm.platforms.libraries import library_state
 
 # Llama-3.1-8B: QKV, output, gate-up, down; Qwen3-8B: gate-up, down.
 SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (24576, 4096), (4096, 12288)]
@@ -52,15 +55,15 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
-    if find_spec("humming"):
-        raise SystemExit("humming-kernels is installed: add it to the kernels that are compared")
+    humming = library_state("humming")
+    print(f"humming {'is not installed' if humming is None else humming}")
     copy = copy_bandwidth()
     print(f"copy {copy / 1e12:.2f} TB/s; most tokens of the kernel {MOST_TOKENS}")
     rows = []
     for n, k in SIZES:
         plain = bf16_times(n, k, args.tokens)
         for name in args.formats:
-            case = Case(name, n, k)
+            case = Case(name, n, k, with_humming=humming is not None and not humming.broken)
             for m in args.tokens:
                 row = {"format": name, "n": n, "k": k, "m": m, **case.times(m, args)}
                 row["us"]["bf16"] = plain[m]
@@ -71,7 +74,10 @@ def main() -> None:
             del case
             torch.cuda.empty_cache()
     if args.out:
-        write_results(args.out, "weight_only.json", copy_bytes_per_s=copy, humming=None, rows=rows)
+        version = None if humming is None else str(humming)
+        write_results(
+            args.out, "weight_only.json", copy_bytes_per_s=copy, humming=version, rows=rows
+        )
 
 
 def copy_bandwidth() -> float:
@@ -97,11 +103,15 @@ def copies(num_bytes: int) -> int:
 class Case:
     """One weight, and copies of it."""
 
-    def __init__(self, name: str, n: int, k: int):
-        self.weight = random_weight(name, n, k)
+    def __init__(self, name: str, n: int, k: int, with_humming: bool):
+        tensors = random_tensors(name, n, k)
+        self.weight = pack_weight(tensors)
         parts = (self.weight.codes, self.weight.scales, self.weight.row_factors)
         self.num_bytes = sum(part.nbytes for part in parts if part is not None)
         self.weights = [copy_of(self.weight) for _ in range(copies(self.num_bytes))]
+        self.humming: list[LinearKernel] = []
+        while with_humming and len(self.humming) < len(self.weights):
+            self.humming.append(humming_kernel(tensors))
         self.wide = widen_weight(self.weight)
 
     def times(self, m: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -113,6 +123,8 @@ class Case:
             us["kernel"] = self._time(lambda w: multiply(x, w), expected)
         if m >= min(SOME):
             us["wide"] = self._time(lambda w: multiply_wide(x, w, None, WIDE_BYTES), expected)
+        if self.humming:
+            us["humming"] = self._time(lambda call: call(x), expected, self.humming)
         if args.sweep and m <= max(SOME):
             shapes = SHAPES if m <= max(FEW) else SHAPES[len(SHAPES) // 2 :]
             found["sweep"] = {
@@ -128,13 +140,23 @@ class Case:
             }
         return found
 
-    def _time(self, call: Any, expected: Tensor) -> float:
-        error = (call(self.weights[0]).float() - expected).norm() / expected.norm()
+    def _time(self, call: Any, expected: Tensor, weights: Sequence[Any] = ()) -> float:
+        weights = weights or self.weights
+        error = (call(weights[0]).float() - expected).norm() / expected.norm()
         assert error < MAX_ERROR, f"relative error {error}"
-        return replay_microseconds([lambda w=w: call(w) for w in self.weights], num_replays=10)
+        return replay_microseconds([lambda w=w: call(w) for w in weights], num_replays=10)
 
 
-def random_weight(name: str, n: int, k: int) -> PackedWeight:
+def humming_kernel(tensors: LinearTensors) -> LinearKernel:
+    n, k = tensors.weight.shape[0], tensors.weight.shape[1] * (2 if tensors.is_packed else 1)
+    form = Scales.FLOAT32 if tensors.format.scale == "block" else Scales.ACTIVATION
+    winner = Candidate("humming", None, scales=form)
+    problem = LinearProblem(n, k, tensors.format)
+    kernel: LinearKernel = registry.backend("humming").linear(problem, tensors, winner)
+    return kernel
+
+
+def random_tensors(name: str, n: int, k: int) -> LinearTensors:
     weight_format = WeightFormat.parse(name)
     columns = k if weight_format.element == "fp8" else k // 2
     codes = torch.randint(0, 256, (n, columns), dtype=torch.uint8, device="cuda")
@@ -156,7 +178,7 @@ def random_weight(name: str, n: int, k: int) -> PackedWeight:
         tensors.zero_points = torch.randint(
             0, 16, tensors.scales.shape, dtype=torch.uint8, device="cuda"
         )
-    return pack_weight(tensors)
+    return tensors
 
 
 def copy_of(weight: PackedWeight) -> PackedWeight:

@@ -18,8 +18,10 @@ cudaError_t widen_format(const WeightOnlyWeight& weight, bool is_bf16, int first
 
 WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
                                   int num_sms, bool has_clusters) {
-  const int row_tiles = 2, rows = kTileRows * row_tiles * (m > 16 ? 4 : 1);
-  const int blocks = (weight.n + rows - 1) / rows;
+  const int row_tiles = 2, tiles = token_tiles(m, has_clusters);
+  const int rows = kTileRows * row_tiles * row_warps(tiles);
+  const int64_t blocks =
+      static_cast<int64_t>((weight.n + rows - 1) / rows) * ((m + 8 * tiles - 1) / (8 * tiles));
   int splits = 1;  // thread blocks for every multiprocessor, with columns enough for each
   while (has_clusters && splits < 8 && blocks * splits < num_sms &&
          weight.column_tiles >= 16 * splits) {

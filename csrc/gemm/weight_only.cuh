@@ -1,148 +1,117 @@
 // y[M, N] = x[M, K] * W[N, K]^T for x in bf16 or fp16 and W in FP8, NVFP4 or int4, which is widened
-// in registers: for few tokens a kernel that is limited by reading W once.
+// in registers: for tokens so few that a kernel is limited by reading W once, and for some more.
 //
 // W is the operand of 16 rows of mma.sync, tokens the one of 8 columns. A tile of W is 16 rows x 64
 // columns; its codes are stored so that every lane loads 16 bytes and has its part of four products
 // (weight_only_layout.py). An mma sums over its 16 columns in any order, so a lane may bring eight
 // columns that lie together, as long as it brings the same ones of x. Nothing of W passes shared
-// memory. A warp owns kRowTiles tiles of rows and takes every n-th tile of columns, kDepth of them
-// in flight; the warps that share rows add their sums up at the end, those of a cluster of thread
-// blocks too, always in one order: results do not depend on timing.
+// memory. A warp owns kRowTiles tiles of rows and takes every n-th tile of columns, depth of them
+// in flight. Up to 16 tokens each warp loads x itself; more pass shared memory, and W is widened
+// once for all tokens of a thread block. The warps that share rows add their sums up at the end,
+// those of a cluster of thread blocks too, always in one order: results do not depend on timing.
 #pragma once
 #include <cooperative_groups.h>
 
-#include "weight_only.h"
-#include "weight_only_codes.cuh"
+#include "weight_only_tokens.cuh"
 
 namespace vllm::gemm {
 
-constexpr int kWeightOnlyWarps = 8;
-constexpr int kWeightOnlyThreads = 32 * kWeightOnlyWarps;
+// Of each lane, for so few tokens that a warp loads them itself.
+template <typename Format, typename T, int kTokenTiles>
+struct HeldTokens {
+  const T* x;
+  int k;
+  int rows[kTokenTiles];  // where the row of this lane's token begins; negative for none
 
-// The tiles of one weight that a warp multiplies, from one tile of rows down.
-template <typename Format, typename T, int kRowTiles>
-struct RowTiles {
-  static constexpr int kScales = Format::kScalesWeights ? 1 : 4;
-
-  // One tile of columns of each: codes, and scales as they are stored. Of float32 scales, those of
-  // rows group and group + 8 for the first 32 columns, then for the others.
-  struct Loaded {
-    uint4 codes[kRowTiles][Format::kLoads];
-    uint32_t scales[kRowTiles][kScales];
-  };
-
-  const uint4* codes[kRowTiles];
-  const char* scales[kRowTiles];
-
-  __device__ __forceinline__ RowTiles(const WeightOnlyWeight& weight, int first_tile, int expert) {
-    const int num_tiles = (weight.n + kTileRows - 1) / kTileRows, lane = threadIdx.x % 32;
+  __device__ __forceinline__ void load(int column_tile, uint4 (&held)[kTokenTiles][2]) const {
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      // Tiles past the end repeat the last one; nobody stores their results.
-      const int64_t tile =
-          static_cast<int64_t>(expert) * num_tiles + min(first_tile + r, num_tiles - 1);
-      codes[r] = static_cast<const uint4*>(weight.codes) +
-                 tile * weight.column_tiles * Format::kLoads * 32 + lane;
-      const auto* all = static_cast<const char*>(weight.scales);
-      if constexpr (Format::kScalesWeights) {
-        scales[r] = all + (tile * weight.column_tiles * 32 + lane) * 2;
-      } else {
-        const int row = weight.scale_rows == 1 ? 0 : lane / 4;
-        scales[r] = all == nullptr
-                        ? nullptr
-                        : all + (tile * weight.groups * weight.scale_rows + row) * sizeof(float);
-      }
+    for (int i = 0; i < 2 * kTokenTiles; ++i) {
+      const int column =
+          column_tile * kTileColumns + Format::column(threadIdx.x % 4, i % 2);  // k % 8 == 0
+      held[i / 2][i % 2] = rows[i / 2] < 0 || column >= k
+                               ? make_uint4(0, 0, 0, 0)
+                               : *reinterpret_cast<const uint4*>(x + rows[i / 2] + column);
     }
   }
+};
 
-  __device__ __forceinline__ void load(const WeightOnlyWeight& weight, int column_tile,
-                                       Loaded& loaded) const {
+// Adds the products of one tile of columns. Sums of one scale are multiplied by it together.
+template <typename Format, typename T, typename Tiles, int kScaleSteps, int kTokenTiles,
+          int kRowTiles>
+__device__ __forceinline__ void multiply_held(const typename Tiles::Loaded& loaded,
+                                              const uint4 (&held)[kTokenTiles][2],
+                                              float (&sums)[kRowTiles][kTokenTiles][4]) {
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
+  for (int r = 0; r < kRowTiles; ++r) {
+    float own[kTokenTiles][4] = {};
+    float (&sum)[kTokenTiles][4] = Format::kScalesWeights ? sums[r] : own;
 #pragma unroll
-      for (int i = 0; i < Format::kLoads; ++i) {
-        loaded.codes[r][i] = load_once(codes[r] + (column_tile * Format::kLoads + i) * 32);
+    for (int half = 0; half < 2; ++half) {
+      typename ScaleOf<Format>::type scales[2];
+      Tiles::scales_of(loaded, r, half, scales);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t a[4];
+        Format::template widen<T>(loaded.codes[r], half * 2 + i, scales, a);
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+          const uint4& x = held[tile][half];
+          mma<T>(sum[tile], a, word(x, 2 * i), word(x, 2 * i + 1));
+        }
       }
-      if constexpr (Format::kScalesWeights) {
-        loaded.scales[r][0] =
-            __ldg(reinterpret_cast<const uint16_t*>(scales[r]) + column_tile * 32);
-      } else {
-        const auto* own = reinterpret_cast<const uint32_t*>(scales[r]);
+      if constexpr (!Format::kScalesWeights) {
+        if (half == 0 && kScaleSteps == 1) continue;
+        const float factors[2] = {Format::factor(scales[0]), Format::factor(scales[1])};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int group = (column_tile * kTileColumns + half * 32) >> weight.column_shift;
-          const int place = group * weight.scale_rows, next = weight.scale_rows == 1 ? 0 : 8;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            loaded.scales[r][half * 2 + i] =
-                own == nullptr ? __float_as_uint(1.0f) : __ldg(own + place + i * next);
-          }
+        for (int i = 0; i < 4 * kTokenTiles; ++i) {
+          sums[r][i / 4][i % 4] += own[i / 4][i % 4] * factors[i % 4 / 2];
+          own[i / 4][i % 4] = 0.0f;
         }
       }
     }
   }
-
-  // The scales of a half of a tile, in the form that Format::widen takes.
-  static __device__ __forceinline__ void scales_of(const Loaded& loaded, int r, int half,
-                                                   uint32_t (&found)[2]) {
-    found[0] = Format::template scale<T>(loaded.scales[r][0] & 255u);
-    found[1] = Format::template scale<T>(loaded.scales[r][0] >> 8);
-  }
-  static __device__ __forceinline__ void scales_of(const Loaded& loaded, int r, int half,
-                                                   float (&found)[2]) {
-    found[0] = __uint_as_float(loaded.scales[r][(half * 2) % kScales]);
-    found[1] = __uint_as_float(loaded.scales[r][(half * 2 + 1) % kScales]);
-  }
-};
-
-template <typename Format>
-struct ScaleOf {
-  using type = float;
-};
-template <>
-struct ScaleOf<Nvfp4> {
-  using type = uint32_t;
-};
-
-// Warps of a thread block that have rows of their own; the others share rows, not columns. Many
-// tokens are read from the L1 cache, which the warps of one column tile share.
-constexpr int row_warps(int token_tiles) { return token_tiles >= 4 ? 4 : 1; }
+}
 
 // Tiles of columns in flight, by the registers that they take.
-template <typename Format, int kTokenTiles, int kRowTiles>
+template <typename Format, int kTokenTiles, int kRowTiles, int kScaleSteps>
 constexpr int depth() {
-  constexpr int kWeight = kRowTiles * (4 * Format::kLoads + (Format::kScalesWeights ? 1 : 4));
+  constexpr int kScales = Format::kScalesWeights ? 1 : 2 * kScaleSteps;
+  constexpr int kWeight = kRowTiles * (4 * Format::kLoads + kScales);
   constexpr int kTokens = kTokenTiles <= 2 ? 8 * kTokenTiles : 0;
-  constexpr int kDepth = (kTokenTiles <= 4 ? 80 : 36) / (kWeight + kTokens);
+  constexpr int kDepth = (kTokenTiles <= 2 ? 80 : kTokenTiles <= 8 ? 30 : 0) / (kWeight + kTokens);
   return kDepth > 4 ? 4 : kDepth < 2 ? 2 : kDepth;
 }
 
 // kTokenTiles: tiles of 8 tokens. Grid: (thread blocks that share rows, blocks of tokens, rows).
-template <typename Format, typename T, int kTokenTiles, int kRowTiles>
-__global__ void __launch_bounds__(kWeightOnlyThreads, kTokenTiles <= 2 ? 2 : 1)
+template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
+__global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles))
     weight_only_kernel(const __grid_constant__ WeightOnlyArgs args) {
-  using Arithmetic = Pairs<T>;
-  using Tiles = RowTiles<Format, T, kRowTiles>;
+  using Tiles = RowTiles<Format, T, kRowTiles, kScaleSteps>;
   constexpr int kRowWarps = row_warps(kTokenTiles);
   constexpr int kSharing = kWeightOnlyWarps / kRowWarps;
-  constexpr int kDepth = depth<Format, kTokenTiles, kRowTiles>();
+  constexpr int kDepth = depth<Format, kTokenTiles, kRowTiles, kScaleSteps>();
   constexpr bool kHoldsTokens = kTokenTiles <= 2;
-  constexpr int kWarpRows = kTileRows * kRowTiles;
+  constexpr int kTokens = 8 * kTokenTiles, kWarpRows = kTileRows * kRowTiles;
   constexpr int kRoundTiles = kTokenTiles < 4 ? kTokenTiles : 4;
-  __shared__ float partial[kWeightOnlyWarps][kRoundTiles * 8][kWarpRows + 1];
+  using Staged = StagedTokens<Format, T, kHoldsTokens ? kWeightOnlyThreads / 8 : kTokens, kSharing>;
+  using Partial = float[kWeightOnlyWarps][kRoundTiles * 8][kWarpRows + 1];
+  constexpr int kStagedBytes = kHoldsTokens ? 0 : Staged::kBytes;
+  constexpr int kPartialBytes = sizeof(Partial);
+  // Sums of the warps, and before them the stages of x.
+  alignas(16) __shared__ char memory[kStagedBytes > kPartialBytes ? kStagedBytes : kPartialBytes];
 
   const WeightOnlyWeight& weight = args.weight;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = lane / 4, quad = lane % 4;
   const int first_row = blockIdx.z * kRowWarps * kWarpRows;
-  const int stride = gridDim.x * kSharing;
-  const int first = blockIdx.x * kSharing + warp % kSharing;
+  const int stride = gridDim.x * kSharing, first_of_block = blockIdx.x * kSharing;
+  const int first = first_of_block + warp % kSharing;
 #if __CUDA_ARCH__ >= 900
   // The next kernel of the stream may begin to read its own weights wherever there is room.
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 
-  int expert = 0, first_token = blockIdx.y * kTokenTiles * 8, end = args.m;
+  int expert = 0, first_token = blockIdx.y * kTokens, end = args.m;
   if (args.blocks != nullptr) {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
@@ -162,86 +131,68 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, kTokenTiles <= 2 ? 2 : 1)
   // W does not depend on the kernel before this one, x does: what precedes overlaps its end.
   cudaGridDependencySynchronize();
 #endif
-  int rows_of_x[kTokenTiles];  // where the row of this lane's token begins; negative for none
-#pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) {
-    const int token = first_token + tile * 8 + group;
-    int row = token;
-    if (token < end && args.order != nullptr) row = args.order[token] / args.top_k;
-    rows_of_x[tile] = token < end ? row * args.ldx : -1;
-  }
-  const auto load_tokens = [&](int column_tile, int tile, int half) {
-    const int column = column_tile * kTileColumns + Format::column(quad, half);
-    if (rows_of_x[tile] < 0 || column >= weight.k) return make_uint4(0, 0, 0, 0);  // k % 8 == 0
-    return *reinterpret_cast<const uint4*>(static_cast<const T*>(args.x) + rows_of_x[tile] +
-                                           column);
+  const auto row_of = [&](int token) {  // where it begins in x; negative for none
+    if (token >= end) return -1;
+    return (args.order != nullptr ? args.order[token] / args.top_k : token) * args.ldx;
   };
-  uint4 held[kHoldsTokens ? kDepth : 1][kTokenTiles][2];
-  if constexpr (kHoldsTokens) {
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-#pragma unroll
-      for (int i = 0; i < 2 * kTokenTiles; ++i) {
-        held[d][i / 2][i % 2] = first + d * stride < weight.column_tiles
-                                    ? load_tokens(first + d * stride, i / 2, i % 2)
-                                    : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
 
   float sums[kRowTiles][kTokenTiles][4] = {};
-  for (int begin = first; begin < weight.column_tiles; begin += kDepth * stride) {
+  if constexpr (kHoldsTokens) {
+    HeldTokens<Format, T, kTokenTiles> tokens = {static_cast<const T*>(args.x), weight.k, {}};
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) tokens.rows[t] = row_of(first_token + t * 8 + group);
+    uint4 held[kDepth][kTokenTiles][2] = {};
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      const int column_tile = begin + d * stride, next = column_tile + kDepth * stride;
-      if (column_tile >= weight.column_tiles) break;
+      if (first + d * stride < weight.column_tiles) tokens.load(first + d * stride, held[d]);
+    }
+    for (int begin = first; begin < weight.column_tiles; begin += kDepth * stride) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4 x[kTokenTiles];
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          if constexpr (kHoldsTokens) {
-            x[tile] = held[d][tile][half];
-          } else {
-            x[tile] = load_tokens(column_tile, tile, half);
-          }
-        }
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          typename ScaleOf<Format>::type scales[2];
-          Tiles::scales_of(loaded[d], r, half, scales);
-          float own[kTokenTiles][4] = {};
-          float (&sum)[kTokenTiles][4] = Format::kScalesWeights ? sums[r] : own;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            uint32_t a[4];
-            Format::template widen<T>(loaded[d].codes[r], half * 2 + i, scales, a);
-#pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-              mma<T>(sum[tile], a, word(x[tile], 2 * i), word(x[tile], 2 * i + 1));
-            }
-          }
-          if constexpr (!Format::kScalesWeights) {
-            const float factors[2] = {Format::factor(scales[0]), Format::factor(scales[1])};
-#pragma unroll
-            for (int i = 0; i < 4 * kTokenTiles; ++i) {
-              sums[r][i / 4][i % 4] += own[i / 4][i % 4] * factors[i % 4 / 2];
-            }
-          }
-        }
-      }
-      if (next < weight.column_tiles) {
-        tiles.load(weight, next, loaded[d]);
-        if constexpr (kHoldsTokens) {
-#pragma unroll
-          for (int i = 0; i < 2 * kTokenTiles; ++i) {
-            held[d][i / 2][i % 2] = load_tokens(next, i / 2, i % 2);
-          }
+      for (int d = 0; d < kDepth; ++d) {
+        const int column_tile = begin + d * stride, next = column_tile + kDepth * stride;
+        if (column_tile >= weight.column_tiles) break;
+        multiply_held<Format, T, Tiles, kScaleSteps>(loaded[d], held[d], sums);
+        if (next < weight.column_tiles) {
+          tiles.load(weight, next, loaded[d]);
+          tokens.load(next, held[d]);
         }
       }
     }
+  } else {
+    Staged tokens = {reinterpret_cast<uint4*>(memory), static_cast<const T*>(args.x), weight.k, {}};
+#pragma unroll
+    for (int j = 0; j < Staged::kRows; ++j) {
+      tokens.rows[j] = row_of(first_token + threadIdx.x / 8 + j * Staged::kRowsAtOnce);
+    }
+    const int num_steps = (weight.column_tiles - first_of_block + stride - 1) / stride;
+#pragma unroll
+    for (int step = 0; step < Staged::kStages - 1; ++step) {
+      if (step < num_steps) tokens.start(first_of_block + step * stride, step);
+      commit_copies();
+    }
+    for (int begin = 0, slot = 0; begin < num_steps; begin += kDepth) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const int step = begin + d, ahead = step + Staged::kStages - 1;
+        if (step >= num_steps) break;
+        wait_for_copies<Staged::kStages - 2>();
+        __syncthreads();  // all see this stage, and have done with the one before it
+        const int before = slot == 0 ? Staged::kStages - 1 : slot - 1;
+        if (ahead < num_steps) tokens.start(first_of_block + ahead * stride, before);
+        commit_copies();
+        const int column_tile = first + step * stride, next = column_tile + kDepth * stride;
+        if (column_tile < weight.column_tiles) {
+          multiply_staged<Format, T, kTokenTiles, Tiles>(loaded[d], tokens, slot, warp % kSharing,
+                                                         sums);
+          if (next < weight.column_tiles) tiles.load(weight, next, loaded[d]);
+        }
+        slot = slot == Staged::kStages - 1 ? 0 : slot + 1;
+      }
+    }
+    __syncthreads();  // sums take the place of x
   }
 
+  Partial& partial = *reinterpret_cast<Partial*>(memory);
   const auto store = [&](int token, int row, float sum) {
     if (row >= weight.n) return;
     if (weight.row_factors != nullptr) {
@@ -249,7 +200,7 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, kTokenTiles <= 2 ? 2 : 1)
     }
     if constexpr (Format::kScalesWeights) sum *= Format::template kFactor<T>;
     if (args.bias != nullptr) sum += args.bias[row];
-    static_cast<T*>(args.out)[token * args.ldo + row] = Arithmetic::from_float(sum);
+    static_cast<T*>(args.out)[token * args.ldo + row] = Pairs<T>::from_float(sum);
   };
 #pragma unroll
   for (int round = 0; round < kTokenTiles; round += kRoundTiles) {
@@ -300,60 +251,6 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, kTokenTiles <= 2 ? 2 : 1)
     }
 #endif
     if (round + kRoundTiles < kTokenTiles) __syncthreads();
-  }
-}
-
-// out = rows first_row and on, [num_rows, k], with all their scales. A warp per tile at a time.
-template <typename Format, typename T>
-__global__ void __launch_bounds__(kWeightOnlyThreads)
-    weight_only_widen_kernel(const __grid_constant__ WeightOnlyWeight weight, int first_row,
-                             int num_rows, T* out) {
-  using Arithmetic = Pairs<T>;
-  using Tiles = RowTiles<Format, T, 1>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int group = lane / 4, quad = lane % 4, tile_row = blockIdx.x * kTileRows;
-  const Tiles tiles(weight, first_row / kTileRows + blockIdx.x, 0);
-  float factors[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = min(first_row + tile_row + group + i * 8, weight.n - 1);
-    factors[i] = weight.row_factors == nullptr ? 1.0f : weight.row_factors[row];
-    if constexpr (Format::kScalesWeights) factors[i] *= Format::template kFactor<T>;
-  }
-  const int stride = gridDim.y * kWeightOnlyWarps;
-  for (int column_tile = blockIdx.y * kWeightOnlyWarps + warp; column_tile < weight.column_tiles;
-       column_tile += stride) {
-    typename Tiles::Loaded loaded;
-    tiles.load(weight, column_tile, loaded);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      typename ScaleOf<Format>::type scales[2];
-      Tiles::scales_of(loaded, 0, half, scales);
-      float all[2] = {factors[0], factors[1]};
-      if constexpr (!Format::kScalesWeights) {
-        all[0] *= Format::factor(scales[0]), all[1] *= Format::factor(scales[1]);
-      }
-      uint32_t wide[2][4];  // of rows group and group + 8: eight columns
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t a[4];
-        Format::template widen<T>(loaded.codes[0], half * 2 + i, scales, a);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 pair = Arithmetic::to_float2(a[j]);
-          wide[j % 2][i * 2 + j / 2] =
-              Arithmetic::from_float2(pair.x * all[j % 2], pair.y * all[j % 2]);
-        }
-      }
-      const int column = column_tile * kTileColumns + Format::column(quad, half);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = tile_row + group + i * 8;
-        if (row >= num_rows || column >= weight.k) continue;
-        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * weight.k + column) =
-            make_uint4(wide[i][0], wide[i][1], wide[i][2], wide[i][3]);
-      }
-    }
   }
 }
 

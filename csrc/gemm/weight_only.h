@@ -39,6 +39,23 @@ struct WeightOnlyArgs {
   int num_blocks, block_rows, top_k;
 };
 
+// Tiles of 8 tokens that a thread block multiplies together, for so many of them. Without clusters
+// nothing but tokens and rows fills the chip, so blocks of many are for many.
+constexpr int token_tiles(int num_tokens, bool has_clusters) {
+  if (num_tokens <= 8) return 1;
+  if (num_tokens <= 16) return 2;
+  if (num_tokens <= 32) return 4;
+  return num_tokens <= (has_clusters ? 64 : 256) ? 8 : 16;
+}
+
+// Warps of a thread block that have rows of their own; the others share rows, not columns.
+constexpr int row_warps(int token_tiles) {
+  return token_tiles >= 16 ? 8 : token_tiles >= 4 ? 4 : 1;
+}
+
+// Thread blocks of a multiprocessor, as registers allow.
+constexpr int blocks_at_once(int token_tiles) { return token_tiles <= 4 ? 2 : 1; }
+
 // How a weight is spread over the chip: tiles of rows per warp, and thread blocks (of a cluster,
 // from 9.0 on) that share the columns.
 struct WeightOnlyShape {

@@ -49,16 +49,6 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// kShift > 0 to the left, < 0 to the right.
-template <int kShift>
-__device__ __forceinline__ uint32_t shifted(uint32_t v) {
-  if constexpr (kShift >= 0) {
-    return v << kShift;
-  } else {
-    return v >> -kShift;
-  }
-}
-
 // `scales`: of rows group and group + 8, in the form of the format. `product`: 0 to 3, of the 64
 // columns of a tile. Results: the registers of that product.
 
@@ -66,9 +56,12 @@ __device__ __forceinline__ uint32_t shifted(uint32_t v) {
 struct Nvfp4 {
   static constexpr int kLoads = 1;
   static constexpr bool kScalesWeights = true;
+  static constexpr int kOddChunks = 1;  // weight_only_tokens.cuh
 
   // The column of a tile where eight columns of a lane begin.
-  static __device__ __forceinline__ int column(int quad, int half) { return quad * 16 + half * 8; }
+  static constexpr __device__ __forceinline__ int column(int quad, int half) {
+    return quad * 16 + half * 8;
+  }
 
   // A byte of scale is e5m3 (e = 0 for 2^-22): every E4M3 number but 0 without subnormals. Codes of
   // scale 0 are stored as 0.
@@ -83,16 +76,25 @@ struct Nvfp4 {
   template <typename T>
   static constexpr float kFactor = Pairs<T>::kMantissa == 7 ? 256.0f : 128.0f;
 
+  // Of the codes in each half of a word, three have their signs and magnitudes as far apart as bf16
+  // has them, 0, 3 and 6 bits lower; the last one fills what is left (weight_only_layout.py).
   template <typename T>
   static __device__ __forceinline__ void widen(const uint4 (&codes)[1], int product,
                                                const uint32_t (&scales)[2], uint32_t (&out)[4]) {
-    constexpr int kShift = Pairs<T>::kMantissa - 1;  // of three bits to above the mantissa's rest
-    constexpr uint32_t kMagnitudes = twice(7u << kShift);
     const uint32_t v = word(codes[0], product);
-    out[0] = (shifted<kShift>(v) & kMagnitudes) | (v << 12 & kSigns);
-    out[1] = (shifted<kShift - 4>(v) & kMagnitudes) | (v << 8 & kSigns);
-    out[2] = (shifted<kShift - 8>(v) & kMagnitudes) | (v << 4 & kSigns);
-    out[3] = (shifted<kShift - 12>(v) & kMagnitudes) | (v & kSigns);
+    if constexpr (Pairs<T>::kMantissa == 7) {
+      constexpr uint32_t kAll = twice(0x81c0u);
+      out[0] = v & kAll;
+      out[1] = v << 3 & kAll;
+      out[2] = v << 6 & kAll;
+      out[3] = (v >> 4 & twice(3u << 6)) | (v >> 5 & twice(1u << 8)) | (v << 1 & kSigns);
+    } else {
+      constexpr uint32_t kMagnitudes = twice(7u << 9);
+      out[0] = (v << 3 & kMagnitudes) | (v & kSigns);
+      out[1] = (v << 6 & kMagnitudes) | (v << 3 & kSigns);
+      out[2] = (v << 9 & kMagnitudes) | (v << 6 & kSigns);
+      out[3] = (v >> 1 & twice(3u << 9)) | (v >> 2 & twice(1u << 11)) | (v << 1 & kSigns);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = fma_pairs<T>(out[i], scales[i % 2], kSigns);
   }
@@ -101,8 +103,11 @@ struct Nvfp4 {
 struct Fp8 {
   static constexpr int kLoads = 2;
   static constexpr bool kScalesWeights = false;
+  static constexpr int kOddChunks = 4;
 
-  static __device__ __forceinline__ int column(int quad, int half) { return half * 32 + quad * 8; }
+  static constexpr __device__ __forceinline__ int column(int quad, int half) {
+    return half * 32 + quad * 8;
+  }
 
   static __device__ __forceinline__ float factor(float scale) { return scale; }
 
@@ -132,8 +137,11 @@ struct Fp8 {
 struct Int4 {
   static constexpr int kLoads = 1;
   static constexpr bool kScalesWeights = false;
+  static constexpr int kOddChunks = 4;
 
-  static __device__ __forceinline__ int column(int quad, int half) { return half * 32 + quad * 8; }
+  static constexpr __device__ __forceinline__ int column(int quad, int half) {
+    return half * 32 + quad * 8;
+  }
 
   static __device__ __forceinline__ float factor(float scale) {
     return __uint_as_float(__float_as_uint(scale) & ~15u);
@@ -152,7 +160,7 @@ struct Int4 {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t code = (v >> 4 * i & twice(15u)) | kPlus;
+      const uint32_t code = masked_or(v >> 4 * i, twice(15u), kPlus);
       out[i] = fma_pairs<T>(code, Pairs<T>::kOne, minus[i % 2]);
     }
   }

@@ -1,10 +1,11 @@
 // Launches of weight_only.cuh for one format: each format is compiled apart.
 #pragma once
 #include "weight_only.cuh"
+#include "weight_only_widen.cuh"
 
 namespace vllm::gemm {
 
-template <typename Format, typename T, int kTokenTiles, int kRowTiles>
+template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
 cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_clusters,
                          cudaStream_t stream) {
   constexpr int kRows = kTileRows * kRowTiles * row_warps(kTokenTiles), kTokens = 8 * kTokenTiles;
@@ -21,7 +22,8 @@ cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_cluste
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = !has_clusters ? 0 : splits == 1 ? 1 : 2;
-  return cudaLaunchKernelEx(&config, weight_only_kernel<Format, T, kTokenTiles, kRowTiles>, args);
+  return cudaLaunchKernelEx(
+      &config, weight_only_kernel<Format, T, kTokenTiles, kRowTiles, kScaleSteps>, args);
 }
 
 template <typename Format, typename T>
@@ -30,20 +32,31 @@ cudaError_t launch_type(const WeightOnlyArgs& args, WeightOnlyShape shape, bool 
   if (shape.splits < 1 || shape.splits > 8 || (shape.splits > 1 && !has_clusters)) {
     return cudaErrorInvalidValue;
   }
-  const int tokens = args.blocks != nullptr ? args.block_rows : args.m;
-  const auto launch = [&](auto tiles, auto rows) {
-    return launch_tiles<Format, T, decltype(tiles)::value, decltype(rows)::value>(
-        args, shape.splits, has_clusters, stream);
+  if (shape.row_tiles != 1 && shape.row_tiles != 2) return cudaErrorInvalidValue;
+  const bool is_one = shape.row_tiles == 1;
+  const auto launch = [&](auto tiles, auto rows, auto steps) {
+    return launch_tiles<Format, T, decltype(tiles)::value, decltype(rows)::value,
+                        decltype(steps)::value>(args, shape.splits, has_clusters, stream);
   };
   using std::integral_constant;
-  using One = integral_constant<int, 1>;
-  using Two = integral_constant<int, 2>;
-  const bool is_one = shape.row_tiles == 1;
-  if (!is_one && shape.row_tiles != 2) return cudaErrorInvalidValue;
-  if (tokens <= 8) return is_one ? launch(One(), One()) : launch(One(), Two());
-  if (tokens <= 16) return is_one ? launch(Two(), One()) : launch(Two(), Two());
-  if (tokens <= 32) return launch(integral_constant<int, 4>(), Two());
-  return launch(integral_constant<int, 8>(), Two());
+  constexpr integral_constant<int, 1> one;
+  constexpr integral_constant<int, 2> two;
+  constexpr integral_constant<int, 4> four;
+  constexpr integral_constant<int, 8> eight;
+  constexpr integral_constant<int, 16> sixteen;
+  const int tokens = args.blocks != nullptr ? args.block_rows : args.m;
+  const int tiles = token_tiles(tokens, has_clusters);
+  if constexpr (!Format::kScalesWeights) {
+    // Groups of 32 columns are rare: fewer of these are compiled.
+    if (args.weight.column_shift == 5) {
+      if (tiles > 2) return launch(eight, two, two);
+      return is_one ? launch(two, one, two) : launch(two, two, two);
+    }
+  }
+  if (tiles == 1) return is_one ? launch(one, one, one) : launch(one, two, one);
+  if (tiles == 2) return is_one ? launch(two, one, one) : launch(two, two, one);
+  if (tiles == 4) return launch(four, two, one);
+  return tiles == 8 ? launch(eight, two, one) : launch(sixteen, two, one);
 }
 
 template <typename Format>

@@ -16,6 +16,32 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
+// 16 bytes to shared memory, of which the first num_bytes come from `source`, the rest are zeros.
+__device__ __forceinline__ void copy_async(uint4* target, const void* source, int num_bytes) {
+  const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(target));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(source),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// What was begun since the last time is a group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// For this thread's groups but the kLast newest.
+template <int kLast>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+}
+
+// (a & b) | c in one instruction: of two constants, a compiler makes two.
+__device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // a * b + c of both numbers in a register, rounded once, subnormal numbers kept.
 template <typename T>
 __device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c);

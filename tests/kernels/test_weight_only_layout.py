@@ -53,14 +53,13 @@ def pairs_of(words, format_name, is_bf16):
         shift, mask = (4, 0x07F007F0) if is_bf16 else (1, 0x3F803F80)
         tops = np.stack([words, words << u(8)], -1).reshape(*words.shape[:-1], 4)
         return (tops & signs) | (tops >> u(shift) & u(mask))
-    shift = 6 if is_bf16 else 9
+    v, up = words[..., 0], 0 if is_bf16 else 3  # how much higher fp16 has the magnitudes
     found = []
-    for i in range(4):
-        v, by = words[..., 0], shift - 4 * i
-        moved = v << u(by) if by >= 0 else v >> u(-by)
-        mask = u(7 << shift | 7 << shift << 16)
-        found.append((moved & mask) | (v << u(12 - 4 * i) & signs))
-    return np.stack(found, -1)
+    for i in range(3):
+        mask = u(0x01C001C0 << up)
+        found.append((v << u(3 * i + up) & mask) | (v << u(3 * i) & signs))
+    low, high = (v >> u(4 - up)) & u(0x00C000C0 << up), (v >> u(5 - up)) & u(0x01000100 << up)
+    return np.stack([*found, low | high | (v << u(1) & signs)], -1)
 
 
 def floats_of(pairs, is_bf16):
@@ -144,6 +143,14 @@ def test_packed_weights_are_the_numbers_of_the_format(weight_format, shards):
     assert weight_format == "nvfp4" or torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (40, 64), (16, 128), (100, 320)])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_every_part_of_a_packed_weight_is_contiguous(weight_format, n, k):
+    packed = pack_weight(make_linear(weight_format, (n,), k)[0])
+    for part in (packed.codes, packed.scales, packed.row_factors):
+        assert part is None or part.is_contiguous()
+
+
 @pytest.mark.parametrize(("rows", "columns"), [((64, 32), 0), ((0, 0), 64), ((96, 16), 32)])
 def test_shards_that_begin_inside_a_scale_block_are_packed_exactly(rows, columns):
     tensors, wanted = make_linear("fp8-block", (192, 80), 352, rows, columns)
@@ -176,7 +183,7 @@ def test_a_weight_with_nan_is_refused():
 # ---------------------------------------------------------------- the backend
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 200])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 300])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_the_backend_multiplies_what_it_packed(weight_format, num_tokens):
     tensors, wanted = make_linear(weight_format, (48, 41), 224)

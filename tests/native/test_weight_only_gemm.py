@@ -23,7 +23,8 @@ from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
 HERE = Path(__file__).parent
 GEMM = HERE.parents[1] / "csrc" / "gemm"
 SOURCES = ("weight_only.cu", "weight_only.cuh", "weight_only.h", "weight_only_codes.cuh",
-           "weight_only_launch.cuh")  # fmt: skip
+           "weight_only_launch.cuh", "weight_only_tiles.cuh", "weight_only_tokens.cuh",
+           "weight_only_widen.cuh")  # fmt: skip
 CODES = {"fp8": 0, "nvfp4": 1, "int4": 2}
 # Of Header in weight_only.cpp.
 FIELDS = [
@@ -31,7 +32,7 @@ FIELDS = [
     "row_factors", "n", "k", "column_tiles", "groups", "scale_rows", "column_shift", "x", "m",
     "ldx", "bias", "out", "ldo", "blocks", "num_blocks", "block_rows", "order", "top_k",
 ]  # fmt: skip
-NUM_TOKENS = [1, 7, 9, 17, 33, 70]
+NUM_TOKENS = [1, 7, 9, 17, 33, 70, 130]
 SIZES = [(16, 64), (100, 336)]
 
 
@@ -117,16 +118,23 @@ def test_products_of_small_integers_are_exact(program, name, m):
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-group[32]"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1), (2, 2), (2, 8)], ids=str)
 def test_every_shape_is_exact(program, name, shape):
-    for n, k, m in ((40, 592, 3), (24, 208, 12), (24, 208, 20)):
+    for n, k, m in ((40, 592, 3), (24, 208, 12), (24, 208, 20), (24, 464, 65)):
         values = {"row_tiles": shape[0], "splits": shape[1]}
         check_products(program, name, (n,), k, m, torch.bfloat16, **values)
 
 
 def test_chips_without_clusters_split_nothing(program):
-    check_products(program, "nvfp4", (40,), 2048, 5, torch.bfloat16, has_clusters=0)
+    for m in (5, 70, 260):
+        check_products(program, "nvfp4", (40,), 2048, m, torch.bfloat16, has_clusters=0)
     with pytest.raises(subprocess.CalledProcessError):
         check_products(program, "nvfp4", (40,), 2048, 5, torch.bfloat16, has_clusters=0,
                        row_tiles=1, splits=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("m", [20, 40, 100])
+def test_more_tiles_of_columns_than_are_in_flight_are_exact(program, name, m):
+    check_products(program, name, (24,), 1168, m, torch.bfloat16, row_tiles=2, splits=1)
 
 
 @pytest.mark.parametrize("name", FORMATS)

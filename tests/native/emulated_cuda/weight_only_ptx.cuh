@@ -5,6 +5,41 @@
 namespace vllm::gemm {
 
 inline uint4 load_once(const uint4* address) { return *address; }
+// Copies are made when a thread waits for them: as late as a device may make them.
+struct Copy {
+  uint4* target;
+  const void* source;
+  int num_bytes;
+};
+struct Copies {
+  std::vector<Copy> begun;
+  std::vector<std::vector<Copy>> groups;
+};
+inline Copies& copies_of_thread() {
+  static thread_local std::vector<Copies> of_threads(1024);
+  return of_threads[threadIdx.x];
+}
+inline void copy_async(uint4* target, const void* source, int num_bytes) {
+  copies_of_thread().begun.push_back({target, source, num_bytes});
+}
+inline void commit_copies() {
+  Copies& own = copies_of_thread();
+  own.groups.push_back(std::move(own.begun));
+  own.begun.clear();
+}
+template <int kLast>
+void wait_for_copies() {
+  auto& groups = copies_of_thread().groups;
+  while (groups.size() > kLast) {
+    for (const Copy& copy : groups.front()) {
+      *copy.target = make_uint4(0, 0, 0, 0);
+      std::memcpy(copy.target, copy.source, copy.num_bytes);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+inline uint32_t masked_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 
 template <typename T>
 double to_number(uint32_t bits) {

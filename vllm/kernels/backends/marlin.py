@@ -2,9 +2,10 @@
 int4 weights by FP8 activations (`marlin-w4a8`, declared only), where tensor cores take FP8 from
 registers.
 
-Few tokens are multiplied by our own kernel, which reads the packed weight once; for many the weight
-is widened into memory, in parts, and torch's GEMM multiplies. The kernel was run thread by thread
-on a CPU (tests/native/test_weight_only_gemm.py), and not run on hardware.
+Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
+128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. The kernel
+was run thread by thread on a CPU (tests/native/test_weight_only_gemm.py), and in this form not on
+hardware.
 """
 
 from functools import partial
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 # Columns that share a float32 scale: at least so many, and a power of two.
 _LEAST_GROUP = 32
 # Most tokens for our kernel, by element of the weight. Estimated from bytes and products, not
-# measured (benchmarks/kernels/bench_weight_only.py).
-MOST_TOKENS = {"fp8": 128, "nvfp4": 128, "int4": 128}
+# measured (benchmarks/kernels/bench_weight_only.py): a weight that is widened is written and read
+# in 16 bits, which so many tokens do not outweigh.
+MOST_TOKENS = {"fp8": 256, "nvfp4": 256, "int4": 256}
 # Rows of an expert that are multiplied together: the token tiles of the kernel.
 _BLOCK_ROWS = (8, 16, 32, 64)
 # Of a weight that is widened into memory at a time.
@@ -61,6 +63,7 @@ _Spec = partial(
         | {"120", "120a", "120f", "121a"}
     ),
     k_align=16,
+    repacks=True,
     check=_columns_per_scale,
 )
 

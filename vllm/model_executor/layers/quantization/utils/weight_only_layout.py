@@ -5,10 +5,15 @@ quad of 32, holds rows group and group + 8 and, for each half, eight columns tha
 NVFP4 quad * 16 + half * 8 and on, so that a lane's columns are one group of 16; of others half * 32
 + quad * 8 and on, so that halves are groups of 32. A 16-byte load holds 32 codes of 4 bits, or the
 16 codes of 8 bits of one half, in the order in which products of 16 columns take them.
+
+Four NVFP4 codes share 16 bits. Three of them have their signs and magnitudes where bf16 has them,
+moved down by 0, 3 and 6 bits: one shift and one mask make each a number. The fourth is in the bits
+that are left.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -129,12 +134,15 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     tiles = padded.view(*sizes).permute(*_places(_PACKED[format], _COLUMNS[format]))
     if format == "fp8":
         return tiles.flip(-1).reshape(sizes[0], sizes[3], 2, 32, 16)
-    return pack_e2m1(tiles.flatten(2)).view(sizes[0], sizes[3], 1, 32, 16)
+    packed = pack_e2m1(tiles.flatten(2)).view(sizes[0], sizes[3], 1, 32, 16)
+    return _exchanged(packed, _spread_codes(codes.device)) if format == "nvfp4" else packed
 
 
 def unpack_codes(packed: Tensor, format: str) -> Tensor:
     """The inverse, with the rows and columns of whole tiles."""
     num_tiles, column_tiles = packed.shape[:2]
+    if format == "nvfp4":
+        packed = _exchanged(packed, _spread_codes(packed.device).argsort())
     codes = packed.flatten(2) if format == "fp8" else unpack_e2m1(packed.flatten(2))
     tiles = codes.view(num_tiles, column_tiles, *map(_AXES.get, _PACKED[format]))
     if format == "fp8":
@@ -142,6 +150,29 @@ def unpack_codes(packed: Tensor, format: str) -> Tensor:
     places = _places(_PACKED[format], _COLUMNS[format])
     back = sorted(range(len(places)), key=places.__getitem__)
     return tiles.permute(*back).reshape(num_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
+
+
+# Of the codes in 16 bits, from the lowest on: where the four bits of each go, sign last.
+_SPREAD_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+
+
+@cache
+def _spread_codes(device: torch.device) -> Tensor:
+    """For four codes in 16 bits, one after another: the same with their bits where _SPREAD_BITS
+    says. int32 [65536], each number once."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32, device=device)
+    spread = torch.zeros_like(numbers)
+    for code, places in enumerate(_SPREAD_BITS):
+        for bit, place in enumerate(places):
+            spread |= (numbers >> (4 * code + bit) & 1) << place
+    return spread
+
+
+def _exchanged(packed: Tensor, table: Tensor) -> Tensor:
+    """uint8 [..., 16] with `table` [65536] applied to every 16 bits."""
+    numbers = packed.contiguous().view(torch.int16).int() & 0xFFFF
+    found = table.to(torch.int16).index_select(0, numbers.flatten())
+    return found.view(torch.uint8).view(packed.shape)
 
 
 def _places(packed: str, columns: str) -> tuple[int, ...]:
@@ -169,7 +200,8 @@ def _tiles_of_nvfp4_scales(codes: Tensor) -> Tensor:
     num_rows, groups = codes.shape
     rows, columns = round_up(num_rows, TILE_ROWS), round_up(groups, 4)
     tiles = pad(codes, (0, columns - groups, 0, rows - num_rows)).view(-1, 2, 8, columns // 4, 4)
-    return tiles.permute(0, 3, 2, 4, 1).reshape(rows // TILE_ROWS, columns // 4, 32, 2)
+    # Of a single tile of columns, reshape alone would give a view with other strides.
+    return tiles.permute(0, 3, 2, 4, 1).contiguous().view(rows // TILE_ROWS, columns // 4, 32, 2)
 
 
 def _with_zero_points(scales: Tensor, zero_points: Tensor | None) -> Tensor:
