@@ -101,6 +101,7 @@ def _rms_norm_quant_group(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
+    normed: Tensor | None,
     q: Tensor,
     scales: Tensor,
     group_size: int,
@@ -110,8 +111,8 @@ def _rms_norm_quant_group(
     if residual is not None:
         residual += x
         x = residual
-    normed = torch_ops.rms_norm(x, weight, eps)
-    _quant_group(normed, q, scales, group_size, min_amax, is_ue8m0)
+    y = torch_ops.rms_norm(x, weight, eps, normed)
+    _quant_group(y, q, scales, group_size, min_amax, is_ue8m0)
 
 
 # ---------------------------------------------------------------- registration
@@ -133,7 +134,7 @@ _OPS: tuple[tuple[str, Callable[..., None]], ...] = (
     (f"silu_and_mul_fp8_quant_group(Tensor x, {_GROUP}) -> ()", _silu_and_mul_quant_group),
     (
         "rms_norm_fp8_quant_group(Tensor x, Tensor(c!)? residual, Tensor weight, float eps, "
-        f"{_GROUP}) -> ()",
+        f"Tensor(d!)? normed, {_GROUP}) -> ()",
         _rms_norm_quant_group,
     ),
 )
@@ -287,7 +288,7 @@ def per_token_group_fp8_quant(
     packed. K that is no multiple of 16, and rows or data that are not aligned to 16 bytes, run on
     a slower path.
     """
-    q, scales, is_ue8m0 = _group_results(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
+    q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
     torch.ops.vllm.fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
     return q, scales[: x.shape[0]]
 
@@ -303,7 +304,7 @@ def silu_and_mul_group_quant(
     num_tokens, num_columns = _matrix_shape(x)
     if num_columns % 2:
         raise ValueError(f"input: given {num_columns} columns; accepted: an even number (2 K)")
-    q, scales, is_ue8m0 = _group_results(
+    q, scales, is_ue8m0 = empty_groups(
         x, num_tokens, num_columns // 2, group_size, layout, use_ue8m0
     )
     torch.ops.vllm.silu_and_mul_fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
@@ -319,23 +320,26 @@ def rms_norm_group_quant(
     eps: float = MIN_AMAX,
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     use_ue8m0: bool = False,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] -> per_token_group_fp8_quant of x / sqrt(mean(x^2) + rms_eps) * weight, K <= 32768.
 
     weight: float32 [K]. residual [M, K] of x's dtype becomes residual + x in place, and its norm
-    is quantised instead; x is left as it is.
+    is quantised instead; x is left as it is. normed [M, K] of x's dtype, contiguous, receives what
+    is quantised.
     """
-    q, scales, is_ue8m0 = _group_results(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
+    q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
     torch.ops.vllm.rms_norm_fp8_quant_group(
-        x, residual, weight, rms_eps, q, scales, group_size, eps, is_ue8m0
+        x, residual, weight, rms_eps, normed, q, scales, group_size, eps, is_ue8m0
     )
     return q, scales[: x.shape[0]]
 
 
-def _group_results(
+def empty_groups(
     x: Tensor, num_tokens: int, num_columns: int, group_size: int, layout: ScaleLayout, ue8m0: bool
 ) -> tuple[Tensor, Tensor, bool]:
-    """Empty q, empty scales with the rows that fill their columns, and whether they are UE8M0."""
+    """Empty q, empty scales with the rows that fill their columns, and whether they are UE8M0, of
+    x's device."""
     is_packed = layout is ScaleLayout.PACKED_UE8M0
     num_groups = cdiv(num_columns, group_size)
     width = cdiv(num_groups, 4) if is_packed else num_groups

@@ -20,7 +20,9 @@ from gpu_results import write_results
 from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
+from vllm.kernels.triton.attention import reshape_and_cache
 from vllm.ops import cuda_ops as ops
+from vllm.ops.paged_attention import CacheTarget
 from vllm.utils.math_utils import cdiv
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 4096, 12288, 32, 8, 128
@@ -87,6 +89,20 @@ def layer_cases(t: int) -> Iterator[Case]:
         q, k = heads()
         return lambda: ops.qk_norm_rotary(positions, q, k, head_weight, head_weight, cache, 1e-6)
 
+    def into_cache(is_one: bool) -> Callable[[], object]:
+        q, k, v = bf16(t, num_heads + KV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
+        shape = (cdiv(t, 16), 16, KV_HEADS, HEAD_DIM)
+        caches, slots = (bf16(*shape), bf16(*shape)), torch.randperm(t, device="cuda")
+        norms, target = (head_weight, head_weight), CacheTarget(v, *caches, slots, 1.0, 1.0)
+        if is_one:
+            return lambda: ops.rotary_into_cache(positions, q, k, target, cache, norms, 1e-6)
+
+        def two() -> None:
+            ops.qk_norm_rotary(positions, q, k, *norms, cache, 1e-6)
+            reshape_and_cache(k, v, *caches, slots)
+
+        return two
+
     def silu():
         x, out = bf16(t, 2 * INTERMEDIATE), bf16(t, INTERMEDIATE)
         return lambda: ops.silu_and_mul(x, out=out)
@@ -100,6 +116,9 @@ def layer_cases(t: int) -> Iterator[Case]:
     yield Case("fused_add_rms_norm", t, 8 * t * HIDDEN + 4 * HIDDEN, add_norm)
     yield Case("rotary_embedding", t, rotated, rotary)
     yield Case("qk_norm_rotary", t, rotated, qk_norm_rotary)
+    written = rotated + 4 * t * KV_HEADS * HEAD_DIM
+    yield Case("qk_norm_rotary into the cache", t, written, lambda: into_cache(True))
+    yield Case("qk_norm_rotary, then the cache", t, written, lambda: into_cache(False))
     yield Case("silu_and_mul", t, 6 * t * INTERMEDIATE, silu)
     yield Case("embedding", t, 4 * t * HIDDEN, embedding)
 

@@ -146,7 +146,7 @@ def cases() -> Iterator[Case]:
             f"add+norm+group {layout.value}",
             lambda m, k: 7 * m * k + scale_bytes(m, k) + 4 * k,
             lambda b, field=field, rest=rest: op.rms_norm_fp8_quant_group(
-                b.x, b.residual, b.weight, 1e-6, b.q, getattr(b, field), *rest
+                b.x, b.residual, b.weight, 1e-6, None, b.q, getattr(b, field), *rest
             ),
             (lambda b: reference_norm(b.x, b.residual, b.weight)) if is_plain else None,
         )
@@ -154,7 +154,7 @@ def cases() -> Iterator[Case]:
         "norm+group row-major",
         lambda m, k: 3 * m * k + scale_bytes(m, k) + 4 * k,
         lambda b: op.rms_norm_fp8_quant_group(
-            b.x, None, b.weight, 1e-6, b.q, b.scales, GROUP, MIN_AMAX, False
+            b.x, None, b.weight, 1e-6, None, b.q, b.scales, GROUP, MIN_AMAX, False
         ),
     )
     yield Case(

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstring>
 
 #include "../cpu/attention_plan.h"
 #include "../cpu/dispatch.h"
@@ -88,9 +89,9 @@ void check_requests(const cpu::AttentionArgs& args, int64_t num_tokens,
     const int64_t seq_len = args.seq_lens[r];
     VLLM_CHECK(query_len >= 0,
                "query_start_loc: decreases after request " << r << "; accepted: ascending offsets");
-    VLLM_CHECK(seq_len >= query_len, "seq_lens: given "
-                                         << seq_len << " for request " << r << " of " << query_len
-                                         << " query tokens; accepted: at least as many");
+    VLLM_CHECK(seq_len >= query_len || seq_len == 0,
+               "seq_lens: given " << seq_len << " for request " << r << " of " << query_len
+                                  << " query tokens; accepted: at least as many, or 0 to fill up");
     const int64_t num_blocks =
         query_len == 0 ? 0 : (seq_len + args.cache.block_size - 1) / args.cache.block_size;
     VLLM_CHECK(num_blocks <= blocks_per_request,
@@ -112,6 +113,21 @@ void check_requests(const cpu::AttentionArgs& args, int64_t num_tokens,
              "query_start_loc: given last element " << args.query_start[args.num_requests]
                                                     << "; accepted: " << num_tokens
                                                     << " (tokens of query)");
+}
+
+// Requests of no keys fill up a batch of a fixed size; nothing attends for them.
+void clear_rows_without_keys(const cpu::AttentionArgs& args, TensorView out) {
+  char* rows = static_cast<char*>(data_of(out));
+  const int64_t item = out.dtype().bits / 8;
+  for (int64_t r = 0; r < args.num_requests; ++r) {
+    if (args.seq_lens[r] > 0) continue;
+    for (int64_t t = args.query_start[r]; t < args.query_start[r + 1]; ++t) {
+      for (int64_t head = 0; head < args.num_query_heads; ++head) {
+        char* row = rows + (t * out.stride(0) + head * out.stride(1)) * item;
+        std::memset(row, 0, static_cast<size_t>(args.cache.head_dim * item));
+      }
+    }
+  }
 }
 
 // query, out [tokens, num_query_heads, head_dim].
@@ -150,6 +166,7 @@ void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
   args.sliding_window = sliding_window;
   args.scale = static_cast<float>(scale);
   check_requests(args, query.size(0), block_tables.size(1));
+  clear_rows_without_keys(args, out);
 
   thread_local cpu::AttentionPlan plan;
   cpu::plan_attention(args, cpu::num_threads(), plan);

@@ -28,9 +28,10 @@ cpu::StateRequests requests_of(const TensorView& query_start_loc, const TensorVi
     const int64_t query_len = int64_t{requests.query_start[r + 1]} - requests.query_start[r];
     VLLM_CHECK(query_len >= 0,
                "query_start_loc: decreases after request " << r << "; accepted: ascending offsets");
-    VLLM_CHECK(requests.seq_lens[r] >= query_len,
-               "seq_lens: given " << requests.seq_lens[r] << " for request " << r << " of "
-                                  << query_len << " query tokens; accepted: at least as many");
+    const int64_t seq_len = requests.seq_lens[r];
+    VLLM_CHECK(seq_len >= query_len || seq_len == 0,
+               "seq_lens: given " << seq_len << " for request " << r << " of " << query_len
+                                  << " query tokens; accepted: at least as many, or 0 to fill up");
     VLLM_CHECK(requests.slots[r] >= 0 && requests.slots[r] < num_slots,
                "state_slots: given " << requests.slots[r] << " for request " << r
                                      << "; accepted: 0 to " << num_slots - 1

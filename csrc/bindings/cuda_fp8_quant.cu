@@ -180,9 +180,11 @@ void silu_and_mul_fp8_quant_group(TensorView x, TensorView q, TensorView scales,
 }
 
 // x [m, k] -> the same of rms_norm(x); with a residual [m, k], residual += x first and its norm.
+// normed [m, k] receives what is quantised.
 void rms_norm_fp8_quant_group(TensorView x, Optional<TensorView> residual, TensorView weight,
-                              double eps, TensorView q, TensorView scales, int64_t group_size,
-                              double min_amax, bool is_ue8m0) {
+                              double eps, Optional<TensorView> normed, TensorView q,
+                              TensorView scales, int64_t group_size, double min_amax,
+                              bool is_ue8m0) {
   Matrix matrix = matrix_of(x, q);
   VLLM_CHECK(matrix.k <= w8a8::kMaxRowColumns,
              "x: given " << matrix.k << " columns; accepted: up to " << w8a8::kMaxRowColumns);
@@ -201,6 +203,16 @@ void rms_norm_fp8_quant_group(TensorView x, Optional<TensorView> residual, Tenso
     norm.residual = data_of(given);
     norm.residual_stride = matrix.m > 1 ? given.stride(0) : matrix.k;
     matrix.is_vector = matrix.is_vector && has_aligned_rows(given, kVectorBytes);
+  }
+  if (normed.has_value()) {
+    const TensorView given = *normed;
+    check_cuda(given, "normed", 2, x, "x");
+    check_size(given, "normed", 0, matrix.m, "rows of x");
+    check_size(given, "normed", 1, matrix.k, "columns of x");
+    check_same_type(float_type(given, "normed"), given, "normed", float_type(x, "x"), "x");
+    check_contiguous(given, "normed");
+    norm.normed = data_of(given);
+    matrix.is_vector = matrix.is_vector && is_aligned(given, kVectorBytes);
   }
   const GroupScales layout = group_scales_of(scales, x, matrix, group_size, min_amax, is_ue8m0);
   const DeviceGuard guard(x);

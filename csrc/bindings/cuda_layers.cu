@@ -145,14 +145,15 @@ void cuda_rotary_embedding(TensorView positions, TensorView query, Optional<Tens
   check_launch(layers::launch_rotary(args, stream_of(query)), "cuda_rotary_embedding");
 }
 
-// The same after the RMSNorm of each head.
-void cuda_qk_norm_rotary(TensorView positions, TensorView query, TensorView key,
-                         TensorView query_weight, TensorView key_weight, TensorView cos_sin_cache,
-                         double eps, bool is_neox) {
-  layers::RotaryArgs args = rotary_args(positions, query, key, cos_sin_cache, is_neox);
+void check_head_dim(const layers::RotaryArgs& args) {
   VLLM_CHECK(args.head_dim <= layers::kMaxHeadDim, "query: given heads of " << args.head_dim
                                                                             << "; accepted: up to "
                                                                             << layers::kMaxHeadDim);
+}
+
+void add_norms(layers::RotaryArgs& args, const TensorView& query, const TensorView& query_weight,
+               const TensorView& key_weight, double eps) {
+  check_head_dim(args);
   args.query_norm = vector_of_cuda<float>(query_weight, "query_weight", kDLFloat, args.head_dim,
                                           "head size of query", query, "query");
   args.key_norm = vector_of_cuda<float>(key_weight, "key_weight", kDLFloat, args.head_dim,
@@ -160,8 +161,65 @@ void cuda_qk_norm_rotary(TensorView positions, TensorView query, TensorView key,
   args.eps = checked_eps(eps);
   args.is_vector = args.is_vector && args.head_dim % layers::kWidth == 0 &&
                    is_aligned(query_weight, kVectorBytes) && is_aligned(key_weight, kVectorBytes);
+}
+
+// The same after the RMSNorm of each head.
+void cuda_qk_norm_rotary(TensorView positions, TensorView query, TensorView key,
+                         TensorView query_weight, TensorView key_weight, TensorView cos_sin_cache,
+                         double eps, bool is_neox) {
+  layers::RotaryArgs args = rotary_args(positions, query, key, cos_sin_cache, is_neox);
+  add_norms(args, query, query_weight, key_weight, eps);
   const DeviceGuard guard(query);
   check_launch(layers::launch_rotary(args, stream_of(query)), "cuda_qk_norm_rotary");
+}
+
+// [blocks, block_size, heads, head_dim], contiguous.
+void* cache_of(const TensorView& cache, const char* name, const TensorView& key) {
+  check_cuda(cache, name, 4, key, "key");
+  check_size(cache, name, 2, key.size(1), "heads of key");
+  check_size(cache, name, 3, key.size(2), "head size of key");
+  check_contiguous(cache, name);
+  if (!is_type(cache, kDLFloat8_e4m3fn, 8)) check_type_like(cache, name, key, "key");
+  return data_of(cache);
+}
+
+float checked_scale(double scale, const char* name, bool is_used) {
+  const bool is_valid = is_used ? std::isfinite(scale) && scale > 0 : scale == 1;
+  VLLM_CHECK(is_valid, name << ": given " << scale << "; accepted: a positive number, and 1 for a "
+                            << "cache that is not float8_e4m3fn");
+  return static_cast<float>(scale);
+}
+
+// Rotates query, and puts key, rotated, and value into the cache; with weights, after the RMSNorm.
+void cuda_rotary_into_cache(TensorView positions, TensorView query, TensorView key,
+                            TensorView value, TensorView k_cache, TensorView v_cache,
+                            TensorView slot_mapping, TensorView cos_sin_cache,
+                            Optional<TensorView> query_weight, Optional<TensorView> key_weight,
+                            double eps, double k_scale, double v_scale, bool is_neox) {
+  layers::RotaryArgs args = rotary_args(positions, query, key, cos_sin_cache, is_neox);
+  check_head_dim(args);
+  VLLM_CHECK(query_weight.has_value() == key_weight.has_value(),
+             "query_weight, key_weight: given one of them; accepted: both or none");
+  if (query_weight.has_value()) add_norms(args, query, *query_weight, *key_weight, eps);
+  layers::CacheWrite& cache = args.cache;
+  cache.value = checked_heads(value, "value");
+  check_cuda(value, "value", 3, query, "query");
+  for (int i = 0; i < 3; ++i) check_size(value, "value", i, key.size(i), "as in key");
+  check_type_like(value, "value", key, "key");
+  cache.keys = cache_of(k_cache, "k_cache", key), cache.values = cache_of(v_cache, "v_cache", key);
+  for (int i = 0; i < 2; ++i) check_size(v_cache, "v_cache", i, k_cache.size(i), "as in k_cache");
+  cache.is_e4m3 = is_type(k_cache, kDLFloat8_e4m3fn, 8);
+  VLLM_CHECK(is_type(v_cache, kDLFloat8_e4m3fn, 8) == cache.is_e4m3,
+             "v_cache: given " << type_name(v_cache.dtype()) << "; accepted: the type of k_cache");
+  cache.k_scale = checked_scale(k_scale, "k_scale", cache.is_e4m3);
+  cache.v_scale = checked_scale(v_scale, "v_scale", cache.is_e4m3);
+  cache.slots = vector_of_cuda<const int64_t>(slot_mapping, "slot_mapping", kDLInt, args.num_tokens,
+                                              "tokens of query", query, "query");
+  args.is_vector = args.is_vector && args.head_dim % layers::kWidth == 0 &&
+                   has_aligned_heads(value) && is_aligned(k_cache, kVectorBytes) &&
+                   is_aligned(v_cache, kVectorBytes);
+  const DeviceGuard guard(query);
+  check_launch(layers::launch_rotary(args, stream_of(query)), "cuda_rotary_into_cache");
 }
 
 // x [m, 2 n] -> out [m, n] = silu(x[:, :n]) * x[:, n:].
@@ -239,6 +297,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_rms_norm, cuda_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_fused_add_rms_norm, cuda_fused_add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_rotary_embedding, cuda_rotary_embedding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_qk_norm_rotary, cuda_qk_norm_rotary);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_rotary_into_cache, cuda_rotary_into_cache);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_silu_and_mul, cuda_silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_embedding, cuda_embedding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_sample_tokens, cuda_sample_tokens);

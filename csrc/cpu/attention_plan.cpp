@@ -10,6 +10,7 @@ constexpr int64_t kMinUnitsPerThread = 8;
 
 void add_query_tiles(const AttentionArgs& args, int32_t request, int64_t tokens_per_tile,
                      std::vector<QueryTile>& tiles) {
+  if (args.seq_lens[request] == 0) return;
   const int64_t begin = args.query_start[request], end = args.query_start[request + 1];
   const int64_t num_tokens = end - begin;
   const int64_t num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;

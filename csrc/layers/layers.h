@@ -36,9 +36,20 @@ struct NormArgs {
 };
 cudaError_t launch_rms_norm(const NormArgs& args, cudaStream_t stream);
 
+// Where K and V of new tokens are written: [slots, key.num_heads, head_dim], contiguous, of the
+// type of key, or E4M3 of what is left after division by a scale.
+struct CacheWrite {
+  void *keys = nullptr, *values = nullptr;  // null for none
+  Heads value;                              // [tokens, key.num_heads, head_dim]
+  const int64_t* slots = nullptr;           // [tokens], negative for one that is not written
+  bool is_e4m3 = false;
+  float k_scale = 1, v_scale = 1;
+};
+
 // Rotates the first rotary_dim columns of every head of query and key in place, after the RMSNorm
 // of whole heads where query_norm is given; then bit for bit what launch_rms_norm and a rotation
-// of its rounded result give. Positions outside [0, max_position) rotate by NaN.
+// of its rounded result give. Positions outside [0, max_position) rotate by NaN. With a cache, K
+// goes there instead, rounded to its type on the way, and V as it is.
 struct RotaryArgs {
   FloatType type;
   int64_t num_tokens = 0, head_dim = 0, rotary_dim = 0;  // rotary_dim (the norm: head_dim) <= 256
@@ -49,6 +60,7 @@ struct RotaryArgs {
   bool is_neox = true;  // pairs (i, i + rotary_dim / 2), else (2 i, 2 i + 1)
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head_dim]
   float eps = 0;
+  CacheWrite cache;        // its heads have up to 256 columns
   bool is_vector = false;  // as in NormArgs, and rotary_dim is a multiple of 2 * kWidth
 };
 cudaError_t launch_rotary(const RotaryArgs& args, cudaStream_t stream);

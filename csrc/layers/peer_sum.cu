@@ -82,6 +82,20 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
     }
   }
 
+  // What the norm reads is fetched while the rows of peers are on their way.
+  [[maybe_unused]] Stored<T> before[kChunks];
+  [[maybe_unused]] float weight[kChunks][kWidth];
+  if constexpr (kIsNormed) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = (c * blockDim.x + threadIdx.x) * kWidth;
+      if (column >= args.dim) continue;
+      before[c] = *reinterpret_cast<const Stored<T>*>(static_cast<const T*>(args.residual) +
+                                                      row * args.dim + column);
+      load<true>(args.weight + column, kWidth, weight[c]);
+    }
+  }
+
   float values[kChunks][kWidth];
   float squares = 0.0f;
 #pragma unroll
@@ -104,13 +118,12 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
     round_to<T>(values[c]);
     const int64_t at = row * args.dim + column;
     if constexpr (kIsNormed) {
-      T* residual = static_cast<T*>(args.residual) + at;
-      float before[kWidth];
-      load<true>(residual, kWidth, before);
+      float residual[kWidth];
+      unpack(before[c], residual);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[c][i] += before[i];
+      for (int i = 0; i < kWidth; ++i) values[c][i] += residual[i];
       round_to<T>(values[c]);
-      store<true>(residual, kWidth, values[c]);
+      store<true>(static_cast<T*>(args.residual) + at, kWidth, values[c]);
       squares = sum_of_squares(values[c], squares);
     } else {
       store<true>(static_cast<T*>(args.out) + at, kWidth, values[c]);
@@ -122,9 +135,7 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
     for (int c = 0; c < kChunks; ++c) {
       const int column = (c * blockDim.x + threadIdx.x) * kWidth;
       if (column >= args.dim) continue;
-      float weight[kWidth];
-      load<true>(args.weight + column, kWidth, weight);
-      scale(values[c], factor, weight);
+      scale(values[c], factor, weight[c]);
       store<true>(static_cast<T*>(args.out) + row * args.dim + column, kWidth, values[c]);
     }
   } else {

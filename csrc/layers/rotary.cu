@@ -1,8 +1,9 @@
 // Rotary position embedding of q and k in place, alone or after the RMSNorm of each head: one
-// launch for the heads of both. A head lies in the registers of some lanes of a warp, which hand
-// the other elements of their pairs around: heads of any shape in shared memory; those of 64, 128
-// or 256 columns that are rotated whole, in halves, by shuffles, several heads of a token at a
-// time.
+// launch for the heads of both, and for those of V where K and V go to the cache. A head lies in
+// the registers of some lanes of a warp, which hand the other elements of their pairs around: heads
+// of any shape in shared memory; those of 64, 128 or 256 columns that are rotated whole, in halves,
+// by shuffles, several heads of a token at a time.
+#include "cache_write.cuh"
 #include "launch.cuh"
 #include "vector.cuh"
 
@@ -51,6 +52,24 @@ __device__ __forceinline__ Turn turn_of(const RotaryArgs& args, const T* head, c
   return turn;
 }
 
+// Heads that a token has here. V has as many as K.
+__host__ __device__ __forceinline__ unsigned heads_per_token(const RotaryArgs& args) {
+  const int64_t num_keys = args.cache.keys != nullptr ? 2 * args.key.num_heads : args.key.num_heads;
+  return static_cast<unsigned>(args.query.num_heads + num_keys);
+}
+
+// Head `index` of a token, of queries, keys or values.
+template <typename T>
+__device__ __forceinline__ T* head_of(const RotaryArgs& args, unsigned token, unsigned index) {
+  const unsigned num_queries = static_cast<unsigned>(args.query.num_heads);
+  const unsigned num_rotated = num_queries + static_cast<unsigned>(args.key.num_heads);
+  const bool is_query = index < num_queries, is_value = index >= num_rotated;
+  const Heads& heads = is_query ? args.query : is_value ? args.cache.value : args.key;
+  const unsigned first = is_query ? 0 : is_value ? num_rotated : num_queries;
+  return static_cast<T*>(heads.data) + token * heads.token_stride +
+         (index - first) * heads.head_stride;
+}
+
 // num_lanes: lanes per head.
 template <typename T, bool kHasNorm, bool kIsVector>
 __global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsigned num_rows,
@@ -60,28 +79,30 @@ __global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsig
   const unsigned row = blockIdx.x * (kThreads / num_lanes) + threadIdx.x / num_lanes;
   const bool is_row = row < num_rows;
   const unsigned num_queries = static_cast<unsigned>(args.query.num_heads);
-  const unsigned num_heads = num_queries + static_cast<unsigned>(args.key.num_heads);
+  const unsigned num_keys = static_cast<unsigned>(args.key.num_heads);
+  const unsigned num_heads = heads_per_token(args);
   const unsigned token = is_row ? row / num_heads : 0, index = row % num_heads;
-  const bool is_query = index < num_queries;
+  const bool is_query = index < num_queries, is_value = index >= num_queries + num_keys;
+  const bool is_cached = !is_query && args.cache.keys != nullptr;
   const int column = threadIdx.x % num_lanes * kWidth;
-  const int valid = is_row ? num_valid(column, kHasNorm ? args.head_dim : args.rotary_dim) : 0;
-  T* data =
-      static_cast<T*>(is_query ? args.query.data : args.key.data) +
-      token * (is_query ? args.query.token_stride : args.key.token_stride) +
-      (is_query ? index * args.query.head_stride : (index - num_queries) * args.key.head_stride) +
-      column;
+  const int64_t num_columns = kHasNorm || is_cached ? args.head_dim : args.rotary_dim;
+  const int valid = is_row ? num_valid(column, num_columns) : 0;
+  T* data = head_of<T>(args, token, index) + column;
+  const int64_t slot = slot_of(args, token);
   float values[kWidth];
   load<kIsVector>(data, valid, values);
   if constexpr (kHasNorm) {
     float weight[kWidth];
     load<kIsVector>((is_query ? args.query_norm : args.key_norm) + column, valid, weight);
     const float sum = sum_over_lanes(sum_of_squares(values, 0.0f), num_lanes);
-    scale(values, inverse_rms(sum, args.head_dim, args.eps), weight);
-    round_to<T>(values);
+    if (!is_value) {
+      scale(values, inverse_rms(sum, args.head_dim, args.eps), weight);
+      round_to<T>(values);
+    }
   }
   store<true>(shared + threadIdx.x * kWidth, kWidth, values);
   __syncwarp();
-  if (is_row && column < args.rotary_dim) {
+  if (is_row && !is_value && column < args.rotary_dim) {
     const int64_t position = args.positions[token];
     const bool is_known = position >= 0 && position < args.max_position;
     const float* cos_sin = args.cos_sin + (is_known ? position : 0) * args.rotary_dim;
@@ -96,7 +117,12 @@ __global__ __launch_bounds__(kThreads) void rotary_kernel(RotaryArgs args, unsig
       }
     }
   }
-  store<kIsVector>(data, valid, values);
+  if (is_cached) {
+    const unsigned head = index - (is_value ? num_queries + num_keys : num_queries);
+    if (valid > 0) write_cache<T, kIsVector>(args, slot, head, is_value, column, valid, values);
+  } else {
+    store<kIsVector>(data, valid, values);
+  }
 }
 
 // Cosines, and sines with the sign of their term, for kWidth columns of a head of 2 * half that is
@@ -127,15 +153,11 @@ __global__ __launch_bounds__(kThreads) void whole_rotary_kernel(RotaryArgs args,
   const unsigned token = group < num_groups ? group / groups_per_token : 0;
   const unsigned first = group % groups_per_token * kHeads;
   const unsigned num_queries = static_cast<unsigned>(args.query.num_heads);
-  const unsigned num_heads = num_queries + static_cast<unsigned>(args.key.num_heads);
-  const unsigned end = group < num_groups ? num_heads : 0;
+  const unsigned num_rotated = num_queries + static_cast<unsigned>(args.key.num_heads);
+  const unsigned end = group < num_groups ? heads_per_token(args) : 0;
   const int column = threadIdx.x % kLanes * kWidth;
-  T* queries = static_cast<T*>(args.query.data) + token * args.query.token_stride + column;
-  T* keys = static_cast<T*>(args.key.data) + token * args.key.token_stride + column;
   const auto head_at = [&](unsigned head) {
-    return reinterpret_cast<Stored<T>*>(head < num_queries
-                                            ? queries + head * args.query.head_stride
-                                            : keys + (head - num_queries) * args.key.head_stride);
+    return reinterpret_cast<Stored<T>*>(head_of<T>(args, token, head) + column);
   };
   Stored<T> stored[kHeads];
 #pragma unroll
@@ -143,11 +165,13 @@ __global__ __launch_bounds__(kThreads) void whole_rotary_kernel(RotaryArgs args,
     stored[h] = {};
     if (first + h < end) stored[h] = *head_at(first + h);
   }
+  const int64_t slot = slot_of(args, token);
   float cosine[kWidth], sine[kWidth];
   load_turn(args, args.positions[token], column, kDim / 2, cosine, sine);
   [[maybe_unused]] float weight[kWidth];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
+    const bool is_value = first + h >= num_rotated;
     float values[kWidth], partner[kWidth];
     if constexpr (kHasNorm) {
       if (h == 0 || first + h == num_queries) {
@@ -158,7 +182,7 @@ __global__ __launch_bounds__(kThreads) void whole_rotary_kernel(RotaryArgs args,
       const float sum = sum_over_lanes(sum_of_squares(values, 0.0f), kLanes);
       // inverse_rms: to divide by a power of two is to multiply by its inverse.
       scale(values, __frsqrt_rn(__fmul_rn(sum, 1.0f / kDim) + args.eps), weight);
-      stored[h] = pack<T>(values);
+      if (!is_value) stored[h] = pack<T>(values);
     }
     unpack(stored[h], values);
     Stored<T> other;
@@ -169,15 +193,22 @@ __global__ __launch_bounds__(kThreads) void whole_rotary_kernel(RotaryArgs args,
     unpack(other, partner);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      values[i] = __fmaf_rn(values[i], cosine[i], __fmul_rn(partner[i], sine[i]));
+      const float turned = __fmaf_rn(values[i], cosine[i], __fmul_rn(partner[i], sine[i]));
+      values[i] = is_value ? values[i] : turned;
     }
-    if (first + h < end) *head_at(first + h) = pack<T>(values);
+    if (first + h >= end) continue;
+    if (first + h >= num_queries && args.cache.keys != nullptr) {
+      const unsigned head = first + h - (is_value ? num_rotated : num_queries);
+      write_cache<T, true>(args, slot, head, is_value, column, kWidth, values);
+    } else {
+      *head_at(first + h) = pack<T>(values);
+    }
   }
 }
 
 template <typename T, int kLanes, int kHeads>
 cudaError_t launch_whole(const RotaryArgs& args, cudaStream_t stream) {
-  const int64_t per_token = (args.query.num_heads + args.key.num_heads + kHeads - 1) / kHeads;
+  const int64_t per_token = (heads_per_token(args) + kHeads - 1) / kHeads;
   const unsigned groups = static_cast<unsigned>(args.num_tokens * per_token);
   const LaunchShape shape = {(groups - 1) / (kThreads / kLanes) + 1, kThreads};
   const auto kernel = args.query_norm != nullptr ? whole_rotary_kernel<T, kLanes, kHeads, true>
@@ -200,10 +231,10 @@ bool is_whole(const RotaryArgs& args) {
 }  // namespace
 
 cudaError_t launch_rotary(const RotaryArgs& args, cudaStream_t stream) {
-  const int64_t num_rows = args.num_tokens * (args.query.num_heads + args.key.num_heads);
+  const int64_t num_rows = args.num_tokens * heads_per_token(args);
   if (num_rows == 0) return cudaSuccess;
-  const bool has_norm = args.query_norm != nullptr;
-  const int64_t columns = has_norm ? args.head_dim : args.rotary_dim;
+  const bool has_norm = args.query_norm != nullptr, has_cache = args.cache.keys != nullptr;
+  const int64_t columns = has_norm || has_cache ? args.head_dim : args.rotary_dim;
   if (num_rows > INT32_MAX || columns > kMaxHeadDim) return cudaErrorInvalidValue;
   const int lanes = lanes_for(columns), rows_per_block = kThreads / lanes;
   const unsigned rows = static_cast<unsigned>(num_rows);

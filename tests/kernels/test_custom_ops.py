@@ -192,6 +192,14 @@ def test_the_residual_is_updated_in_place_and_its_norm_quantised():
     assert same(given, ops.rms_norm_group_quant(total, weight, 1e-6))
 
 
+def test_the_norm_is_kept_beside_its_quantised_values():
+    x, weight = torch.randn(3, 256).bfloat16(), torch.rand(256)
+    normed = torch.full_like(x, float("nan"))
+    given = ops.rms_norm_group_quant(x, weight, 1e-6, normed=normed)
+    assert torch.equal(normed, torch_ops.rms_norm(x, weight, 1e-6))
+    assert same(given, ops.per_token_group_fp8_quant(normed))
+
+
 def test_filling_rows_are_zeros():
     scales = torch.full((2, 8), float("nan")).t()
     q = torch.empty(5, 256, dtype=FP8)
@@ -261,7 +269,14 @@ def _op_arguments() -> dict[str, tuple]:
         "fp8_quant_token": (x, q, torch.empty(3), 1e-10, torch.ones(1)),
         "fp8_quant_group": (x, *group),
         "silu_and_mul_fp8_quant_group": (torch.randn(3, 512), *group),
-        "rms_norm_fp8_quant_group": (x, torch.randn(3, 256), torch.ones(256), 1e-6, *group),
+        "rms_norm_fp8_quant_group": (
+            x,
+            torch.randn(3, 256),
+            torch.ones(256),
+            1e-6,
+            torch.empty(3, 256),
+            *group,
+        ),
         "nvfp4_quant": (
             x.bfloat16(),
             torch.ones(1),

@@ -2,6 +2,8 @@
 //
 // Reads a file of a header (Header) and data, runs what it asks for in place, and writes the data
 // back into it. A program for the reason that weight_only.cpp gives.
+#include <cuda_fp8.h>
+// Before what stands for a device's compiler.
 #include "warp.h"
 // After it: what it defines stands for CUDA in them.
 #include <cmath>
@@ -22,11 +24,13 @@ inline float __frsqrt_rn(float a) { return static_cast<float>(1.0L / std::sqrt((
 using namespace vllm::layers;
 
 // Offsets are those of data in the file; 0 for none. heads: [tokens, heads, head_dim] of one
-// tensor, of which queries come first and keys next.
+// tensor, of which queries come first, keys next and values after them. cache: of K, then of V; the
+// scales are 0.03 and 0.07 where it is E4M3.
 struct Header {
   int64_t is_rotary, type, is_vector, is_neox;
   int64_t num_tokens, num_heads, num_queries, num_keys, head_dim, rotary_dim, max_position;
   int64_t heads, positions, cos_sin, query_norm, key_norm;
+  int64_t cache, slots, num_slots, is_e4m3;
 };
 
 int main(int, char** words) {
@@ -49,6 +53,15 @@ int main(int, char** words) {
     args.positions = reinterpret_cast<const int64_t*>(bytes.data() + h.positions);
     args.cos_sin = floats(h.cos_sin), args.max_position = h.max_position;
     args.query_norm = floats(h.query_norm), args.key_norm = floats(h.key_norm);
+    if (h.cache != 0) {
+      const int64_t bytes_each = h.num_slots * h.num_keys * h.head_dim * (h.is_e4m3 ? 1 : element);
+      args.cache.keys = bytes.data() + h.cache,
+      args.cache.values = bytes.data() + h.cache + bytes_each;
+      args.cache.value = part(h.num_queries + h.num_keys, h.num_keys);
+      args.cache.slots = reinterpret_cast<const int64_t*>(bytes.data() + h.slots);
+      args.cache.is_e4m3 = h.is_e4m3;
+      if (h.is_e4m3) args.cache.k_scale = 0.03f, args.cache.v_scale = 0.07f;
+    }
     args.is_neox = h.is_neox, args.is_vector = h.is_vector, args.eps = 1e-6f;
     error = launch_rotary(args, nullptr);
   } else {

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 FIELDS = [
     "is_rotary", "type", "is_vector", "is_neox", "num_tokens", "num_heads", "num_queries",
     "num_keys", "head_dim", "rotary_dim", "max_position", "heads", "positions", "cos_sin",
-    "query_norm", "key_norm",
+    "query_norm", "key_norm", "cache", "slots", "num_slots", "is_e4m3",
 ]  # fmt: skip
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RTOL = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
@@ -47,7 +47,8 @@ def call(program, heads: Tensor, **values: int | Tensor) -> Tensor:
     }  # fmt: skip
     tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
     sizes |= {k: v for k, v in values.items() if not isinstance(v, Tensor)}
-    return emulated.call(program, FIELDS, sizes, {"heads": heads, **tensors}, "heads")
+    result = "cache" if "cache" in tensors else "heads"
+    return emulated.call(program, FIELDS, sizes, {"heads": heads, **tensors}, result)
 
 
 def rotated(program, heads: Tensor, cos_sin: Tensor, positions: Tensor, **values) -> Tensor:
@@ -111,3 +112,38 @@ def test_positions_outside_the_cache_rotate_by_nan(program, num_tokens):
     is_nan = result[:, : NUM_QUERIES + NUM_KEYS].isnan()
     assert bool(is_nan[1:3].all()) and not is_nan[[0, *range(3, num_tokens)]].any()
     assert not result[:, NUM_QUERIES + NUM_KEYS :].isnan().any()
+
+
+NUM_SLOTS = 320
+# Columns that are rotated; a head that is rotated in part goes another way than a whole one.
+SHAPES = [(64, 64), (128, 128), (256, 256), (256, 64), (80, 80), (64, 32)]
+
+
+@pytest.mark.parametrize("is_vector", [1, 0])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("cache_type", ["own", "e4m3"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SHAPES)
+@pytest.mark.parametrize(("dtype", "num_tokens"), [(torch.bfloat16, 3), (torch.float16, 257)])
+def test_k_and_v_are_in_the_cache_as_a_write_after_the_rotation_leaves_them(
+    program, dtype, num_tokens, head_dim, rotary_dim, cache_type, has_norm, is_vector
+):
+    heads = torch.randn(num_tokens, NUM_HEADS, head_dim).to(dtype) * 20
+    cos_sin, positions = cos_sin_cache(rotary_dim), torch.randint(0, 300, (num_tokens,))
+    norm = {"query_norm": torch.rand(head_dim) + 0.5, "key_norm": torch.rand(head_dim) + 0.5}
+    options = (norm if has_norm else {}) | {"is_vector": is_vector}
+    slots = torch.randperm(NUM_SLOTS)[:num_tokens]
+    slots[1] = -1
+    stored = torch.float8_e4m3fn if cache_type == "e4m3" else dtype
+    scales = (0.03, 0.07) if cache_type == "e4m3" else (1.0, 1.0)
+    # One block of a token, [slots, heads, dim], which torch_ops has in another order of axes.
+    cache = torch.full((2, NUM_SLOTS, NUM_KEYS, head_dim), 7.0).to(stored)
+    expected = cache.clone()
+    turned = rotated(program, heads, cos_sin, positions, **options)
+    key, value = turned[:, NUM_QUERIES:].split((NUM_KEYS, NUM_HEADS - NUM_QUERIES - NUM_KEYS), 1)
+    k_cache, v_cache = expected[0].unsqueeze(-1), expected[1].unsqueeze(2)
+    torch_ops.reshape_and_cache(key, value, k_cache, v_cache, slots, *scales)
+    assert not same_bits(cache, expected)
+    sizes = {"num_slots": NUM_SLOTS, "is_e4m3": int(cache_type == "e4m3")}
+    written = {"cache": cache, "slots": slots}
+    result = rotated(program, heads, cos_sin, positions, **options, **sizes, **written)
+    assert same_bits(result, expected)

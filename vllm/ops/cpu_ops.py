@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm import _native
-from vllm.model_executor.layers.fused_moe.router import route as route_experts
+from vllm.model_executor.layers.fused_moe.router import choose_experts
 
-__all__ = ["route_experts"]
+__all__ = ["choose_experts"]
 
 _library = _native.load()
 _linear_pack = _library.linear_pack
@@ -260,7 +260,8 @@ def paged_attention(
     Request r owns query rows query_start_loc[r] to query_start_loc[r + 1] (int32 [requests + 1]),
     the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
     block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
-    (p - sliding_window, p], or [0, p] where the window is 0.
+    (p - sliding_window, p], or [0, p] where the window is 0. Rows of requests of no keys, which
+    fill up a batch of a fixed size, become zeros.
     """
     if out is None:
         out = query.new_empty(query.shape)

@@ -1,11 +1,11 @@
 """Model operations on the native CUDA kernels (contract: `vllm.ops`).
 
 The functions of `torch_ops` but those of attention and the KV cache, which its backends own, and
-two more. Tensors are on one GPU. Every call is one launch on torch's current stream, waits for
+three more. Tensors are on one GPU. Every call is one launch on torch's current stream, waits for
 nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the first tensor
-at every call. The router, gates and the gated delta-net are Triton kernels, the last several
-launches for steps with more than one token of a request; without Triton they are those of
-`torch_ops`, of which such steps wait for the device.
+at every call. The router, gates and the gated delta-net are Triton kernels, the first two launches
+for many tokens, the last several for steps with more than one token of a request; without Triton
+they are those of `torch_ops`, of which such steps wait for the device.
 
 Importing this module loads the library and raises `NativeLibraryError` if it cannot. Wrong
 arguments raise ValueError naming the argument, what was given and what is accepted; values on the
@@ -18,27 +18,29 @@ import torch
 from torch import Tensor
 
 from vllm import _native
+from vllm.ops.paged_attention import CacheTarget
 
 try:
     from vllm.kernels.triton.delta_rule import causal_conv1d, gated_delta_rule
     from vllm.kernels.triton.gates import mul_sigmoid, rms_norm_gated
-    from vllm.kernels.triton.moe_rows import route as route_experts
+    from vllm.kernels.triton.moe_router import choose_experts
 except ImportError:
     from vllm.ops.torch_ops import (
         causal_conv1d,
+        choose_experts,
         gated_delta_rule,
         mul_sigmoid,
         rms_norm_gated,
-        route_experts,
     )
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "mul_sigmoid", "rms_norm_gated", "route_experts"]
+__all__ = ["causal_conv1d", "choose_experts", "gated_delta_rule", "mul_sigmoid", "rms_norm_gated"]
 
 _library = _native.load()
 _rms_norm = _library.cuda_rms_norm
 _fused_add_rms_norm = _library.cuda_fused_add_rms_norm
 _rotary_embedding = _library.cuda_rotary_embedding
 _qk_norm_rotary = _library.cuda_qk_norm_rotary
+_rotary_into_cache = _library.cuda_rotary_into_cache
 _silu_and_mul = _library.cuda_silu_and_mul
 _embedding = _library.cuda_embedding
 _sample_tokens = _library.cuda_sample_tokens
@@ -99,6 +101,39 @@ def qk_norm_rotary(
     _qk_norm_rotary(
         positions, query, key, query_weight, key_weight, cos_sin_cache, eps, is_neox
     )  # fmt: skip
+
+
+def rotary_into_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    target: CacheTarget,
+    cos_sin_cache: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    is_neox: bool = True,
+) -> None:
+    """`rotary_embedding` (with norms, of query and key: `qk_norm_rotary`) and the write of key and
+    value to the cache, in one launch; key is left as it was.
+
+    Bit for bit what the two give one after the other. Caches are of the key's type, or
+    float8_e4m3fn. Heads up to 256; tokens of negative slots are not written.
+    """
+    _rotary_into_cache(
+        positions,
+        query,
+        key,
+        target.value,
+        target.k_cache,
+        target.v_cache,
+        target.slot_mapping,
+        cos_sin_cache,
+        *(norms or (None, None)),
+        eps,
+        target.k_scale,
+        target.v_scale,
+        is_neox,
+    )
 
 
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:

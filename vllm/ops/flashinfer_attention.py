@@ -35,8 +35,7 @@ class FlashInferAttention(PagedAttention):
         self.planner = _planner(problem)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
-        scales = self.k_scale, self.v_scale
-        self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping, *scales)
+        self.write(k, v, batch)
         run = self.planner.runner(batch, self.k_cache.shape[1])
         if run is None:
             return torch.zeros_like(q)

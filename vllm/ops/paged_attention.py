@@ -21,8 +21,8 @@ CACHE_DTYPES = {
 
 Attend: TypeAlias = Callable[..., Tensor]
 """`paged_attention` of an ops module (see vllm.ops)."""
-CacheWriter: TypeAlias = Callable[..., None]
-"""`reshape_and_cache` of an ops module."""
+CacheWriter: TypeAlias = Callable[..., None] | None
+"""`reshape_and_cache` of an ops module; None where the kernel that rotates K writes the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +62,19 @@ class AttentionBatch:
 
 GraphShape: TypeAlias = tuple[int, int, int]
 """Of a captured graph: requests, most blocks of one, and tokens of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTarget:
+    """Where the kernel that rotates K puts it, and V as it is: value [T, kv heads, head_dim];
+    caches as a GPU has them; slot_mapping as in `AttentionBatch`; scales as in `PagedAttention`."""
+
+    value: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: float
+    v_scale: float
 
 
 class GraphPlanner(Protocol):
@@ -114,10 +127,23 @@ class PagedAttention:
             for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
-        """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]."""
+    def target(self, v: Tensor, batch: AttentionBatch) -> CacheTarget | None:
+        """Where K and V are to be written while K is rotated; None where the call does it."""
+        if self._write is not None:
+            return None
         scales = self.k_scale, self.v_scale
-        self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping, *scales)
+        return CacheTarget(v, self.k_cache, self.v_cache, batch.slot_mapping, *scales)
+
+    def write(self, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        """What of it was not done with the rotation."""
+        if self._write is not None:
+            scales = self.k_scale, self.v_scale
+            self._write(k, v, self.k_cache, self.v_cache, batch.slot_mapping, *scales)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> Tensor:
+        """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]. What was
+        written to `target` is not read here."""
+        self.write(k, v, batch)
         bounds = (
             {"max_query_len": batch.max_query_len, "max_seq_len": batch.max_seq_len}
             if self.k_cache.is_cuda
@@ -132,7 +158,8 @@ class PagedAttention:
             batch.seq_lens,
             self.scale,
             self.problem.sliding_window,
-            *scales,
+            self.k_scale,
+            self.v_scale,
             **bounds,
         )
 

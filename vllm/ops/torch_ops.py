@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.fused_moe.router import route as route_experts
+from vllm.model_executor.layers.fused_moe.router import choose_experts
 from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "route_experts"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "choose_experts"]
 
 USES_TORCH_THREADS = True
 LOGIT_DTYPES = (torch.float32,)
@@ -191,6 +191,9 @@ def paged_attention(
         rows = slice(starts[r], starts[r + 1])
         query_len = rows.stop - rows.start
         if query_len == 0:
+            continue
+        if seq_len == 0:
+            result[rows] = 0
             continue
         blocks = block_tables[r, : -(-seq_len // block_size)].long()
         # [blocks, heads, dim, block_size] -> [heads, keys, dim]

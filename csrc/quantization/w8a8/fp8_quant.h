@@ -54,6 +54,7 @@ struct RmsNorm {
   const float* weight;
   void* residual;  // like x, or null
   int64_t residual_stride;
+  void* normed;  // receives y [m, k], contiguous, of x's type; or null
   float eps;
 };
 cudaError_t launch_rms_norm_group_quant(const Matrix& matrix, const RmsNorm& norm,

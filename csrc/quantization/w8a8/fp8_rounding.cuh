@@ -6,20 +6,9 @@
 
 #include <cstdint>
 
+#include "fp8_ptx.cuh"
+
 namespace vllm::w8a8 {
-
-// max(a, b), or NaN if one of them is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // amax / 448, correctly rounded, for amax >= 1e-30, infinity and NaN. 1/448 is the sum of two
 // floats, so the product errs by 2^-47 of itself; a quotient of a 24-bit number by 7 is never

@@ -1,4 +1,6 @@
 // Quantising rows that one block holds in registers: what must see a whole row before it writes.
+#include <algorithm>
+
 #include "../../launch.cuh"
 #include "dispatch.cuh"
 #include "group_scales.cuh"
@@ -13,7 +15,7 @@ template <int kChunks>
 constexpr int kMaxThreads = kChunks == 1 ? 1024 : kMaxRowColumns / kChunk / kManyChunks;
 
 // Combines one value per thread over the block, for all threads, in an order that depends on the
-// number of threads alone.
+// number of threads alone. What threads wrote before it, all may read after it.
 template <typename Combine>
 __device__ __forceinline__ float block_reduce(float value, float* shared, Combine combine) {
 #pragma unroll
@@ -21,7 +23,10 @@ __device__ __forceinline__ float block_reduce(float value, float* shared, Combin
     value = combine(value, __shfl_xor_sync(kAllLanes, value, lanes));
   }
   const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  if (num_warps == 1) return value;
+  if (num_warps == 1) {
+    __syncwarp();
+    return value;
+  }
   if (lane == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
   value = lane < num_warps ? shared[lane] : 0.0f;
@@ -32,11 +37,17 @@ __device__ __forceinline__ float block_reduce(float value, float* shared, Combin
   return value;
 }
 
+// Of the c-th chunk of a thread.
+__device__ __forceinline__ int64_t column_of(int thread, int c) {
+  return (int64_t{c} * blockDim.x + thread) * kChunk;
+}
+
 template <bool kIsVector, typename T, int kChunks>
-__device__ __forceinline__ void load_row(const T* row, int64_t k, Chunk<T> (&chunks)[kChunks]) {
+__device__ __forceinline__ void load_row(const T* row, int64_t k, int thread,
+                                         Chunk<T> (&chunks)[kChunks]) {
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const int64_t column = (int64_t{c} * blockDim.x + threadIdx.x) * kChunk;
+    const int64_t column = column_of(thread, c);
     chunks[c] = load_chunk<kIsVector>(row + column, num_valid(column, k));
   }
 }
@@ -49,8 +60,10 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void token_quant_kernel(Matri
   __shared__ float shared[32];
   wait_for_inputs();
   const int64_t row = blockIdx.x;
+  const int thread = threadIdx.x;
   Chunk<T> chunks[kChunks];
-  load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, matrix.k, chunks);
+  load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, matrix.k, thread,
+                      chunks);
   float amax = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) amax = max_or_nan(amax, chunks[c].amax());
@@ -62,7 +75,7 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void token_quant_kernel(Matri
   const typename DivisorOf<T>::type divisor(scale);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const int64_t column = (int64_t{c} * blockDim.x + threadIdx.x) * kChunk;
+    const int64_t column = column_of(thread, c);
     quantise_chunk<kIsVector>(matrix.q + row * matrix.k + column, chunks[c],
                               num_valid(column, matrix.k), divisor);
   }
@@ -90,54 +103,154 @@ __device__ __forceinline__ float add_residual(Chunk<T>& x, T* residual, int vali
 }
 
 // x * inverse_rms * weight rounded to T.
-template <bool kIsVector, typename T>
-__device__ __forceinline__ void scale_chunk(Chunk<T>& x, const float* weight, int valid,
+template <typename T>
+__device__ __forceinline__ void scale_chunk(Chunk<T>& x, const Chunk<float>& weight,
                                             float inverse_rms) {
-  const Chunk<float> w = load_chunk<kIsVector>(weight, valid);
 #pragma unroll
   for (int i = 0; i < kChunk / 2; ++i) {
-    const float2 a = x.pair(i), b = w.pair(i);
+    const float2 a = x.pair(i), b = weight.pair(i);
     x.set_pair(i, {a.x * inverse_rms * b.x, a.y * inverse_rms * b.y});
   }
 }
 
-template <typename T, int kChunks, bool kIsVector>
-__global__ __launch_bounds__(kMaxThreads<kChunks>) void rms_norm_group_quant_kernel(
-    Matrix matrix, RmsNorm norm, GroupScales scales, float inverse_k) {
-  __shared__ float shared[32];
-  wait_for_inputs();
-  const int64_t row = blockIdx.x, k = matrix.k;
-  const bool is_filling = row >= matrix.m;  // the same for the whole block
-  Chunk<T> chunks[kChunks] = {};
-  if (!is_filling) {
-    load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, k, chunks);
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t column = (int64_t{c} * blockDim.x + threadIdx.x) * kChunk;
-      T* residual = static_cast<T*>(norm.residual);
-      if (residual != nullptr) residual += row * norm.residual_stride + column;
-      sum += add_residual<kIsVector>(chunks[c], residual, num_valid(column, k));
-    }
-    sum = block_reduce(sum, shared, [](float a, float b) { return a + b; });
-    const float inverse_rms = rsqrtf(__fmul_rn(sum, inverse_k) + norm.eps);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t column = (int64_t{c} * blockDim.x + threadIdx.x) * kChunk;
-      scale_chunk<kIsVector>(chunks[c], norm.weight + column, num_valid(column, k), inverse_rms);
-    }
+// Where the norm's weight is once the sum of a row is known. Registers and shared memory are filled
+// while the first row is on its way, so that the weight is not waited for after it.
+//   kRegisters  few rows, one to a block: a thread's chunk takes registers that would halve the
+//               threads of a multiprocessor, which few rows leave idle anyway, while shared memory
+//               stays free for a GEMM that starts early.
+//   kShared     many rows, several to a block, which fetches the weight once. Lanes that read 16
+//               bytes beside each other touch 4 lines at a time; with 64 each they touch 16.
+//   kGlobal     what is not aligned, or too wide for a chunk per thread: fetched for every row.
+enum class WeightIn { kGlobal, kRegisters, kShared };
+
+extern __shared__ uint4 weight_units[];  // of four columns
+
+// Neighbouring lanes, whose chunks are four units, read from different banks.
+__device__ __forceinline__ int place_of_unit(int unit) { return unit ^ (unit >> 3 & 3); }
+
+__device__ __forceinline__ void begin_to_share_weight(const float* weight, int64_t k) {
+  for (int unit = threadIdx.x; unit < k / 4; unit += blockDim.x) {
+    copy_async(&weight_units[place_of_unit(unit)], weight + 4 * unit);
   }
+}
+
+// x * inverse_rms * weight rounded to T, four columns after four: there are no registers for more.
+template <typename T>
+__device__ __forceinline__ void scale_by_shared_weight(Chunk<T>& x, int thread, int valid,
+                                                       float inverse_rms) {
+  if (valid == 0) return;
+#pragma unroll
+  for (int i = 0; i < Chunk<T>::kWords; ++i) forget(x.words[i]);
+  const int place = place_of_unit(thread * (kChunk / 4));
+#pragma unroll
+  for (int i = 0; i < kChunk / 4; ++i) {
+    const uint4 unit = weight_units[place ^ i];
+    const float2 a = x.pair(2 * i), b = x.pair(2 * i + 1);
+    x.set_pair(2 * i, {a.x * inverse_rms * __uint_as_float(unit.x),
+                       a.y * inverse_rms * __uint_as_float(unit.y)});
+    x.set_pair(2 * i + 1, {b.x * inverse_rms * __uint_as_float(unit.z),
+                           b.y * inverse_rms * __uint_as_float(unit.w)});
+  }
+}
+
+// Norms a row that exists. `shared` is not the one of the row before, which may still be read.
+template <WeightIn kWeightIn, bool kIsVector, typename T, int kChunks>
+__device__ __forceinline__ void norm_row(Chunk<T> (&chunks)[kChunks], const Matrix& matrix,
+                                         const RmsNorm& norm, int64_t row, int thread,
+                                         float inverse_k, const Chunk<float>& own_weight,
+                                         float* shared) {
+  const int64_t k = matrix.k;
+  load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, k, thread, chunks);
+  float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    const int64_t column = (int64_t{c} * blockDim.x + threadIdx.x) * kChunk;
+    const int64_t column = column_of(thread, c);
+    T* residual = static_cast<T*>(norm.residual);
+    if (residual != nullptr) residual += row * norm.residual_stride + column;
+    sum += add_residual<kIsVector>(chunks[c], residual, num_valid(column, k));
+  }
+  if constexpr (kWeightIn == WeightIn::kShared) wait_for_copies();
+  sum = block_reduce(sum, shared, [](float a, float b) { return a + b; });
+  const float inverse_rms = rsqrtf(__fmul_rn(sum, inverse_k) + norm.eps);
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int64_t column = column_of(thread, c);
+    const int valid = num_valid(column, k);
+    if constexpr (kWeightIn == WeightIn::kGlobal) {
+      scale_chunk(chunks[c], load_chunk<kIsVector>(norm.weight + column, valid), inverse_rms);
+    } else if constexpr (kWeightIn == WeightIn::kShared) {
+      scale_by_shared_weight(chunks[c], thread, valid, inverse_rms);
+    } else {
+      scale_chunk(chunks[c], own_weight, inverse_rms);
+    }
+    if (norm.normed == nullptr) continue;
+    store_chunk<kIsVector>(static_cast<T*>(norm.normed) + row * k + column, chunks[c], valid);
+  }
+}
+
+// Writes the codes and scales of a normed row; of one that only fills, zeros as scales.
+template <bool kIsVector, typename T, int kChunks>
+__device__ __forceinline__ void quantise_row(const Chunk<T> (&chunks)[kChunks],
+                                             const Matrix& matrix, const GroupScales& scales,
+                                             int64_t row, int thread) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int64_t column = column_of(thread, c);
     float value[1] = {chunks[c].amax()};
     group_scales(value, scales);
-    if (!is_filling) {
+    if (row < matrix.m) {
       const typename DivisorOf<T>::type divisor(value[0]);
-      quantise_chunk<kIsVector>(matrix.q + row * k + column, chunks[c], num_valid(column, k),
-                                divisor);
+      quantise_chunk<kIsVector>(matrix.q + row * matrix.k + column, chunks[c],
+                                num_valid(column, matrix.k), divisor);
     }
     store_scales(scales, matrix.m, row, column, value);
+  }
+}
+
+// Of 1,024 threads on a multiprocessor: as many threads as it can run leave each 32 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1200
+template <typename T, WeightIn kWeightIn>
+constexpr int kMinBlocks = kWeightIn == WeightIn::kShared && sizeof(T) == 2 ? 2 : 0;
+#else
+template <typename T, WeightIn kWeightIn>
+constexpr int kMinBlocks = 0;  // chips of 12.x run 1,536 threads, for which there are more
+#endif
+
+template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn>
+__global__ __launch_bounds__(
+    kMaxThreads<kChunks>,
+    kMinBlocks<T, kWeightIn>) void rms_norm_group_quant_kernel(Matrix matrix, RmsNorm norm,
+                                                               GroupScales scales,
+                                                               float inverse_k) {
+  static_assert(kWeightIn == WeightIn::kGlobal || (kChunks == 1 && kIsVector));
+  __shared__ float shared[2][32];
+  wait_for_inputs();
+  Chunk<float> own_weight = {};
+  if constexpr (kWeightIn == WeightIn::kRegisters) {
+    const int64_t column = column_of(threadIdx.x, 0);
+    own_weight = load_chunk<true>(norm.weight + column, num_valid(column, matrix.k));
+  }
+  if constexpr (kWeightIn == WeightIn::kShared) {
+    if (blockIdx.x < matrix.m) begin_to_share_weight(norm.weight, matrix.k);
+  }
+  const auto run = [&](int64_t row, int thread, float* sums) {
+    Chunk<T> chunks[kChunks] = {};
+    if (row < matrix.m) {  // the same for the whole block
+      norm_row<kWeightIn, kIsVector>(chunks, matrix, norm, row, thread, inverse_k, own_weight,
+                                     sums);
+    }
+    quantise_row<kIsVector>(chunks, matrix, scales, row, thread);
+  };
+  if constexpr (kWeightIn == WeightIn::kShared) {
+    int turn = 0;
+#pragma unroll 1
+    for (unsigned row = blockIdx.x; row < scales.num_rows; row += gridDim.x, turn ^= 1) {
+      int thread = threadIdx.x;
+      forget(thread);  // or what follows from it takes registers through all rows, and some spill
+      run(row, thread, shared[turn]);
+    }
+  } else {
+    run(blockIdx.x, threadIdx.x, shared[0]);
   }
 }
 
@@ -162,6 +275,33 @@ cudaError_t dispatch_rows(const Matrix& matrix, F&& f) {
   });
 }
 
+constexpr size_t kUsualSharedBytes = (48 << 10) - 256;  // beside the kernel's own
+
+template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn>
+cudaError_t launch_norm(const Matrix& matrix, const RmsNorm& norm, const GroupScales& scales,
+                        int threads, int num_sms, cudaStream_t stream) {
+  const auto kernel = rms_norm_group_quant_kernel<T, kChunks, kIsVector, kWeightIn>;
+  LaunchShape shape = {{}, threads};
+  int64_t blocks = scales.num_rows;
+  if constexpr (kWeightIn == WeightIn::kShared) {
+    shape.shared_bytes = static_cast<size_t>(matrix.k) * sizeof(float);
+    if (shape.shared_bytes > kUsualSharedBytes) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes));
+      if (error != cudaSuccess) return error;
+    }
+    int num_resident = 0;  // on a multiprocessor
+    const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &num_resident, kernel, threads, shape.shared_bytes);
+    if (error != cudaSuccess) return error;
+    blocks = std::min(blocks, int64_t{num_sms} * std::max(num_resident, 1));
+  }
+  shape.grid = dim3(static_cast<unsigned>(blocks));
+  const float inverse_k = 1.0f / static_cast<float>(matrix.k);
+  return launch(kernel, shape, stream, matrix, norm, scales, inverse_k);
+}
+
 }  // namespace
 
 cudaError_t launch_token_quant(const Matrix& matrix, float* scales, float min_amax,
@@ -179,11 +319,19 @@ cudaError_t launch_rms_norm_group_quant(const Matrix& matrix, const RmsNorm& nor
                                         const GroupScales& scales, cudaStream_t stream) {
   if (scales.num_rows == 0) return cudaSuccess;
   if (scales.num_rows > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const float inverse_k = 1.0f / static_cast<float>(matrix.k);
+  int num_sms = 0;
+  const cudaError_t error = device_attribute<cudaDevAttrMultiProcessorCount>(&num_sms);
+  if (error != cudaSuccess) return error;
   return dispatch_rows(matrix, [&]<typename T, int kChunks, bool kIsVector>(int threads) {
-    const LaunchShape shape = {static_cast<unsigned>(scales.num_rows), threads};
-    return launch(rms_norm_group_quant_kernel<T, kChunks, kIsVector>, shape, stream, matrix, norm,
-                  scales, inverse_k);
+    if constexpr (kChunks == 1 && kIsVector) {
+      const bool is_few = scales.num_rows * threads <= int64_t{num_sms} * kMaxThreads<1>;
+      const auto launch_held = is_few ? launch_norm<T, 1, true, WeightIn::kRegisters>
+                                      : launch_norm<T, 1, true, WeightIn::kShared>;
+      return launch_held(matrix, norm, scales, threads, num_sms, stream);
+    } else {
+      return launch_norm<T, kChunks, kIsVector, WeightIn::kGlobal>(matrix, norm, scales, threads,
+                                                                   num_sms, stream);
+    }
   });
 }
 

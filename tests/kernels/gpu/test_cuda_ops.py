@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from vllm.ops import torch_ops
+from vllm.ops.paged_attention import CacheTarget
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Twice what rounding once to the type may cost, and some float32 operations.
+# What rounding once to bfloat16 may cost, twice that of float16, and some float32 operations.
 RTOL = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 3e-6}
 ATOL = {torch.bfloat16: 1e-30, torch.float16: 1e-7, torch.float32: 1e-30}
 TOKENS = (0, 1, 2, 7, 33, 300)
@@ -256,6 +257,42 @@ def test_norm_and_rotation_in_one_equal_the_two(ops, dtype, is_neox, head_dim, r
         for qkv in (fused, apart_):
             ops.qk_norm_rotary(positions, *split_qkv(qkv, head_dim), *weights, cache, 1e-6, is_neox)
             assert same_bits(qkv, in_two)
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (256, 64), (80, 80)])
+def test_k_and_v_go_to_the_cache_as_the_writer_after_the_rotation_puts_them(
+    ops, dtype, is_fp8, has_norms, head_dim, rotary_dim
+):
+    kernels = pytest.importorskip("vllm.kernels.triton.attention")
+    cache, block_size = cos_sin(rotary_dim), 16
+    norms = tuple(torch.rand(head_dim, device=DEVICE) + 0.5 for _ in range(2))
+    stored = torch.float8_e4m3fn if is_fp8 else dtype
+    scales = (0.03, 0.07) if is_fp8 else (1.0, 1.0)
+    for num_tokens in TOKENS:
+        # Query heads, then two of keys and two of values.
+        qkv = randn(num_tokens, 10, head_dim, dtype=dtype) * 20
+        query, key, value = qkv.split((6, 2, 2), 1)
+        positions = torch.randint(0, len(cache), (num_tokens,), device=DEVICE)
+        shape = (-(-num_tokens // block_size) + 1, block_size, 2, head_dim)
+        slots = torch.randperm(shape[0] * block_size, device=DEVICE)[:num_tokens]
+        slots[:1] = -1
+        caches = [torch.zeros(shape, device=DEVICE).to(stored) for _ in range(4)]
+        rotated, keys = query.clone(), key.clone()
+        if has_norms:
+            ops.qk_norm_rotary(positions, rotated, keys, *norms, cache, 1e-6)
+        else:
+            ops.rotary_embedding(positions, rotated, keys, cache)
+        kernels.reshape_and_cache(keys, value, *caches[:2], slots, *scales)
+        before = key.clone()
+        target = CacheTarget(value, *caches[2:], slots, *scales)
+        ops.rotary_into_cache(
+            positions, query, key, target, cache, norms if has_norms else None, 1e-6
+        )
+        assert same_bits(query, rotated) and same_bits(key, before)
+        assert same_bits(caches[0], caches[2]) and same_bits(caches[1], caches[3])
 
 
 # ---------------------------------------------------------------- SiLU, embedding

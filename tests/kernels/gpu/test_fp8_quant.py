@@ -286,9 +286,9 @@ class Norm:
         total = self.residual + self.x
         return total, torch_ops.rms_norm(total, self.weight, self.eps)
 
-    def run(self, residual: Tensor | None) -> Callable[..., None]:
+    def run(self, residual: Tensor | None, normed: Tensor | None = None) -> Callable[..., None]:
         op = torch.ops.vllm.rms_norm_fp8_quant_group
-        return lambda *rest: op(self.x, residual, self.weight, self.eps, *rest)
+        return lambda *rest: op(self.x, residual, self.weight, self.eps, normed, *rest)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -317,19 +317,22 @@ def test_silu_at_the_edges(dtype):
     check_groups(lambda *rest: op(x, *rest), torch_ops.silu_and_mul(x))
 
 
-@pytest.mark.parametrize("num_columns", [128, 512, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize(
+    "shape",
+    # Few rows, one to a block, and more than run at a time (on 132 multiprocessors).
+    [*((37, k) for k in (128, 512, 4096, 8192, 16384, 32768)), (300, 12288), (140, 16384)],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_exact_sums_equal_torch(dtype, num_columns):
+def test_norms_of_exact_sums_equal_torch(dtype, shape):
     """Powers of two, whose squares add up exactly in any order, and a weight of any bits."""
-    shape = (37, num_columns)
     x = torch.exp2(torch.randint(-2, 2, shape, device=DEVICE).float()).to(dtype)
     residual = x * torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
-    norm = Norm(x, residual, torch.rand(num_columns, device=DEVICE) + 0.5)
+    norm = Norm(x, residual, torch.rand(shape[1], device=DEVICE) + 0.5)
     total, expected = norm.reference()
     for layout in (ScaleLayout.ROW_MAJOR, ScaleLayout.TMA_ALIGNED, ScaleLayout.PACKED_UE8M0):
-        updated = residual.clone()
-        check_groups(norm.run(updated), expected, layout=layout)
-        assert torch.equal(updated, total)
+        updated, normed = residual.clone(), torch.full_like(x, float("nan"))
+        check_groups(norm.run(updated, normed), expected, layout=layout)
+        assert torch.equal(updated, total) and torch.equal(normed, expected)
     alone = Norm(total, residual, norm.weight)
     check_groups(alone.run(None), expected)
 
@@ -338,7 +341,11 @@ def check_norm(norm: Norm, residual: Tensor) -> None:
     """Codes and scales against float64; `residual`, a copy of the norm's, is updated exactly."""
     dtype, shape = norm.x.dtype, norm.x.shape
     q, scales = empty_q(*shape), empty_scales(*shape, 128, ScaleLayout.COLUMN_MAJOR)
-    norm.run(residual)(q.tensor, scales.tensor, 128, MIN_AMAX, False)
+    normed = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    norm.run(residual, normed)(q.tensor, scales.tensor, 128, MIN_AMAX, False)
+    again = ops.per_token_group_fp8_quant(normed)
+    assert_same_codes(q.read(), again[0].cpu())
+    assert_same_scales(scales.read(), again[1].cpu())
     total, _ = norm.reference()
     assert torch.equal(residual, total)
     exact = total.double().cpu()

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.groups import Addend, PartialSum, total
-from vllm.kernels.activations import Activation
+from vllm.kernels.activations import Activation, Reader, UnaddedRows
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 
 
@@ -30,16 +29,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Addend, residual: Tensor, reader: Linear | None = None) -> Activation:
+    def add(self, x: Addend, residual: Tensor, reader: Reader | None = None) -> Activation:
         """residual += x in place, then the norm of residual, which may overwrite x.
 
-        reader: the layer that alone reads the norm, which may want it quantised.
+        reader: what alone reads the norm, and may want it quantised.
         """
         quant = reader and reader.input_quant(residual.shape[0])
         if isinstance(x, PartialSum) and not quant:
             normed = x.add_rms_norm(residual, self.weight, self.eps)
             if normed is not None:
                 return normed
+        if isinstance(x, UnaddedRows) and quant:
+            quantised = x.add_rms_norm(residual, self.weight, self.eps, quant)
+            if quantised is not None:
+                return quantised
         x = total(x)
         if quant:
             return quant.add_rms_norm(x, residual, self.weight, self.eps)

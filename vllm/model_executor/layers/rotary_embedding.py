@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
+from vllm.ops.paged_attention import CacheTarget
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,9 +27,15 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
         self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
-    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> None:
-        """q [T, heads, head_dim], k [T, kv heads, head_dim]; may be views with strides."""
-        self.ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
+    def forward(
+        self, positions: Tensor, q: Tensor, k: Tensor, target: CacheTarget | None = None
+    ) -> None:
+        """q [T, heads, head_dim], k [T, kv heads, head_dim]; may be views with strides. With a
+        target K goes there instead, and V too."""
+        if target is None:
+            self.ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
+        else:
+            self.ops.rotary_into_cache(positions, q, k, target, self.cos_sin_cache)
 
 
 def _frequencies(ctx: ModelContext, head_dim: int) -> tuple[Tensor, float]:

@@ -1,0 +1,48 @@
+"""Our CUDA kernel that norms and rotates q and k, which can put K and V into the cache on its way.
+
+Whoever rotates asks an attention layer where its keys go (`PagedAttention.target`). Not run on
+hardware yet: proved thread by thread on a CPU (tests/native/test_layers_emulated.py).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vllm.kernels.problem import KVQuantProblem, Problem
+from vllm.kernels.spec import NATIVE, KernelSpec, Reason, Why
+
+if TYPE_CHECKING:
+    from vllm.ops.paged_attention import CacheWriter
+
+
+def _head_size(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, KVQuantProblem)
+    if problem.head_dim > 256:
+        return [Reason(Why.SHAPE, f"head_dim = {problem.head_dim} is more than 256")]
+    return []
+
+
+_FLOATS = ("bf16", "fp16", "fp32")
+_Spec = partial(
+    KernelSpec,
+    backend="rotary",
+    family="kv_quant",
+    devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_12x"}),
+    libs=((NATIVE, ""),),
+    native=("cuda_layers",),
+    # Code for 8.0 runs on every later chip of its major version; the others need their own.
+    native_archs=frozenset(
+        {"80", "86", "87", "89", "90", "90a", "100", "100a", "100f", "103a"}
+        | {"120", "120a", "120f", "121a"}
+    ),
+    check=_head_size,
+)
+
+SPECS = (
+    # It casts to E4M3 alone.
+    *(_Spec(formats=frozenset({name}), dtypes=frozenset({name})) for name in _FLOATS),
+    _Spec(formats=frozenset({"fp8"}), dtypes=frozenset(_FLOATS)),
+)
+
+
+def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
+    return None
