@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels import registry
+from vllm.kernels.activations import Activation, input_quant
 from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
 from vllm.kernels.select import select
 from vllm.kernels.spec import Candidate, Device, Libs, Policy
@@ -164,10 +165,16 @@ def _wide(part: LinearTensors) -> Tensor:
 
 
 def check(case: Case, winner: Candidate, device: str) -> None:
-    """One call of the backend on the case."""
+    """One call of the backend on the case, and one with tokens quantised as it asks for them."""
     inputs = _inputs(case, device)
     kernel = inputs.make(winner)
-    y = _poisoned_call(kernel, inputs.x, inputs.weights, inputs.ids)
+    _check_call(kernel, inputs.x, inputs, winner)
+    if asked := input_quant(kernel, case.num_tokens):
+        _check_call(kernel, asked.quantise(inputs.x), inputs, winner)
+
+
+def _check_call(kernel: MoEKernel, x: Activation, inputs: Inputs, winner: Candidate) -> None:
+    y = _poisoned_call(kernel, x, inputs.weights, inputs.ids)
     assert y.shape == inputs.x.shape and y.dtype == inputs.x.dtype
     wanted = inputs.expected(winner.act)
     here = (inputs.ids >= 0).any(1)
@@ -189,7 +196,7 @@ def _inputs(case: Case, device: str) -> Inputs:
     return Inputs(case, device)
 
 
-def _poisoned_call(kernel: MoEKernel, *arguments: Tensor) -> Tensor:
+def _poisoned_call(kernel: MoEKernel, *arguments: Activation) -> Tensor:
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
     try:
         return kernel(*arguments)

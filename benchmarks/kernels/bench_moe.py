@@ -1,6 +1,6 @@
 """Times every backend of the fused mixture of experts on a GPU, FP8 with 128x128 blocks.
 
-    python benchmarks/kernels/bench_moe.py [--out DIR] [--parts] [--tokens N ...]
+    python benchmarks/kernels/bench_moe.py [--out DIR] [--parts] [--layers] [--tokens N ...]
     python benchmarks/kernels/bench_moe.py --of moe.json [--table kernels.json]
 
 A time is that of the whole layer from the router's choice on: sorting, quantising, both products
@@ -8,7 +8,11 @@ and the weighted sum. Each is the median of CUDA-graph replays; a graph makes on
 with other experts, until four times L2 has been read. Tokens choose experts evenly at random.
 `of copy`: bytes of the weights of experts that were chosen, read in that time, over the bandwidth
 (read + written) of a copy of 1 GB in the same run. Regret: time of the backend that the selector
-takes, over the best one's. --parts times the router and the steps of the Triton backend too.
+takes, over the best one's. `quantised`: the same for tokens that the norm before has quantised, of
+backends that ask for it; that is how the engine calls them. --parts times each small kernel alone
+too. --layers times, for 1, 8 and 64 tokens, all kernels of a layer's mixture of experts in one
+captured graph, from the norm before it to the one after, as they are and with what saves launches
+left out: what they take beyond the sum of their parts is waits. Results are kept as they come.
 --of shows the regret of results that are there already, with the tables of today, on any machine;
 --table adds them to a table of measured kernels (vllm/kernels/tuned).
 """
@@ -16,7 +20,7 @@ takes, over the best one's. --parts times the router and the steps of the Triton
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,11 @@ from typing import Any
 import torch
 from gpu_results import write_results
 from gpu_timing import replay_microseconds
+from moe_parts import layer_microseconds, make_layers, part_microseconds
 from torch import Tensor
 
 from vllm.kernels import registry
+from vllm.kernels.activations import Activation, input_quant
 from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
 from vllm.kernels.question import chip_of
 from vllm.kernels.select import select
@@ -41,12 +47,14 @@ FORMAT = WeightFormat.parse("fp8-block")
 # experts, experts of a token, hidden, intermediate
 MODELS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Qwen3.5-35B-A3B": (256, 8, 2048, 512)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+LAYER_TOKENS = (1, 8, 64)
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Row:
-    """active: experts that were chosen, on average. gb_per_s: of their weights."""
+    """active: experts that were chosen, on average. gb_per_s: of their weights. quantised_us: for
+    tokens that are quantised already; None for a backend that takes floats."""
 
     model: str
     backend: str
@@ -56,6 +64,7 @@ class Row:
     gb_per_s: float
     of_copy: float
     tflops: float
+    quantised_us: float | None = None
 
 
 def make_tensors(problem: MoEProblem) -> MoETensors:
@@ -89,8 +98,8 @@ class Calls:
         self.active_bytes = self.active * expert_bytes
         self.flops = 2 * num_tokens * problem.top_k * expert_bytes
 
-    def microseconds(self, call: Callable[[Tensor, Tensor, Tensor], object]) -> float:
-        runs = [lambda ids=ids: call(self.x, self.weights, ids) for ids in self.ids]
+    def microseconds(self, call: MoEKernel, x: Activation) -> float:
+        runs = [lambda ids=ids: call(x, self.weights, ids) for ids in self.ids]
         return replay_microseconds(runs, num_replays=10)
 
 
@@ -118,24 +127,6 @@ def kernels_of(problem: MoEProblem, tensors: MoETensors) -> dict[str, MoEKernel]
     return {c.backend: registry.backend(c.backend).moe(problem, tensors, c) for c in able}
 
 
-def print_parts(problem: MoEProblem, tensors: MoETensors, calls: Calls) -> dict[str, float]:
-    """Steps of the Triton backend, each alone: their sum is more than the whole, because a step
-    may begin while the one before it ends."""
-    from vllm.kernels.triton import moe, moe_rows
-
-    experts = moe.Experts(problem, tensors)
-    plan = experts.plan(len(calls.x))
-    parts = {
-        "route": lambda x, w, ids: moe_rows.route(calls.logits, problem.top_k, True),
-        "sort": lambda x, w, ids: moe_rows.sort(ids, problem.num_experts, block_m=plan.block_m),
-        "quantise": lambda x, w, ids: moe_rows.quantise(x),
-        "all but combine": lambda x, w, ids: experts.pair_rows(x, ids, plan),
-    }
-    found = {name: calls.microseconds(part) for name, part in parts.items()}
-    print("    " + ", ".join(f"{name} {us:.1f} us" for name, us in found.items()), flush=True)
-    return found
-
-
 def print_regret(rows: Sequence[Row], device: Device, libs: Libs) -> None:
     """Of the selector's choice against the best backend; geometric mean over all problems."""
     logs = []
@@ -144,7 +135,7 @@ def print_regret(rows: Sequence[Row], device: Device, libs: Libs) -> None:
         parts = winner.parts or ((None, winner.backend),)
         name = next(b for limit, b in parts if limit is None or num_tokens <= limit)
         own = [row for row in rows if (row.model, row.num_tokens) == (model, num_tokens)]
-        us = {row.backend: row.microseconds for row in own}
+        us = {row.backend: row.quantised_us or row.microseconds for row in own}
         best = min(us, key=us.__getitem__)
         logs.append(math.log(us[name] / us[best]))
         line = f"{model:<18}{num_tokens:>6}  takes {name:<10} best {best:<10}"
@@ -159,50 +150,91 @@ def read_results(path: Path) -> tuple[list[Row], Device, Libs, dict[str, Any]]:
 
 
 def add_to_table(path: Path, rows: Sequence[Row], device: Device, libs: Libs, date: str) -> None:
-    """Measured once in one process: there is no time for inputs that are quantised already."""
     table = read_table(path)
     for model in MODELS:
         for backend in dict.fromkeys(row.backend for row in rows):
             own = [row for row in rows if (row.model, row.backend) == (model, backend)]
             spec = next(s for s in registry.specs("moe") if s.backend == backend)
             us = tuple((row.num_tokens, row.microseconds) for row in own)
-            entry = Entry(version_of(spec, libs, device), date, us)
+            quantised = tuple((row.num_tokens, row.quantised_us) for row in own if row.quantised_us)
+            entry = Entry(version_of(spec, libs, device), date, us, quantised)
             table = table.with_entry(problem_of(model).size_key, backend, entry)
     write_table(path, table)
 
 
-def measure(tokens: Sequence[int], has_parts: bool, copied: float) -> dict[str, Any]:
-    rows: list[Row] = []
-    parts: dict[str, dict[int, dict[str, float]]] = {}
+class Results:
+    """What was found so far; `file` holds it after every measurement."""
+
+    def __init__(self, folder: Path | None, header: dict[str, Any]):
+        self.folder, self.header = folder, header
+        self.rows: list[Row] = []
+        self.parts: dict[str, dict[int, dict[str, float]]] = {}
+        self.layers: dict[str, dict[int, dict[str, float]]] = {}
+
+    def keep(self) -> None:
+        if self.folder:
+            rows = [asdict(row) for row in self.rows]
+            found = {"rows": rows, "parts": self.parts, "layers": self.layers}
+            write_results(self.folder, "moe.json", **self.header, **found)
+
+
+def print_times(title: str, times: dict[str, float]) -> None:
+    print(f"    {title}: " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()) + " us")
+
+
+def row_of(
+    name: tuple[str, str], kernel: MoEKernel, calls: Calls, num_tokens: int, copied: float
+) -> Row:
+    us = calls.microseconds(kernel, calls.x)
+    asked = input_quant(kernel, num_tokens)
+    quantised = calls.microseconds(kernel, asked.quantise(calls.x)) if asked else None
+    speed, tflops = calls.active_bytes / us, calls.flops / us / 1e6
+    return Row(*name, num_tokens, calls.active, us, speed / 1e3, speed / copied, tflops, quantised)
+
+
+def measure(tokens: Sequence[int], has_parts: bool, copied: float, results: Results) -> None:
     for model in MODELS:
         problem = problem_of(model)
         tensors = make_tensors(problem)
         kernels = kernels_of(problem, tensors)
-        head = f"{'backend':<12}{'tokens':>7}{'active':>8}{'us':>10}{'GB/s':>8}"
+        head = f"{'backend':<12}{'tokens':>7}{'active':>8}{'us':>10}{'quantised':>10}{'GB/s':>8}"
         print(f"{problem}\n{head}{'of copy':>9}{'TFLOP/s':>9}")
         for num_tokens in tokens:
             calls = Calls(problem, num_tokens)
             for backend, kernel in kernels.items():
-                us = calls.microseconds(kernel)
-                speed, tflops = calls.active_bytes / us, calls.flops / us / 1e6
-                sizes = (model, backend, num_tokens, calls.active)
-                row = Row(*sizes, us, speed / 1e3, speed / copied, tflops)
-                rows.append(row)
-                line = f"{backend:<12}{num_tokens:>7}{row.active:>8.1f}{us:>10.2f}"
-                line += f"{row.gb_per_s:>8.0f}{row.of_copy:>9.1%}{row.tflops:>9.1f}"
+                row = row_of((model, backend), kernel, calls, num_tokens, copied)
+                results.rows.append(row)
+                results.keep()
+                quantised = f"{row.quantised_us:>10.2f}" if row.quantised_us else f"{'-':>10}"
+                line = f"{backend:<12}{num_tokens:>7}{row.active:>8.1f}{row.microseconds:>10.2f}"
+                line += f"{quantised}{row.gb_per_s:>8.0f}{row.of_copy:>9.1%}{row.tflops:>9.1f}"
                 print(line, flush=True)
             if has_parts:
-                found = print_parts(problem, tensors, calls)
-                parts.setdefault(model, {})[num_tokens] = found
+                found = part_microseconds(problem, tensors, calls.x, calls.ids)
+                results.parts.setdefault(model, {})[num_tokens] = found
+                results.keep()
+                print_times("each alone", found)
         del tensors, kernels
         torch.cuda.empty_cache()
-    return {"rows": [asdict(row) for row in rows], "parts": parts}
+
+
+def measure_layers(results: Results) -> None:
+    for model in MODELS:
+        layers = make_layers(f"Qwen/{model}-FP8")
+        for num_tokens in LAYER_TOKENS:
+            found = layer_microseconds(layers, num_tokens)
+            results.layers.setdefault(model, {})[num_tokens] = found
+            results.keep()
+            print_times(f"{model}, a layer for {num_tokens} tokens", found)
+        del layers
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder that receives moe.json")
-    parser.add_argument("--parts", action="store_true", help="steps of the Triton backend too")
+    parser.add_argument("--parts", action="store_true", help="small kernels alone too")
+    parser.add_argument("--layers", action="store_true", help="whole layers in one graph too")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--of", type=Path, help="measure nothing: results of an earlier run")
     parser.add_argument("--table", type=Path, help="with --of: table that receives them")
@@ -215,13 +247,14 @@ def main() -> None:
         return
     copied = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s")
-    found = measure(arguments.tokens, arguments.parts, copied)
     device, libs = probe_device(), probe_libs()
-    print_regret([Row(**row) for row in found["rows"]], device, libs)
-    if arguments.out:
-        libs = Libs(frozenset(lib for lib in libs.libs if lib.name != BUILD))
-        header = {"arch": str(device), "libs": str(libs), "copy_tb_per_s": copied / 1e6}
-        write_results(arguments.out, "moe.json", **header, **found)
+    known = Libs(frozenset(lib for lib in libs.libs if lib.name != BUILD))
+    header = {"arch": str(device), "libs": str(known), "copy_tb_per_s": copied / 1e6}
+    results = Results(arguments.out, header)
+    if arguments.layers:
+        measure_layers(results)
+    measure(arguments.tokens, arguments.parts, copied, results)
+    print_regret(results.rows, device, libs)
 
 
 if __name__ == "__main__":

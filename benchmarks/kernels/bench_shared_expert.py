@@ -18,6 +18,7 @@ from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
+from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.builtin_models import builtin_config
@@ -49,7 +50,7 @@ def make_layers() -> list[Qwen3_5MoeExperts]:
 
 
 def alone(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
-    return Qwen3MoeExperts.forward(layer, x)
+    return total(Qwen3MoeExperts.forward(layer, x))
 
 
 def after(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def after(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Qwen3_5MoeExperts, Tensor], Tensor]] = {
-    "alone": alone, "after": after, "beside": Qwen3_5MoeExperts.forward,
+    "alone": alone, "after": after, "beside": lambda layer, x: total(layer(x)),
 }  # fmt: skip
 
 

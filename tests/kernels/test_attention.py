@@ -235,6 +235,18 @@ def test_large_scores_do_not_overflow(isa):
     torch.testing.assert_close(out, torch_ops.paged_attention(**arguments), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("ops", (cpu_ops, torch_ops), ids=("cpu", "torch"))
+def test_requests_of_no_keys_fill_up_a_batch_with_zeros(isa, ops):
+    sequences = Sequences([140, 5], 6, 2)
+    alone = sequences.arguments([(0, 139, 140), (1, 4, 5)])
+    filled = sequences.arguments([(0, 139, 140), (1, 4, 5), (0, 0, 1), (0, 0, 1)])
+    filled["seq_lens"][2:] = 0
+    out = torch.full_like(filled["query"], float("nan"))
+    ops.paged_attention(**filled, out=out)
+    assert torch.equal(out[:2], ops.paged_attention(**alone))
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+
+
 def test_requests_without_query_tokens_are_skipped(isa):
     sequences = Sequences([20, 30], 3, 1)
     arguments = sequences.arguments([(0, 0, 20), (1, 30, 30)])

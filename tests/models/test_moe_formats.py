@@ -206,6 +206,37 @@ def test_a_scale_that_cannot_be_names_the_expert(stored, tmp_path, layout, part,
     refused(write(folder, tmp_path, tensors), rf"{name}: scales {says}")
 
 
+@pytest.mark.parametrize(
+    ("layout", "part", "change", "says"),
+    [
+        ("modelopt-nvfp4", "weight", lambda t: t[:, :-1], r"shape \[256, 63\].*\[256, 64\]"),
+        ("modelopt-nvfp4", "weight", lambda t: t.int(), "type I32, but uint8 is needed"),
+        ("ct-nvfp4", "weight_scale", lambda t: t[:, :4], r"shape \[256, 4\].*\[256, 8\]"),
+        ("ct-nvfp4", "weight_scale", lambda t: t.float(), "type F32, but float8_e4m3fn is"),
+        ("ct-fp8-channel", "weight_scale", lambda t: t[0], r"shape \[1\].*\[256, 1\]"),
+        ("ct-int4-128", "weight_packed", lambda t: t[1:], r"shape \[255, 16\].*\[256, 16\]"),
+        ("ct-int4-32-zeros", "weight_zero_point", lambda t: t[1:], r"shape \[31, 4\].*\[32, 4\]"),
+        ("ct-int4-32-zeros", "weight_zero_point", lambda t: t.to(torch.int8), "type I8, but int32"),
+        ("awq-128", "qweight", lambda t: t.T, r"shape \[32, 128\].*\[128, 32\]"),
+        ("awq-128", "qzeros", lambda t: t.repeat(1, 8), r"shape \[1, 256\].*\[1, 32\]"),
+    ],
+)
+def test_a_wrong_shape_or_type_names_the_expert(stored, tmp_path, layout, part, change, says):
+    folder, _ = stored("qwen3_moe", layout)
+    tensors = load_file(folder / "model.safetensors")
+    name = f"{EXPERTS}.1.up_proj.{part}"
+    tensors[name] = change(tensors[name]).contiguous()
+    refused(write(folder, tmp_path, tensors), rf"{name} (has|is of) {says}")
+
+
+def test_zero_points_that_the_config_denies_name_the_expert(stored, tmp_path):
+    folder, _ = stored("qwen3_moe", "ct-int4-128")
+    tensors = load_file(folder / "model.safetensors")
+    name = f"{EXPERTS}.4.up_proj.weight_zero_point"
+    tensors[name] = torch.zeros(32, 1, dtype=torch.int32)
+    refused(write(folder, tmp_path, tensors), rf"unknown to this model: {name}; of .* takes")
+
+
 def test_an_expert_that_is_stored_both_ways_is_named(stored, tmp_path):
     folder, _ = stored("qwen3_moe", "ct-nvfp4")
     tensors = load_file(folder / "model.safetensors")

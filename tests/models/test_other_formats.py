@@ -10,9 +10,11 @@ from checkpoint_layouts import E2M1, LAYOUTS, SHAPE, as_float, store
 from safetensors.torch import load_file, save_file
 from test_fp8 import logprobs, reference_logprobs
 
+from vllm import LLM, SamplingParams
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.quantize import FORMATS as FORMATS_OF_CLI
 from vllm.errors import CheckpointError, ConfigError
+from vllm.kernels.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 
@@ -163,6 +165,18 @@ def test_random_weights_of_every_format_give_finite_logits(stored, layout):
 
 
 # ---------------------------------------------------------------- what we write
+
+
+def test_the_built_in_nvfp4_model_runs_with_random_weights_from_its_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(builtin_config("Llama-3.1-8B-NVFP4")))
+    small = {**SHAPE, "vocab_size": 512}
+    llm = LLM(tmp_path, load_format="dummy", skip_tokenizer_init=True, hf_overrides=small,
+              max_model_len=64, max_num_seqs=2)  # fmt: skip
+    params = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
+    (out,) = llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 5
+    formats = {d.problem.format for _, d in llm.llm_engine.core.selection.records}
+    assert {"nvfp4", "bf16"} <= formats
 
 
 def test_the_cli_offers_the_formats_that_there_are():

@@ -7,7 +7,7 @@ are those of VLLM_ALL2ALL_BACKEND.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch.nn.functional import pad
 from vllm import envs
 from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
+from vllm.kernels.activations import Activation, unadded
 from vllm.kernels.tensors import MoEKernel
 
-Exchange: TypeAlias = Callable[[MoEKernel, Tensor, Tensor, Tensor], Addend]
+Exchange: TypeAlias = Callable[[MoEKernel, Any, Tensor, Tensor], Addend]
 """(kernel over this rank's experts, x [T, hidden], weights float32 [T, top_k], ids int64 of all
 experts [T, top_k]) -> the sum over all experts of each token [T, hidden], which the
-tensor-parallel ranks may still have to add up."""
+tensor-parallel ranks may still have to add up. x: floats, or with a single rank what the kernel
+asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ class _Shares:
     def __init__(self, parallel: Parallel):
         self._group = parallel.tensor
 
-    def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
+    def __call__(self, kernel: MoEKernel, x: Activation, weights: Tensor, ids: Tensor) -> Addend:
+        if self._group.size == 1:
+            return unadded(kernel, x, weights, ids)
         return self._group.partial(kernel(x, weights, ids))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from vllm.distributed.peer_sums import PeerSums
+    from vllm.kernels.activations import UnaddedRows
 
 # torch 2.13 renamed it; 2.11 knows the old name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -171,12 +172,12 @@ class PartialSum:
         return self.values
 
 
-Addend: TypeAlias = Tensor | PartialSum
+Addend: TypeAlias = "Tensor | PartialSum | UnaddedRows"
 """[T, n] that is to be added to a residual."""
 
 
 def total(x: Addend) -> Tensor:
-    return x.total() if isinstance(x, PartialSum) else x
+    return x if isinstance(x, Tensor) else x.total()
 
 
 def own_part(x: Addend) -> Tensor:
@@ -190,4 +191,6 @@ def add(x: Addend, y: Addend) -> Addend:
         assert x.group is y.group
         x.values.add_(y.values)
         return x
-    return total(x).add_(total(y))
+    if isinstance(x, Tensor | PartialSum):
+        return total(x).add_(total(y))
+    return x.plus(total(y))

@@ -38,8 +38,10 @@ class ModelContext:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The tokens of one step. input_ids and positions: int64 [T]."""
+    """The tokens of one step. input_ids and positions: int64 [T]. read_rows: int64 [S], the tokens
+    whose last hidden state somebody reads, which are all that the model returns; None for all."""
 
     input_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+    read_rows: Tensor | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -62,7 +63,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o755)
         os.rename(folder, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,10 +71,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
     """Checkpoint names of the weights to quantise, as our model of this architecture has them."""
+    as_is = VllmConfig(model_config=ModelConfig.load(str(source), max_model_len=1))
+    if as_is.quant_config is not None:
+        raise CheckpointError(f"{source} is quantised already; quantise the original instead")
     model_config = ModelConfig.load(str(source), quantization="fp8", max_model_len=1)
     config = VllmConfig(model_config=model_config)
-    if config.quant_config is None or config.quant_config.is_checkpoint_quantized:
-        raise CheckpointError(f"{source} is quantised already; quantise the original instead")
     cls = model_class(model_config.architectures)
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):

@@ -61,6 +61,8 @@ def fp8_quant() -> None:
             quant.silu_and_mul_group_quant(randn(m, 2 * k), layout=layout)
             weight = torch.ones(k, device="cuda")
             quant.rms_norm_group_quant(x, weight, 1e-6, randn(m, k), layout=layout)
+    # Several rows to a block.
+    quant.rms_norm_group_quant(randn(1100, 4096), torch.ones(4096, device="cuda"), 1e-6)
 
 
 def nvfp4_quant() -> None:
@@ -76,6 +78,7 @@ def nvfp4_quant() -> None:
 
 def layers() -> None:
     from vllm.ops import cuda_ops
+    from vllm.ops.paged_attention import CacheTarget
 
     cache = torch.randn(64, 64, device="cuda")
     for m, k in [*SHAPES, (3, 63), (2, 8200)]:
@@ -88,6 +91,11 @@ def layers() -> None:
         heads, norm = randn(m, 7, 80), torch.ones(80, device="cuda")
         cuda_ops.rotary_embedding(ids % 64, heads[:, :5], heads[:, 5:], cache)
         cuda_ops.qk_norm_rotary(ids % 64, heads[:, :5], heads[:, 5:], norm, norm, cache, 1e-6)
+        query, key, value = randn(m, 9, 80).split((5, 2, 2), 1)
+        for stored in (key.dtype, torch.float8_e4m3fn):
+            caches = (torch.zeros(-(-m // 16), 16, 2, 80, device="cuda").to(stored) for _ in "kv")
+            target = CacheTarget(value, *caches, ids, 1.0, 1.0)
+            cuda_ops.rotary_into_cache(ids % 64, query, key, target, cache, (norm, norm), 1e-6)
 
 
 def sampling() -> None:

@@ -5,6 +5,7 @@ Needs a 9.0 GPU, nvcc and sgl-deep-gemm 0.1.3; besides torch, pytest alone. The 
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -112,9 +113,12 @@ def layers(hopper):
 # ---------------------------------------------------------------- the backend
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 128, 300])
+# The library compiles a kernel for each layer's sizes and several ranges of tokens.
 @pytest.mark.parametrize("e8m0", [False, True], ids=["float32", "ceil-ue8m0"])
-@pytest.mark.parametrize("name", ["whole", "partial", "merged"])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [*product(["whole"], [1, 2, 31, 32, 33, 128, 300]), *product(["partial", "merged"], [1, 33])],
+)
 def test_a_layer_computes_what_its_numbers_say(layers, name, e8m0, num_tokens):
     layer = layers[name]
     x = torch.randn(num_tokens, layer.problem.k, device="cuda", dtype=torch.bfloat16)

@@ -1,24 +1,15 @@
-"""The Triton gated delta-net against its definition in float64, token by token.
+"""The Triton gated delta-net against its definition in float64, token by token."""
 
-TRITON_INTERPRET=1 runs the same kernels on the CPU, all but captured graphs.
-"""
-
-import os
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
-pytest.importorskip("triton")
 from vllm.kernels.triton import delta_rule as kernels
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = MARKS
 # Requests of one step: (tokens now, tokens before); one that starts has none before.
 STEPS = {
     "one token each": ((1, 0), (1, 5), (1, 3)),
@@ -26,7 +17,7 @@ STEPS = {
     "several chunks": ((1, 2), (70, 0), (65, 70), (129, 1)),
     "one prompt": ((200, 0),),
 }
-SIZES = ((128, 128), (24, 20), (40, 33), (256, 64))
+SIZES = ((128, 128), (24, 20), (40, 33), (256, 64))[: 2 if IS_INTERPRETED else 4]
 NUM_SLOTS, KEY_HEADS, HEADS = 9, 2, 4
 # Of ||y - wanted|| / ||wanted||: products of chunks are TF32.
 TOLERANCE = 3e-3
@@ -162,7 +153,7 @@ def test_the_convolution_reaches_back_before_the_step(step, channels, taps):
     assert_close(case, kernels.causal_conv1d, *conv_by_definition(case), 1e-5)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
+@needs_gpu
 def test_a_captured_graph_serves_other_requests():
     step = STEPS["one token each"]
     case = rule_case(step, 128, 128, torch.bfloat16)

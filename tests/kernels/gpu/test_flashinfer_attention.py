@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
 pytest.importorskip("flashinfer")
-from kernels.gpu.test_triton_attention import FP8, Batch, assert_close
+from test_triton_attention import FP8, Batch, assert_close
 
 from vllm.kernels.problem import AttentionProblem
 from vllm.ops.flashinfer_attention import FlashInferAttention

@@ -1,29 +1,18 @@
-"""FP8 linear layers through Triton and torch's own GEMM, against what the formats say.
+"""FP8 linear layers through Triton and torch's own GEMM, against what the formats say."""
 
-TRITON_INTERPRET=1 runs the Triton kernel on the CPU.
-"""
-
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from fp8_linear_cases import SCHEMES, block_layer, check_plain_scales, inputs, make, relative
+from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
 from vllm.kernels.problem import ActScheme, WeightFormat
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (IS_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or the interpreter"
-    ),
-]
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-# Triton's interpreter cuts float32 off where the chip rounds it to bfloat16.
-LIMIT = 8e-3 if IS_INTERPRETED else 4e-3
-
-TOKENS = (1, 2, 16, 17, 33, 64, 100) if IS_INTERPRETED else (1, 2, 16, 17, 33, 64, 100, 129, 1000)
+pytestmark = MARKS
+# The interpreter rounds to bfloat16 by cutting off: twice the error.
+LIMIT = 4e-3
+TOKENS = (1, 2, 16, 17, 33, 64, 100, *(() if IS_INTERPRETED else (129, 1000)))
 
 
 @pytest.mark.parametrize("m", TOKENS)
@@ -68,7 +57,7 @@ def test_rows_after_the_last_token_change_nothing():
     assert torch.equal(kernel(x[:21]), expected)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="torch's own kernels need a GPU")
+@needs_gpu
 @pytest.mark.parametrize("m", (0, 1, 16, 33, 1000))
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("scale", ["tensor", "channel"])
@@ -77,7 +66,7 @@ def test_tensors_and_channels_are_computed_as_the_format_says(m, scheme, scale, 
     check_plain_scales(m, scheme, scale, parts, DEVICE)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="graphs need a GPU")
+@needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "scaled_mm"])
 def test_a_captured_graph_serves_other_tokens(backend):
     problem, tensors = block_layer((256,), 512, device=DEVICE)

@@ -1,25 +1,15 @@
-"""Gates of heads in Triton against their definitions in float64.
-
-TRITON_INTERPRET=1 runs the same kernels on the CPU.
-"""
-
-import os
+"""Gates of heads in Triton against their definitions in float64."""
 
 import pytest
 import torch
+from triton_device import DEVICE, MARKS
 
-pytest.importorskip("triton")
 from vllm.kernels.triton import gates
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = MARKS
 # tokens, heads, columns of a head
 SIZES = [(1, 32, 128), (5, 4, 20), (17, 3, 256), (0, 2, 64), (3, 1, 2048)]
-# The interpreter cuts bfloat16 off where a GPU rounds.
+# The interpreter rounds to bfloat16 by cutting off: twice the error.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 7e-4}
 
 

@@ -1,28 +1,21 @@
 """The Triton attention and cache writes against float64, with NaN wherever nothing may be read.
 
-TRITON_INTERPRET=1 runs the same kernels on the CPU, all but bfloat16 (which Triton's interpreter
-cannot multiply) and captured graphs.
+The interpreter cannot multiply bfloat16.
 """
 
 import math
-import os
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
-pytest.importorskip("triton")
 from vllm.kernels.triton import attention as kernels
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = MARKS
 FP8 = torch.float8_e4m3fn
-DTYPES = [torch.float16] if IS_INTERPRETED else [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16] if IS_INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 """Of ||out - ref|| / ||ref||: weights and outputs are rounded to the type of the query."""
 
@@ -177,11 +170,16 @@ def test_a_sliding_window_hides_older_keys(window: int, requests: list) -> None:
     assert_close(batch.attend(), batch.expected())
 
 
+# A type of the query, whether the cache is FP8, a block size: each pair of them is there.
+CACHES = [
+    *((DTYPES[0], False, 16), (DTYPES[-1], True, 16), (DTYPES[-1], False, 32)),
+    *((DTYPES[0], True, 32), (DTYPES[0], False, 64), (DTYPES[-1], True, 64)),
+]
+
+
 @pytest.mark.parametrize("requests", (DECODES, CHUNKS), ids=("decode", "mixed"))
-@pytest.mark.parametrize("block_size", (16, 32, 64))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("is_fp8", (False, True))
-def test_caches_of_every_type(is_fp8: bool, dtype: torch.dtype, block_size: int, requests: list):
+@pytest.mark.parametrize("dtype, is_fp8, block_size", CACHES, ids=str)
+def test_caches_of_every_type(dtype: torch.dtype, is_fp8: bool, block_size: int, requests: list):
     options = {"cache_dtype": FP8, "scales": (0.03, 0.05)} if is_fp8 else {}
     batch = Batch(requests, dtype=dtype, block_size=block_size, **options)
     assert_close(batch.attend(), batch.expected())
@@ -193,14 +191,15 @@ def test_decoding_is_right_for_any_bound_on_the_keys(max_seq_len: int) -> None:
     assert_close(batch.attend(max_seq_len), batch.expected())
 
 
-@pytest.mark.parametrize("num_requests", (1, 8, 150))
+@pytest.mark.parametrize("num_requests", (1, 8, pytest.param(150, marks=needs_gpu)))
 def test_decoding_is_right_for_any_number_of_splits(num_requests: int) -> None:
     batch = Batch([(1, 37 + r) for r in range(num_requests)], 4, 2, 64)
     assert_close(batch.attend(4096), batch.expected())
 
 
 def test_one_long_request_among_many_is_split() -> None:
-    batch = Batch([(1, 37 + r % 50) for r in range(140)] + [(1, 9001)], 4, 2, 64)
+    num_others = 6 if IS_INTERPRETED else 140  # whose programs fill the chip
+    batch = Batch([(1, 37 + r % 50) for r in range(num_others)] + [(1, 9001)], 4, 2, 64)
     assert_close(batch.attend(20000), batch.expected())
 
 
@@ -275,7 +274,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert_close(batch.attend(), batch.expected())
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="graphs need a GPU")
+@needs_gpu
 @pytest.mark.parametrize("query_len", (1, 3))
 def test_a_captured_graph_serves_other_lengths(query_len: int) -> None:
     longest = [(query_len, 2000)] * 6
@@ -309,15 +308,7 @@ def test_a_captured_graph_serves_other_lengths(query_len: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "is_fp8",
-    (
-        False,
-        pytest.param(
-            True, marks=pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter rounds wrongly")
-        ),
-    ),
-)
+@pytest.mark.parametrize("is_fp8", (False, pytest.param(True, marks=needs_gpu)))
 @pytest.mark.parametrize("num_kv_heads,dim", ((1, 64), (3, 80), (8, 128), (2, 256)))
 def test_written_bytes_are_exact(is_fp8: bool, dtype: torch.dtype, num_kv_heads: int, dim: int):
     cache_dtype, scales = (FP8, (0.003, 0.7)) if is_fp8 else (dtype, (1.0, 1.0))

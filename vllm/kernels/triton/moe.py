@@ -1,19 +1,22 @@
 """Fused mixture of experts in Triton, for GPUs: FP8 with block scales, bfloat16, float16.
 
 Up to four launches: sort the pairs of token and expert, gate-up with silu(gate) * up, down, and
-the weighted sum for each token; for many tokens one more, which quantises them. The few tokens of
-a decode step are quantised where they are multiplied instead: their bytes are nothing beside the
-weights', and every launch is time in which no weight is read.
+the weighted sum for each token, which a norm that comes next makes itself. FP8 experts ask for
+tokens that are quantised already, each once, and read them where they lie. Those that come as
+floats take one more launch, or if they are few are quantised where they are multiplied: their bytes
+are nothing beside the weights', and every launch is time in which no weight is read.
 """
 
 from dataclasses import replace
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from vllm._custom_ops import ScaleLayout
+from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
 from vllm.kernels.problem import MoEProblem
 from vllm.kernels.tensors import MoETensors
 from vllm.kernels.triton.moe_kernels import (
@@ -26,8 +29,8 @@ from vllm.kernels.triton.moe_kernels import (
 from vllm.kernels.triton.moe_rows import (
     FP8,
     GROUP,
+    ExpertRows,
     capability_major,
-    combine,
     launch_dependent,
     quantise,
     sizes_compiled_apart,
@@ -46,8 +49,8 @@ class Tile(NamedTuple):
 
 class Plan(NamedTuple):
     """How a number of tokens is computed. sorts: whether the pairs of an expert share a block;
-    else each is a block of its own. quantises_first: tokens are quantised before gate-up, and its
-    results in it; else both where they are read."""
+    else each is a block of its own. quantises_first: tokens that come as floats are quantised
+    before gate-up, and its results in it; else both where they are read."""
 
     block_m: int
     sorts: bool
@@ -113,12 +116,18 @@ class Experts:
         self.gate_up_scales = tensors.gate_up_scales if self.is_fp8 else tensors.gate_up
         self.down_scales = tensors.down_scales if self.is_fp8 else tensors.down
         self.block = tensors.format.block if self.is_fp8 else (1, GROUP)
+        self.device = tensors.down.device
+        self.has_peers = problem.cut * problem.cut_experts > 1  # from whom tokens come as floats
         table = FP8_PLANS if self.is_fp8 else HALF_PLANS
-        self.plans = table.get(capability_major(tensors.down.device), table[0])
+        self.plans = table.get(capability_major(self.device), table[0])
         self.steps = (64, 64)
         if self.is_fp8:
             columns = self.block[1]
             self.steps = gcd(columns, GROUP), gcd(columns, GROUP, tensors.column_offset)
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """For few tokens too: whoever quantises them does it once, gate-up for each tile."""
+        return InputQuant(ScaleLayout.ROW_MAJOR) if self.is_fp8 else None
 
     def plan(self, num_tokens: int) -> Plan:
         share = num_tokens * self.top_k / self.num_experts
@@ -132,23 +141,36 @@ class Experts:
     def warm_up(self) -> None:
         """Compiles the kernels of every plan, once for all layers of these sizes: else the first
         request with another number of tokens would wait for it."""
-        x = torch.zeros(1, self.hidden, dtype=self.dtype, device=self.tensors.down.device)
-        ids = torch.arange(self.top_k, device=x.device).view(1, -1)
+        floats = torch.zeros(1, self.hidden, dtype=self.dtype, device=self.device)
+        quant = None if self.has_peers else self.input_quant(1)
+        x = quant.quantise(floats) if quant else floats
+        ids = torch.arange(self.top_k, device=self.device).view(1, -1)
+        shares = torch.ones_like(ids, dtype=torch.float32)
         for _, plan in self.plans:
-            self(x, torch.ones_like(ids, dtype=torch.float32), ids, self._fitted(plan))
+            rows = self.unadded(x, shares, ids, self._fitted(plan))
+            rows.total()
+            if quant:  # what comes after them is a norm for FP8 weights too
+                rows.add_rms_norm(floats, torch.ones(self.hidden, device=self.device), 1e-6, quant)
         for num_tokens in sizes_compiled_apart(self.top_k):
             if (plan := self.plan(num_tokens)).sorts:
                 sort(ids.repeat(num_tokens, 1), self.num_experts, block_m=plan.block_m)
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, plan: Plan | None = None) -> Tensor:
+    def __call__(
+        self, x: Activation, weights: Tensor, ids: Tensor, plan: Plan | None = None
+    ) -> Tensor:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
         if x.shape[0] == 0:
-            return torch.empty_like(x)
+            return torch.empty(x.shape, dtype=self.dtype, device=self.device)
+        return self.unadded(x, weights, ids, plan).total()
+
+    def unadded(
+        self, x: Activation, weights: Tensor, ids: Tensor, plan: Plan | None = None
+    ) -> ExpertRows:
         plan = plan or self.plan(x.shape[0])
         rows, positions = self.pair_rows(x, ids, plan)
-        return combine(rows, weights, positions, self.num_experts, plan.sorts)
+        return ExpertRows(rows, weights, positions, self.num_experts, plan.sorts)
 
-    def pair_rows(self, x: Tensor, ids: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def pair_rows(self, x: Activation, ids: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Results of the pairs, [T * top_k, hidden], and where they lie, as `combine` takes it."""
         ids = ids.contiguous()
         if plan.sorts:
@@ -157,22 +179,29 @@ class Experts:
             positions = rows.positions
         else:
             grouped, positions = _Grouped(ids, ids, ids, ids.numel()), ids
-        out = x.new_empty(ids.numel(), self.hidden)
+        out = torch.empty(ids.numel(), self.hidden, dtype=self.dtype, device=self.device)
         self._down(*self._gate_up(x, plan, grouped), out, plan, grouped)
         return out, positions
 
-    def _gate_up(self, x: Tensor, plan: Plan, grouped: _Grouped) -> tuple[Tensor, Tensor]:
+    def _gate_up(self, x: Activation, plan: Plan, grouped: _Grouped) -> tuple[Tensor, Tensor]:
         ids, blocks, order, num_blocks = grouped
         tile, num_pairs = plan.gate_up, ids.numel()
-        quantises = self.is_fp8 and plan.quantises_first
-        x, x_scales = quantise(x) if quantises else (x.contiguous(), x)
-        out = x.new_empty(num_pairs, self.inner, dtype=FP8 if quantises else x.dtype)
+        quantises, form = self.is_fp8 and plan.quantises_first, self._form(plan)
+        if isinstance(x, QuantizedInput):
+            form, values, x_scales = QUANTISED, x.q, x.scales
+            assert x_scales.is_contiguous()
+        elif quantises:
+            values, x_scales = quantise(x)
+        else:
+            values = x_scales = x.contiguous()
+        dtype = FP8 if quantises else self.dtype
+        out = torch.empty(num_pairs, self.inner, dtype=dtype, device=self.device)
         shape = (num_pairs, triton.cdiv(self.inner, GROUP)) if quantises else (0,)
-        out_scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        out_scales = torch.empty(shape, dtype=torch.float32, device=self.device)
         gate_up_kernel[(num_blocks * triton.cdiv(self.inner, tile.block_n),)](
-            x, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids, blocks,
-            order, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
-            TOP_K=ids.shape[1], QUANTISES=quantises, OFFSET=self.tensors.row_offset,
+            values, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids,
+            blocks, order, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
+            TOP_K=ids.shape[1], X=form.value, QUANTISES=quantises, OFFSET=self.tensors.row_offset,
             **self._constants(plan, tile, self.steps[0]),
         )  # fmt: skip
         return out, out_scales
@@ -189,14 +218,18 @@ class Experts:
         tile = plan.down
         down_kernel[(num_blocks * triton.cdiv(self.hidden, tile.block_n),)](
             x, x_scales, self.tensors.down, self.down_scales, out, ids, blocks, num_blocks,
-            self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
+            self.num_experts, HIDDEN=self.hidden, INNER=self.inner, X=self._form(plan).value,
             OFFSET=self.tensors.column_offset, **self._constants(plan, tile, self.steps[1]),
         )  # fmt: skip
 
+    def _form(self, plan: Plan) -> Any:
+        """How products read what did not come quantised."""
+        if not self.is_fp8:
+            return PLAIN
+        return QUANTISED if plan.quantises_first else TO_QUANTISE
+
     def _constants(self, plan: Plan, tile: Tile, step: int) -> dict[str, int]:
-        form = QUANTISED if plan.quantises_first else TO_QUANTISE
         return {
-            "X": (form if self.is_fp8 else PLAIN).value,
             "GROUP_N": self.block[0],
             "GROUP_K": self.block[1],
             "IS_SORTED": plan.sorts,
@@ -205,5 +238,5 @@ class Experts:
             "BLOCK_K": step,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
-            **launch_dependent(self.tensors.down.device),
+            **launch_dependent(self.device),
         }

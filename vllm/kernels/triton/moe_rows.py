@@ -1,10 +1,12 @@
-"""Rows of a mixture of experts in Triton: which experts, in which order, out and back.
+"""Rows of a mixture of experts in Triton: in which order, out and back.
 
 Nothing waits for the device and every size depends on the number of tokens alone, so that all of
 it can be captured in a CUDA graph. A pair is a token with one of its experts; experts outside of
 [0, num_experts) are those of other ranks, and add nothing.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from vllm._custom_ops import ScaleLayout, empty_groups
+from vllm.kernels.activations import InputQuant, QuantizedInput, UnaddedRows
 from vllm.kernels.spec import Scales
 from vllm.kernels.triton.moe_kernels import HAS_DEPENDENT_LAUNCH
 from vllm.kernels.triton.moe_rows_kernels import (
@@ -20,9 +24,9 @@ from vllm.kernels.triton.moe_rows_kernels import (
     UE8M0,
     activate_kernel,
     combine_kernel,
+    combine_norm_kernel,
     count_kernel,
     label_kernel,
-    route_kernel,
     sort_kernel,
     spread_kernel,
 )
@@ -54,37 +58,6 @@ def launch_dependent(device: torch.device) -> dict[str, bool]:
     if capability_major(device) < 9 or not HAS_DEPENDENT_LAUNCH:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
-
-
-def route(
-    logits: Tensor,
-    top_k: int,
-    renormalise: bool,
-    *,
-    is_sigmoid: bool = False,
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    kept_groups: int = 1,
-    factor: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Weights float32 and ids int64 [T, top_k] as `fused_moe.router.route` defines them, in one
-    launch; of equal experts the first is chosen."""
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    if num_tokens == 0:
-        return weights, ids
-    assert logits.stride(1) == 1
-    padded = triton.next_power_of_2(num_experts)
-    assert num_groups == 1 or padded == num_experts
-    route_kernel[(num_tokens,)](
-        logits, bias, weights, ids, num_tokens, logits.stride(0), factor,
-        NUM_EXPERTS=num_experts, E_PAD=padded, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k),
-        IS_SIGMOID=is_sigmoid, RENORMALISES=renormalise, HAS_BIAS=bias is not None,
-        NUM_GROUPS=num_groups, KEPT_GROUPS=kept_groups, ROWS=1, num_warps=1,
-        **launch_dependent(logits.device),
-    )  # fmt: skip
-    return weights, ids
 
 
 class Sorted(NamedTuple):
@@ -227,6 +200,62 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     q, scales, arguments = Rows(num_tokens, is_row_major=True).empty(k, x.device)
     spread_kernel[(num_tokens,)](x, positions=None, x_stride=x.stride(0), TOP_K=1, **arguments)
     return q, scales
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows(UnaddedRows):
+    """Results of pairs and their weights, as `combine` takes them. addend: [T, hidden] or None."""
+
+    rows: Tensor
+    weights: Tensor
+    positions: Tensor
+    num_experts: int
+    is_sorted: bool = True
+    addend: Tensor | None = None
+
+    def total(self) -> Tensor:
+        pairs = self.rows, self.weights, self.positions, self.num_experts, self.is_sorted
+        return combine(*pairs) if self.addend is None else combine(*pairs).add_(self.addend)
+
+    def plus(self, x: Tensor) -> UnaddedRows:
+        return (
+            replace(self, addend=x)
+            if self.addend is None
+            else replace(self, addend=self.addend + x)
+        )
+
+    def add_rms_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, quant: InputQuant
+    ) -> QuantizedInput | None:
+        if quant.layout is ScaleLayout.PACKED_UE8M0:
+            return None
+        (num_tokens, hidden), top_k = residual.shape, self.weights.shape[1]
+        q, scales, is_ue8m0 = empty_groups(
+            residual, num_tokens, hidden, GROUP, quant.layout, quant.use_ue8m0
+        )
+        normed = torch.empty_like(residual) if quant.keeps_source else None
+        assert residual.is_contiguous() and residual.dtype == self.rows.dtype
+        assert self.addend is None or self.addend.is_contiguous()
+        groups = triton.cdiv(hidden, GROUP)
+        if num_tokens:
+            combine_norm_kernel[(len(scales),)](
+                self.rows, self.weights, self.positions, self.addend, residual, weight, normed, q,
+                scales, num_tokens, self.num_experts, eps, len(scales), *scales.stride(), K=hidden,
+                G_PAD=triton.next_power_of_2(groups), TOP_K=top_k, IS_SORTED=self.is_sorted,
+                FORM=(FLOAT32_CEIL_UE8M0 if is_ue8m0 else FLOAT32).value,
+                num_warps=4 if groups <= 32 else 8, **launch_dependent(residual.device),
+            )  # fmt: skip
+        return QuantizedInput(q, scales[:num_tokens], residual.dtype, normed)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOfRows:
+    """Experts whose results lie in rows of pairs."""
+
+    unadded: Callable[[Tensor, Tensor, Tensor], ExpertRows]
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return self.unadded(x, weights, ids).total() if len(x) else x.clone()
 
 
 def combine(

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `moe_rows.py`: choosing experts, sorting tokens by them, and bringing them back.
+"""Device code of `moe_rows.py`: sorting tokens by their experts, and bringing them back.
 
 A pair is a token with one of its experts, numbered token * TOP_K + place.
 """
@@ -19,71 +19,6 @@ from vllm.kernels.triton.moe_kernels import (
 FLOAT32: tl.constexpr = tl.constexpr(0)
 FLOAT32_CEIL_UE8M0: tl.constexpr = tl.constexpr(1)  # powers of two, rounded up
 UE8M0: tl.constexpr = tl.constexpr(2)  # their exponents, four in an int32
-
-# ---------------------------------------------------------------- choosing experts
-
-
-@triton.jit
-def _best_groups(choice, ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr,
-                 KEPT: tl.constexpr, SUMMED: tl.constexpr):  # fmt: skip
-    """`choice` [ROWS, experts] with -inf outside of the KEPT groups whose SUMMED best are most."""
-    grouped = tl.reshape(choice, [ROWS, NUM_GROUPS, SIZE])
-    best = tl.max(grouped, 2)
-    if SUMMED == 2:
-        place = tl.argmax(grouped, 2)
-        is_best = tl.arange(0, SIZE)[None, None, :] == place[:, :, None]
-        best += tl.max(tl.where(is_best, float("-inf"), grouped), 2)
-    groups = tl.arange(0, NUM_GROUPS)[None, :]
-    is_kept = tl.zeros([ROWS, NUM_GROUPS], tl.int1)
-    for _ in tl.static_range(KEPT):
-        taken = groups == tl.argmax(best, 1)[:, None]
-        is_kept = is_kept | taken
-        best = tl.where(taken, float("-inf"), best)
-    kept = tl.where(is_kept[:, :, None], grouped, float("-inf"))
-    return tl.reshape(kept, [ROWS, NUM_GROUPS * SIZE])
-
-
-@triton.jit(do_not_specialize=["num_tokens", "row_stride"])
-def route_kernel(
-    logits, bias, weights, ids, num_tokens, row_stride, factor,
-    NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    begin_dependent(PDL)
-    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
-    is_token, is_expert = (tokens < num_tokens)[:, None], experts < NUM_EXPERTS
-    pointers = logits + tokens.to(tl.int64)[:, None] * row_stride + experts
-    x = tl.load(pointers, mask=is_token & is_expert, other=float("-inf")).to(tl.float32)
-    if IS_SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        shifted = tl.exp(x - tl.max(tl.where(is_token, x, 0.0), 1)[:, None])
-        scores = shifted / tl.sum(shifted, 1)[:, None]
-    choice = scores
-    if HAS_BIAS:
-        choice += tl.load(bias + experts, mask=is_expert, other=0.0)
-    choice = tl.where(is_expert, choice, float("-inf"))
-    if NUM_GROUPS > 1:
-        choice = _best_groups(choice, ROWS, NUM_GROUPS, NUM_EXPERTS // NUM_GROUPS, KEPT_GROUPS,
-                              2 if HAS_BIAS else 1)  # fmt: skip
-    chosen = tl.zeros([ROWS, K_PAD], tl.int32)
-    shares = tl.zeros([ROWS, K_PAD], tl.float32)
-    for place in tl.static_range(TOP_K):
-        # Where all scores are NaN, any expert inside will do: its weight is NaN.
-        best = tl.minimum(tl.argmax(choice, 1), NUM_EXPERTS - 1)[:, None]
-        share = tl.sum(tl.where(experts == best, scores, 0.0), 1)[:, None]
-        chosen = tl.where(places == place, best, chosen)
-        shares = tl.where(places == place, share, shares)
-        choice = tl.where(experts == best, float("-inf"), choice)
-    if RENORMALISES:
-        shares = shares / tl.sum(shares, 1)[:, None]
-    target = tokens.to(tl.int64)[:, None] * TOP_K + places
-    is_stored = is_token & (places < TOP_K)
-    tl.store(weights + target, shares * factor, mask=is_stored)
-    tl.store(ids + target, chosen.to(tl.int64), mask=is_stored)
-
 
 # ---------------------------------------------------------------- sorting by expert
 
@@ -262,21 +197,17 @@ def activate_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    rows, weights, positions, out, num_experts,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+def _sum_of_pairs(
+    rows, weights, positions, num_experts, token, columns,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum over its pairs, in their order, of weight * row. Grid (tokens, parts).
+    """Sum over the pairs of a token, in their order, of weight * row, in float32; of some columns.
 
     positions: row of each pair, or the ids of experts where rows are not sorted; pairs of no
     expert here add nothing.
     """
-    begin_dependent(PDL)
-    token = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < HIDDEN
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros(columns.shape, tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
         row = tl.load(positions + pair)
@@ -287,5 +218,65 @@ def combine_kernel(
         pointers = rows + row.to(tl.int64) * HIDDEN + columns
         values = tl.load(pointers, mask=is_column & is_here, other=0.0).to(tl.float32)
         acc += tl.where(is_here, tl.load(weights + pair), 0.0) * values
+    return acc
+
+
+@triton.jit
+def combine_kernel(
+    rows, weights, positions, out, num_experts,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[token] = the sum over its pairs. Grid (tokens, parts)."""
+    begin_dependent(PDL)
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = _sum_of_pairs(
+        rows, weights, positions, num_experts, token, columns, HIDDEN, TOP_K, IS_SORTED
+    )
     target = out + token.to(tl.int64) * HIDDEN + columns
-    tl.store(target, acc.to(out.dtype.element_ty), mask=is_column)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=columns < HIDDEN)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "block_rows", "row_stride", "group_stride"])
+def combine_norm_kernel(
+    rows, weights, positions, addend, residual, norm_weight, normed, q, scales,
+    num_tokens, num_experts, eps, block_rows, row_stride, group_stride,
+    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr, TOP_K: tl.constexpr,
+    IS_SORTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual += the sum over the pairs of a token, and then its RMSNorm, quantised. A program for
+    each row of scales, of which those past the tokens become zeros.
+
+    addend: None, or what is added to the sum. normed: None, or receives what is quantised. Values
+    are rounded where they would be if each of these steps was a kernel.
+    """
+    begin_dependent(PDL)
+    token = tl.program_id(0)
+    groups = tl.arange(0, G_PAD)
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    if token >= num_tokens:
+        filling = scales + token * row_stride + groups * group_stride
+        tl.store(filling, tl.zeros([G_PAD], tl.float32), mask=groups < NUM_GROUPS)
+        return
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    is_column = columns < K
+    own = token.to(tl.int64) * K + columns
+    dtype = residual.dtype.element_ty
+    before = tl.load(residual + own, mask=is_column, other=0.0).to(tl.float32)
+    factor = tl.load(norm_weight + columns, mask=is_column, other=0.0)
+    x = _sum_of_pairs(rows, weights, positions, num_experts, token, columns, K, TOP_K, IS_SORTED)
+    x = x.to(dtype).to(tl.float32)
+    if addend is not None:
+        x += tl.load(addend + own, mask=is_column, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    x = (x + before).to(dtype)
+    tl.store(residual + own, x, mask=is_column)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
+    y = (x * scale * factor).to(dtype)
+    if normed is not None:
+        tl.store(normed + own, y, mask=is_column)
+    values, scale, exponent = _quantise(y.to(tl.float32), FORM)
+    _write_row(values, scale, exponent, q, scales, token, block_rows, row_stride, group_stride,
+               K, G_PAD, FORM)  # fmt: skip

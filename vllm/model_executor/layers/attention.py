@@ -11,7 +11,7 @@ from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot
-from vllm.ops.paged_attention import GraphPlanner
+from vllm.ops.paged_attention import CacheTarget, GraphPlanner
 from vllm.utils.torch_utils import SHORT_NAMES
 
 logger = get_logger(__name__)
@@ -72,6 +72,10 @@ class Attention(nn.Module):
         if self.kernel.problem.format == "fp8" and self.cache_scales:
             self.kernel.k_scale = self.cache_scales["k_scale"]
             self.kernel.v_scale = self.cache_scales["v_scale"]
+
+    def target(self, v: Tensor, batch: ForwardBatch) -> CacheTarget | None:
+        """Where K and V are to be written while K is rotated; None where `forward` does it."""
+        return self.kernel.target(v, batch.attention)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)

@@ -1,11 +1,12 @@
 """Gated delta-net: linear attention whose memory of a request is one state of a fixed size."""
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.groups import Addend
+from vllm.kernels.activations import Activation, InputQuant
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.linear import Linear, merged_linear, plain_linear
 from vllm.model_executor.layers.sharding import Part, share
@@ -14,8 +15,9 @@ from vllm.ops.paged_attention import zeros_on_demand
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, hidden] -> [T, hidden]: q, k and v through a short causal convolution, then the gated
-    delta rule per head, a gated norm and a projection. Formulas: `gated_delta_rule` in vllm.ops.
+    """x [T, hidden] -> [T, value heads * value_dim]: q, k and v through a short causal convolution,
+    then the gated delta rule per head and a gated norm; `out_proj` goes back to [T, hidden].
+    Formulas: `gated_delta_rule` in vllm.ops.
 
     Key and value heads are cut over the tensor-parallel ranks; all sizes here are of this rank.
 
@@ -105,17 +107,31 @@ class GatedDeltaNet(nn.Module):
         self.state = zeros_on_demand((num_slots, *heads, self.value_dim), torch.float32, device)
 
     @property
+    def reader(self) -> "GatedDeltaNet":
+        """Both projections read the input."""
+        return self
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """How the large projection wants it quantised; floats stay beside unless the small one
+        wants it likewise."""
+        quant = self.in_proj_qkvz.input_quant(num_tokens)
+        if quant is None or quant == self.in_proj_ba.input_quant(num_tokens):
+            return quant
+        return dataclasses.replace(quant, keeps_source=True)
+
+    @property
     def writer(self) -> Linear:
-        """The layer whose output is that of this one."""
+        """The layer that reads the output, and whose own is to be added to the residual."""
         return self.out_proj
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Addend:
+    def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         at = batch.attention
         requests = at.state_slots, at.query_start_loc, at.seq_lens
         key_size = self.num_key_heads * self.key_dim
         channels, value_size = self.conv_weight.shape[1], self.num_value_heads * self.value_dim
         qkv, z = self.in_proj_qkvz(x).split((channels, value_size), 1)
-        b, a = self.in_proj_ba(x).chunk(2, 1)
+        gates = x if isinstance(x, Tensor) or x.source is None else x.source
+        b, a = self.in_proj_ba(gates).chunk(2, 1)
         qkv = self.ops.causal_conv1d(qkv, self.conv_weight, self.conv_state, *requests)
         q, k, v = qkv.split((key_size, key_size, value_size), 1)
         y = self.ops.gated_delta_rule(
@@ -130,4 +146,4 @@ class GatedDeltaNet(nn.Module):
             *requests,
         )
         z = z.unflatten(1, (self.num_value_heads, self.value_dim))
-        return self.out_proj(self.ops.rms_norm_gated(y, z, self.norm_weight, self.eps).flatten(1))
+        return self.ops.rms_norm_gated(y, z, self.norm_weight, self.eps).flatten(1)

@@ -17,7 +17,7 @@ from vllm.kernels.tensors import LinearKernel, LinearTensors
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.sharding import Part, Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
-from vllm.utils.torch_utils import SHORT_NAMES
+from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
 
 class StorageMethod:
@@ -173,10 +173,10 @@ class Linear(StoredWeight):
         """Before a weight is re-quantised, what that costs is measured and judged."""
         if not self.decision.winner.is_lossy:
             return self.decision
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_error
+        from vllm.model_executor.layers.quantization.utils.scale_rounding import requant_error
 
-        error = requant_error(tensors)
         decision = self.decision
+        error = requant_error(tensors, decision.winner.scales, dtype_of(self.problem.dtype))
         # All ranks of the layer take the same kernel.
         worst = self.group.greatest(error.relative)
         if self.selection.exceeds_budget(worst):

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import Linear, merged_linear, plain_linea
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.sharding import Part, head_shares
 from vllm.model_executor.layers.stage import Elsewhere, Hidden
+from vllm.ops.paged_attention import CacheTarget
 
 
 class LlamaMLP(nn.Module):
@@ -100,9 +101,12 @@ class LlamaAttention(nn.Module):
         """Keys each query sees, itself included; 0 for all."""
         return 0
 
-    def shape_qk(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions into q [T, heads, head_dim] and k; may work in place."""
-        self.rotary(positions, q, k)
+    def shape_qk(
+        self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None
+    ) -> tuple[Tensor, Tensor]:
+        """Positions into q [T, heads, head_dim] and k; may work in place. With a target K goes
+        there instead, and V too."""
+        self.rotary(positions, q, k, target)
         return q, k
 
     @property
@@ -112,14 +116,14 @@ class LlamaAttention(nn.Module):
 
     @property
     def writer(self) -> Linear:
-        """The layer whose output is that of this one."""
+        """The layer that reads the output, and whose own is to be added to the residual."""
         return self.o_proj
 
-    def forward(self, x: Activation, batch: ForwardBatch) -> Addend:
+    def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = self.shape_qk(q, k, batch.positions)
-        return self.o_proj(self.attn(q, k, v, batch))
+        q, k = self.shape_qk(q, k, batch.positions, self.attn.target(v, batch))
+        return self.attn(q, k, v, batch)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -142,13 +146,21 @@ class LlamaDecoderLayer(nn.Module):
             if (writer := getattr(part, "writer", None)) is not None:
                 writer.leaves_sum = True  # to the norm that comes next
 
-    def forward(self, x: Addend, residual: Tensor, batch: ForwardBatch) -> Addend:
-        """Adds x to residual (in place) on the way; returns what is to be added to it next."""
-        # Parts that read their input more than once, such as a mixture of experts, name no reader.
+    def forward(
+        self, x: Addend, residual: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> tuple[Addend, Tensor]:
+        """Adds x to residual (in place) on the way; returns what is to be added to it next, and it.
+
+        rows: those that go on once the tokens are mixed; None for all.
+        """
+        # A reader with layers besides that take floats has these kept beside what is quantised.
         reader = getattr(self.mixer, "reader", None)
-        x = self.mixer(self.input_layernorm.add(x, residual, reader), batch)
+        mixed = self.mixer(self.input_layernorm.add(x, residual, reader), batch)
+        if rows is not None:
+            mixed, residual = mixed[rows], residual[rows]
+        x = self.mixer.writer(mixed)
         reader = getattr(self.mlp, "reader", None)
-        return self.mlp(self.post_attention_layernorm.add(x, residual, reader))
+        return self.mlp(self.post_attention_layernorm.add(x, residual, reader)), residual
 
 
 class LlamaModel(nn.Module):
@@ -175,14 +187,19 @@ class LlamaModel(nn.Module):
         self.norm = parts.norm(ctx, name, config.hidden_size) if is_last else Elsewhere(name)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, hidden] after the last norm; of an earlier stage, what it sent on."""
+        """Hidden states of `batch.read_rows` after the last norm; of an earlier stage, what it sent
+        on."""
         if self.pipeline.is_first:
             x = self.embed_tokens(batch.input_ids)
         else:
             x = self.hidden.receive(batch)
         residual = torch.zeros_like(x)
-        for index in self.own_layers:
-            x = self.layers[index](x, residual, batch)
+        *others, last = self.own_layers
+        for index in others:
+            x, residual = self.layers[index](x, residual, batch)
+        # Later layers mix all tokens; after the very last of them nobody does.
+        rows = batch.read_rows if self.pipeline.is_last else None
+        x, residual = self.layers[last](x, residual, batch, rows)
         if not self.pipeline.is_last:
             return self.hidden.send(x, residual)
         return self.norm.add(x, residual)
@@ -210,7 +227,7 @@ class LlamaForCausalLM(nn.Module):
     def mixer(
         cls, ctx: ModelContext, prefix: str, layer: int, rotary: RotaryEmbedding
     ) -> nn.Module:
-        """(x [T, hidden], batch) -> [T, hidden]: what mixes the tokens in the layer at `prefix`."""
+        """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
         return cls.attention(ctx, f"{prefix}.self_attn", layer, rotary)
 
     @staticmethod

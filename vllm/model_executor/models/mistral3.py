@@ -8,6 +8,7 @@ from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralAttention
+from vllm.ops.paged_attention import CacheTarget
 
 logger = get_logger(__name__)
 
@@ -34,8 +35,10 @@ class Ministral3Attention(MistralAttention):
         # No position reaches the first step of the formula: the scale is 1 everywhere.
         self.is_scaled = bool(self.beta) and ctx.max_model_len > self.original_length
 
-    def shape_qk(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = super().shape_qk(q, k, positions)
+    def shape_qk(
+        self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k = super().shape_qk(q, k, positions, target)
         if self.is_scaled:
             steps = torch.floor(positions / self.original_length)
             q = q * (1 + self.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2Attention
+from vllm.ops.paged_attention import CacheTarget
 
 
 class Qwen3Attention(LlamaAttention):
@@ -26,9 +27,14 @@ class Qwen3Attention(LlamaAttention):
     def sliding_window(config: Any, layer: int) -> int:
         return Qwen2Attention.sliding_window(config, layer)
 
-    def shape_qk(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def shape_qk(
+        self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None
+    ) -> tuple[Tensor, Tensor]:
         norms, cache = (self.q_norm.weight, self.k_norm.weight), self.rotary.cos_sin_cache
-        self.ops.qk_norm_rotary(positions, q, k, *norms, cache, self.q_norm.eps)
+        if target is None:
+            self.ops.qk_norm_rotary(positions, q, k, *norms, cache, self.q_norm.eps)
+        else:
+            self.ops.rotary_into_cache(positions, q, k, target, cache, norms, self.q_norm.eps)
         return q, k
 
 

@@ -36,10 +36,10 @@ class Qwen3_5Attention(Qwen3Attention):
         counts = (2 * self.num_heads, self.num_kv_heads, self.num_kv_heads)
         queries_and_gates, k, v = heads.split(counts, dim=1)
         q, gate = queries_and_gates[:, 0::2], queries_and_gates[:, 1::2]
-        q, k = self.shape_qk(q, k, batch.positions)
+        q, k = self.shape_qk(q, k, batch.positions, self.attn.target(v, batch))
         y = self.attn(q, k, v, batch)
         self.ops.mul_sigmoid(y.unflatten(1, gate.shape[1:]), gate)
-        return self.o_proj(y)
+        return y
 
 
 class Qwen3_5ForCausalLM(LlamaForCausalLM):

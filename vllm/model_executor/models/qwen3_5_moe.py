@@ -5,6 +5,7 @@ import dataclasses
 from torch import Tensor, nn
 
 from vllm.distributed.groups import Addend, add, own_part
+from vllm.kernels.activations import Activation, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import plain_linear
 from vllm.model_executor.models.llama import LlamaMLP
@@ -29,8 +30,9 @@ class Qwen3_5MoeExperts(Qwen3MoeExperts):
         self.shared_expert_gate = plain_linear(plain, name, config.hidden_size, 1)
         self.shared_expert.writer.leaves_sum = True  # together with that of the routed experts
 
-    def forward(self, x: Tensor) -> Addend:
-        return add(*beside(x, super().forward, self.gated_shared_expert))
+    def forward(self, x: Activation) -> Addend:
+        routed = super().forward
+        return add(*beside(source_of(x), lambda _: routed(x), self.gated_shared_expert))
 
     def gated_shared_expert(self, x: Tensor) -> Addend:
         shared = self.shared_expert(x)

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-from torch import Tensor, nn
+from torch import nn
 
 from vllm.distributed.groups import Addend
-from vllm.errors import CheckpointError
+from vllm.kernels.activations import Activation, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.linear import plain_linear
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaMLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
@@ -25,13 +26,9 @@ class Qwen3MoeExperts(nn.Module):
     def __init__(self, ctx: ModelContext, prefix: str):
         super().__init__()
         config, self.ops = ctx.hf_config, ctx.ops
-        num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
-        if self.top_k > num_experts:
-            raise CheckpointError(
-                f"config.json: num_experts_per_tok = {self.top_k} is more than num_experts = "
-                f"{num_experts}"
-            )
-        self.renormalise = bool(getattr(config, "norm_topk_prob", True))
+        num_experts, top_k = config.num_experts, config.num_experts_per_tok
+        renormalises = bool(getattr(config, "norm_topk_prob", True))
+        self.routing = Routing(num_experts, top_k, renormalises)
         # Checkpoints keep routers as they are whether they list them as not quantised or not.
         plain = dataclasses.replace(ctx, quant_config=None)
         self.gate = plain_linear(plain, f"{prefix}.gate", config.hidden_size, num_experts)
@@ -39,13 +36,19 @@ class Qwen3MoeExperts(nn.Module):
             ctx,
             f"{prefix}.experts",
             num_experts,
-            self.top_k,
+            top_k,
             config.hidden_size,
             config.moe_intermediate_size,
         )
 
-    def forward(self, x: Tensor) -> Addend:
-        return self.experts(x, *self.ops.route_experts(self.gate(x), self.top_k, self.renormalise))
+    @property
+    def reader(self) -> FusedMoE:
+        """Which may want the input quantised; all that read it besides take floats."""
+        return self.experts
+
+    def forward(self, x: Activation) -> Addend:
+        choice = self.ops.choose_experts(source_of(x), self.gate.kernel, self.routing)
+        return self.experts(x, *choice)
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.distributed.expert_exchange import Exchange, Experts, make_exchange
 from vllm.distributed.groups import Addend, Group
+from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.problem import MoEProblem, WeightFormat
 from vllm.kernels.spec import Decision, Scales
 from vllm.kernels.split import make_moe
@@ -198,7 +199,13 @@ class FusedMoE(nn.Module):
                 )
         return decision
 
-    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Addend:
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """How the kernel wants that many tokens quantised, which the router reads as floats; None
+        for one that takes floats, and where tokens come from other ranks."""
+        quant = None if self.ranks.size > 1 else input_quant(self.kernel, num_tokens)
+        return quant and dataclasses.replace(quant, keeps_source=True)
+
+    def forward(self, x: Activation, topk_weights: Tensor, topk_ids: Tensor) -> Addend:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
         assert self.kernel is not None and self.exchange is not None
         return self.exchange(self.kernel, x, topk_weights, topk_ids)
