@@ -8,8 +8,15 @@ import sys
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
 
-from vllm.kernels.spec import Lib
-from vllm.platforms.libraries import DISTRIBUTIONS, installed_libs, is_usable, library_state
+from vllm.kernels.spec import Device, Lib
+from vllm.platforms import libraries
+from vllm.platforms.libraries import (
+    DISTRIBUTIONS,
+    TRIALS,
+    installed_libs,
+    is_usable,
+    library_state,
+)
 
 KERNEL = "include/deep_gemm/impls/sm{}_fp8_gemm_1d1d.cuh"
 CUTLASS_HEADER = "include/cute/arch/mma_sm120.hpp"
@@ -101,9 +108,11 @@ def test_metadata_is_read_without_importing_anything(folder):
         if module != "torch":
             write_package(folder, module, "raise OSError('imported')")
             write_distribution(folder, distribution, "9.9")
+    before = set(sys.modules)
     libs = installed_libs()
+    assert not (set(sys.modules) - before) & DISTRIBUTIONS.keys()
     for module in DISTRIBUTIONS.keys() - {"torch"}:
-        assert libs.get(module).version == "9.9" and module not in sys.modules
+        assert libs.get(module).version == "9.9"
     assert not is_usable("humming")  # importing it does raise
 
 
@@ -111,3 +120,10 @@ def test_the_torch_that_runs_is_listed(folder):
     import torch
 
     assert installed_libs().get("torch") == Lib("torch", torch.__version__.partition("+")[0])
+
+
+def test_humming_without_a_compiler_is_broken_and_says_what_it_needs(folder, monkeypatch):
+    monkeypatch.setattr(libraries, "installed_device", lambda: Device.parse("sm_90"))
+    monkeypatch.setattr(libraries, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="it compiles with nvcc, which is not here"):
+        TRIALS["humming"](sys, ())

@@ -8,7 +8,7 @@ import pytest
 from machines import Cpu, machine, write_distribution, write_package
 from selection_cases import LIBS, ask, linear
 
-from vllm.kernels.spec import Libs
+from vllm.kernels.spec import Lib, Libs
 from vllm.platforms import trial
 from vllm.platforms.libraries import library_state, working_libs
 
@@ -92,6 +92,18 @@ def test_a_trial_that_passed_is_not_repeated_until_the_library_changes(folder):
     (folder / "lib_counts" / "__init__.py").write_text(code + "; x = 1")
     library_state("lib_counts", ("lib-counts",))
     assert counter.read_text() == "xx"
+
+
+def test_a_library_that_is_one_file_is_tried_once_until_it_changes(folder):
+    counter, module = folder / "imports", folder / "lib_one_file.py"
+    code = f"open({str(counter)!r}, 'a').write('x')"
+    write_distribution(folder, "lib-one-file", "1.0")
+    for written, runs in ((code, "x"), (code + "; x = 1", "xx")):
+        module.write_text(written)
+        for _ in range(2):
+            assert library_state("lib_one_file", ("lib-one-file",)) == Lib("lib_one_file", "1.0")
+            library_state.cache_clear()
+        assert counter.read_text() == runs
 
 
 def test_a_trial_is_repeated_after_the_compiler_that_libraries_use_has_changed(folder, monkeypatch):

@@ -37,7 +37,7 @@ Decisions of kernel selection. Written by: {COMMAND}
 One row: what is asked, what is chosen, how, and one cell for every candidate in default order.
 chosen  none: nothing can serve it; REFUSED: the forced backend cannot; ERROR: a contradiction
 act     how the chosen kernel quantises activations; none is weight-only
-scales  form of FP8 block scales the chosen kernel takes
+scales  form of scales the chosen kernel takes
 fit     refined or padded scale blocks, where shards cut them
 by      1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
         (y: the one who decided yielded to the next kernel)
@@ -48,7 +48,8 @@ Rows that differ in one column alone are merged. All reasons and origins follow 
 
 libs    none: torch, triton and our native library; deep_gemm: with the original DeepGEMM as well;
         deep_gemm+sm120: with one that carries SM120 kernels; flashinfer: with FlashInfer;
-        all: with the last two; broken: all but torch are broken; no native: all but ours
+        all: with the last two and humming-kernels; broken: all but torch are broken;
+        no native: all but ours
 """
 
 Row = tuple[tuple[str, ...], tuple[str, ...]]

@@ -52,6 +52,7 @@ def questions():
     ]
     layers += [attention(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache) for cache in ("bf16", "fp8", "fp32")]
+    layers += [kv_quant(cache, dtype=cache) for cache in ("fp16", "fp32")]
     libs = [
         Libs.of(some)
         for size in range(len(LIBS["all"].libs) + 1)

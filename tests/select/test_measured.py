@@ -338,3 +338,56 @@ def test_only_linear_problems_are_quarantined():
     assert ask(moe(), "90", libs) == ask(moe(), "90")
     assert all(name in registry.backend_names("linear") for name, _ in SPLIT.us)
     assert set(TOKENS) == set(SPLIT.tokens)
+
+
+# ---------------------------------------------------------------- layouts of their own
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tables(st.floats(1, 1000), most_tokens=5, most_names=4),
+    st.sets(st.sampled_from(_NAMES), max_size=3),
+)
+def test_a_kernel_with_a_layout_of_its_own_shares_no_split_and_the_best_of_those_left_wins(
+    timings, alone
+):
+    able = tuple((name, None) for name, _ in timings.us)
+    m_range = (1, min(8192, REACH * timings.tokens[-1]))
+    found = best_split(timings, able, m_range, (), tuple(alone))
+    names = [name for name, _ in able]
+    allowed = [
+        split
+        for split in every_split(timings.tokens, names)
+        if len({name for _, name in split}) == 1 or not {name for _, name in split} & alone
+    ]
+    assert found in allowed
+    least = min(cost_of(timings, able, split) for split in allowed)
+    assert cost_of(timings, able, found) <= least + 1e-9
+
+
+FEW_AND_MANY = timed(marlin=(1, 64), humming=(65, 8192))
+W4A16 = linear("int4-group[128]")
+
+
+def test_two_that_each_lay_the_weight_out_are_never_split():
+    decision = ask(W4A16, "90", timings=FEW_AND_MANY)
+    assert decision.chosen in ("marlin", "humming") and not decision.winner.parts
+    for winner, loser in (("marlin", "humming"), ("humming", "marlin")):
+        timings = timed(**{winner: (1, 1024), loser: (1025, 8192)})
+        assert ask(W4A16, "90", timings=timings).chosen == winner
+
+
+def test_what_shares_the_stored_weight_is_not_split_with_what_lays_it_out():
+    timings = timed(marlin=(1, 16), deep_gemm=(17, 8192), cutlass=NEVER)
+    assert ask(linear(), "90", timings=timings).chosen == "deep_gemm"
+
+
+def test_a_kernel_that_would_round_scales_by_more_than_the_budget_yields_to_the_next():
+    timings = timed(humming=ALWAYS, marlin=NEVER)
+    rounded = replace(W4A16, requant_error=0.002)
+    assert ask(W4A16, "90", timings=timings).chosen == "humming"
+    for budget, chosen in (("0.01", "humming"), ("0.001", "marlin"), ("0", "marlin")):
+        decision = ask(rounded, "90", "all", f"--max-requant-error {budget}", timings=timings)
+        assert decision.chosen == chosen
+    (humming,) = [c for c in decision.candidates if c.backend == "humming"]
+    assert {reason.why for reason in humming.reasons} == {Why.NUMERICS}

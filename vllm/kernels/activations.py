@@ -1,12 +1,13 @@
-"""Inputs of linear kernels that are quantised before the kernel: by whom, and in which layout.
+"""Inputs of kernels that are quantised before the kernel: by whom, and in which layout.
 
 A kernel that takes FP8 groups says so by `input_quant`. What makes its input (a norm, the
 activation of an MLP) then quantises in the same pass over memory, and hands over the result.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from vllm._custom_ops import (
     rms_norm_group_quant,
     silu_and_mul_group_quant,
 )
-from vllm.kernels.tensors import LinearKernel
+from vllm.kernels.tensors import LinearKernel, MoEKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class QuantizedInput:
     scales: Tensor
     dtype: torch.dtype
     """Of what was quantised, and so of the output."""
+    source: Tensor | None = None
+    """What was quantised, where it was to be kept."""
 
     @property
     def shape(self) -> torch.Size:
@@ -38,30 +41,69 @@ Activation: TypeAlias = Tensor | QuantizedInput
 """x [M, K], as floats or quantised in the way the kernel asked for."""
 
 
+def source_of(x: Activation) -> Tensor:
+    """The floats of an input that was to be kept when it was quantised."""
+    source = x if isinstance(x, Tensor) else x.source
+    assert source is not None
+    return source
+
+
 @dataclass(frozen=True, slots=True)
 class InputQuant:
-    """Groups of 128 columns, scales in `layout`; rounded up to powers of two where `use_ue8m0`."""
+    """Groups of 128 columns, scales in `layout`; rounded up to powers of two where `use_ue8m0`.
+    keeps_source: for a reader with layers besides that take floats."""
 
     layout: ScaleLayout
     use_ue8m0: bool = False
+    keeps_source: bool = False
 
     def quantise(self, x: Tensor) -> QuantizedInput:
         results = per_token_group_fp8_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
-        return QuantizedInput(*results, x.dtype)
+        return QuantizedInput(*results, x.dtype, x if self.keeps_source else None)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedInput:
         """residual += x, in place; then the norm of residual."""
+        layout, normed = self.layout, torch.empty_like(x) if self.keeps_source else None
         results = rms_norm_group_quant(
-            x, weight, eps, residual, layout=self.layout, use_ue8m0=self.use_ue8m0
+            x, weight, eps, residual, layout=layout, use_ue8m0=self.use_ue8m0, normed=normed
         )
-        return QuantizedInput(*results, x.dtype)
+        return QuantizedInput(*results, x.dtype, normed)
 
     def silu_and_mul(self, x: Tensor) -> QuantizedInput:
-        """silu(x[:, :K]) * x[:, K:] for x [M, 2 K]."""
+        """silu(x[:, :K]) * x[:, K:] for x [M, 2 K]. Nobody reads its floats."""
+        assert not self.keeps_source
         results = silu_and_mul_group_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
         return QuantizedInput(*results, x.dtype)
+
+
+class UnaddedRows(ABC):
+    """[T, n] whose parts a kernel has left apart: who reads it adds them up."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """The sums [T, n]."""
+
+    @abstractmethod
+    def plus(self, x: Tensor) -> "UnaddedRows":
+        """With x [T, n] as one part more."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, quant: InputQuant
+    ) -> QuantizedInput | None:
+        """residual += the sums, in place; then the norm of residual, quantised, in one kernel. None
+        where there is none for such scales."""
+
+
+def unadded(kernel: MoEKernel, x: Activation, weights: Tensor, ids: Tensor) -> Tensor | UnaddedRows:
+    """What experts compute, left apart where their kernel can do so (by a method `unadded`)."""
+    leave_apart = getattr(kernel, "unadded", None)
+    if leave_apart is None or x.shape[0] == 0:
+        return kernel(x, weights, ids)
+    result: Tensor | UnaddedRows = leave_apart(x, weights, ids)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +123,25 @@ class QuantizingKernel:
 @dataclass(frozen=True, slots=True)
 class KernelByTokens:
     """One kernel for each range of M. parts: (largest M, kernel), ascending; None for no limit.
+    Kernels of experts take the router's choice besides.
 
     M is a number of the host, so a captured graph holds one of the kernels and no branch.
     """
 
-    parts: Sequence[tuple[int | None, LinearKernel]]
+    parts: Sequence[tuple[int | None, LinearKernel | MoEKernel]]
 
-    def kernel(self, num_tokens: int) -> LinearKernel:
+    def kernel(self, num_tokens: int) -> LinearKernel | MoEKernel:
         return next(k for limit, k in self.parts if limit is None or num_tokens <= limit)
 
     def input_quant(self, num_tokens: int) -> InputQuant | None:
         return input_quant(self.kernel(num_tokens), num_tokens)
 
-    def __call__(self, x: Activation) -> Tensor:
-        return self.kernel(x.shape[0])(x)
+    def unadded(self, x: Activation, weights: Tensor, ids: Tensor) -> Tensor | UnaddedRows:
+        experts: Any = self.kernel(x.shape[0])
+        return unadded(experts, x, weights, ids)
+
+    def __call__(self, x: Activation, *routing: Tensor) -> Tensor:
+        return self.kernel(x.shape[0])(x, *routing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +165,14 @@ class KernelWhenReady:
         return self.kernel(x.shape[0])(x)
 
 
-def input_quant(kernel: LinearKernel | None, num_tokens: int) -> InputQuant | None:
+class Reader(Protocol):
+    """What alone reads the output of a norm or of an activation."""
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """How it wants that many rows quantised; None for floats."""
+
+
+def input_quant(kernel: LinearKernel | MoEKernel | None, num_tokens: int) -> InputQuant | None:
     """How `kernel` wants `num_tokens` rows quantised; None for one that takes floats."""
     asks = getattr(kernel, "input_quant", None)
     return None if asks is None else asks(num_tokens)

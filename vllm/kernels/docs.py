@@ -246,6 +246,10 @@ def _numerics() -> str:
         "scales too. On `sm_9x` DeepGEMM takes float32 scales and nothing is lost; on "
         f"`sm_10x`{_MARK} it takes UE8M0 alone, which is why the model rule exists, and why "
         "`VLLM_USE_DEEP_GEMM_E8M0=0` rules it out there."
+        f"\n\n`{Scales.ACTIVATION}` is not of blocks: scales of rows and of groups are kept in "
+        "bf16 or fp16, as the activations are, which changes nothing where the checkpoint stores "
+        "them so. What it changes elsewhere is measured at load, and counts against the budget. "
+        "`humming` has not been run on hardware in this form."
     )
 
 

@@ -74,8 +74,9 @@ class LinearProblem:
     act: the activation schemes the checkpoint allows, best liked first. dtype: of x and y.
     m_range: token counts to expect. parts: rows of the weights merged into this one (QKV,
     gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
-    columns were cut. requant_error: relative Frobenius error that UE8M0 scales would cause to this
-    weight; None where it is not known, 0 where they are exact.
+    columns were cut. requant_error: relative Frobenius error that scales of another form (UE8M0 of
+    blocks, else the type of the activations) would cause to this weight; None where it is not
+    known, 0 where they are exact.
     """
 
     family: ClassVar[str] = "linear"

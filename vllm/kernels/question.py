@@ -36,6 +36,7 @@ CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 GPUS = {
     "h100": Chip(Device.parse("sm_90"), 132, 3352),
     "h200": Chip(Device.parse("sm_90"), 132, 4814),
+    "h20": Chip(Device.parse("sm_90"), 78),
 }
 
 DTYPES = {
@@ -71,20 +72,35 @@ def device_of(text: str | None) -> Device:
         from vllm.platforms.installed import installed_device
 
         return installed_device()
-    if text.lower() in GPUS:
-        return GPUS[text.lower()].device
     known = [*CPUS, *CHIPS, *GPUS]
     try:
-        device = Device.parse(text)
+        device = Device.parse(_arch_of_gpu(text) or text)
     except ConfigError:
         device = None
     if device is None or (device.capability and device.arch not in CHIPS):
         hint = did_you_mean(text.removeprefix("cuda:"), known)
         chips = ", ".join(f"{chip} ({gpus})" for chip, gpus in CHIPS.items())
         raise ConfigError(
-            f"--device {text!r}: unknown chip; it takes {', '.join((*CPUS, *GPUS))}, {chips}{hint}"
+            f"--device {text!r}: unknown chip; it takes {', '.join(CPUS)}, one of these, "
+            f"or a GPU's name: {chips}{hint}"
         )
     return device
+
+
+def _arch_of_gpu(text: str) -> str | None:
+    """The architecture of the GPU that `text` names, as CHIPS does: `b200`, `RTX 5090`, `spark`."""
+    asked = _plain_name(text)
+    for arch, gpus in CHIPS.items():
+        for name in re.split(r"[,()]", gpus):
+            pattern = _plain_name(name).replace("xx", "[0-9]{2}")
+            if pattern and re.fullmatch(pattern, asked):
+                return arch
+    return None
+
+
+def _plain_name(gpu: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", gpu.lower())
+    return re.sub(r"^(nvidia)?(geforce)?(rtx|jetson|dgx)?", "", letters)
 
 
 def libs_of(text: str | None, device: Device) -> Libs:
@@ -117,12 +133,12 @@ def libs_of(text: str | None, device: Device) -> Libs:
 
 def chip_of(text: str | None, device: Device) -> Chip:
     """`device`, which `text` names, with the numbers that measurements depend on: those of this
-    machine's where it is None, of a GPU known to have that architecture, or any."""
+    machine's where it is None, of the GPU that it names, or of the first of that architecture."""
     if text is None:
         from vllm.platforms.installed import installed_chip
 
         return installed_chip(device)
-    named = GPUS.get(text.lower())
+    named = GPUS.get(_plain_name(text))
     return named or next((c for c in GPUS.values() if c.device == device), Chip(device))
 
 

@@ -24,6 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "triton",
         "marlin-w4a8",
         "marlin",
+        "humming",
         "cpu",
         "torch",
         "emulation",
@@ -42,7 +43,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
     "attention": ("triton", "flashinfer", "cpu", "torch"),
-    "kv_quant": ("triton", "cpu", "torch"),
+    "kv_quant": ("rotary", "triton", "cpu", "torch"),
 }
 FAMILIES = tuple(ORDER)
 

@@ -103,13 +103,15 @@ def _scales_text(candidate: Candidate, problem: Problem) -> str:
     error = getattr(problem, "requant_error", None)
     if not candidate.is_lossy:
         return text
+    if error is None and candidate.scales == Scales.ACTIVATION:
+        return f"{text} (rounded at load where it cannot hold them)"
     if error is None:
         return f"{text} (weights re-rounded to powers of two at load)"
     return f"{text} ({requant_text(error)})"
 
 
 def requant_text(error: float) -> str:
-    """`error`: relative Frobenius error of a weight re-quantised to UE8M0 scales."""
+    """`error`: relative Frobenius error of a weight re-quantised to scales of another form."""
     return f"re-quantised at load, relative error {error:.2%}" if error else "exact: lossless here"
 
 
@@ -207,15 +209,18 @@ def _candidate_lines(
 # ---------------------------------------------------------------- a page
 
 
-def page(report: "Report", width: int = WIDTH, bold: bool = False) -> str:
-    """Everything: where, what was chosen for how many layers, and each story with its rejects."""
+def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
+    """Everything: where, what was chosen for how many layers, and each story with its rejects.
+    is_brief: no stories."""
     told = stories(report.records)
     paragraphs = [_where(report, width)]
-    if len(told) > 1:
+    if len(told) > 1 or is_brief:
         paragraphs.append(_summary(told, width, bold))
     events = [f"Event: {line}" for line in crossing_lines(report.records)]
     events += [f"Note: {line}" for line in stale_lines(report.records)]
     paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
+    if is_brief:
+        told = []
     name_width = max((len(c.backend) for story in told for c in story.candidates), default=0)
     paragraphs += [_story(story, name_width, width, bold) for story in told]
     if any(r.why is Why.FORMAT for story in told for c in story.candidates for r in c.reasons):
@@ -336,7 +341,8 @@ def asks(problem: Problem) -> str:
         facts.append(f"M = {m_range[0]}" + f" to {m_range[1]}" * (m_range[0] != m_range[1]))
     error = getattr(problem, "requant_error", None)
     if error is not None:
-        facts.append(f"in {Scales.UE8M0} scales {requant_text(error)}")
+        form = Scales.UE8M0 if problem.format == "fp8-block" else Scales.ACTIVATION
+        facts.append(f"in {form} scales {requant_text(error)}")
     return ", ".join(facts)
 
 

@@ -95,7 +95,7 @@ class _Case(NamedTuple):
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    specs: all of the backend. scales: the form of block scales that it would take. Reasons come in
+    specs: all of the backend. scales: the form of scales that it would take. Reasons come in
     one order: `before` those of sizes, then these, then `after`.
     """
 
@@ -137,7 +137,7 @@ def _kernels(
         if weight_format not in spec.formats:
             taken = frozenset().union(*(other.formats for other in own))
             after = (Reason(Why.FORMAT, f"takes {_names(taken)}, not {weight_format}"),)
-        scales = _scale_form(spec, device, e8m0) if weight_format == "fp8-block" else ""
+        scales = _scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
         found[backend] = _Kernel(spec, own, act, scales, tuple(before), after)
     return found
 
@@ -286,7 +286,7 @@ def _is_not_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) ->
 
 
 def _scale_form(spec: KernelSpec, device: Device, e8m0: bool | None) -> str:
-    """The form of block scales this kernel would take on this chip under this policy."""
+    """The form of scales this kernel would take on this chip under this policy."""
     forms = dict(spec.scales)
     form = forms.get(device.family) or forms.get("*") or ""
     if form == Scales.FLOAT32 and e8m0 and _depends_on_chip(spec):
@@ -302,7 +302,7 @@ def _depends_on_chip(spec: KernelSpec) -> bool:
 def _requant_reasons(
     spec: KernelSpec, problem: Problem, device: Device, policy: Policy, scales: str
 ) -> list[Reason]:
-    """What speaks against re-quantising the weight to UE8M0 scales."""
+    """What speaks against re-quantising the weight to scales of the form `scales`."""
     if scales == Scales.UE8M0 and policy.e8m0 is False and _depends_on_chip(spec):
         text = f"takes UE8M0 scales only on {device.family}, and VLLM_USE_DEEP_GEMM_E8M0=0"
         return [Reason(Why.NUMERICS, text)]
@@ -310,7 +310,8 @@ def _requant_reasons(
     limit, error = policy.max_requant_error, problem.requant_error
     if limit is None or error is None or error <= limit:
         return []
-    text = f"re-quantising to UE8M0 costs {error:.2%}, more than --max-requant-error {limit:.2%}"
+    form = "scales of the activations' type" if scales == Scales.ACTIVATION else "UE8M0"
+    text = f"re-quantising to {form} costs {error:.2%}, more than --max-requant-error {limit:.2%}"
     return [Reason(Why.NUMERICS, text)]
 
 
@@ -410,12 +411,14 @@ def _measured(
     may = [able for able in could if not judged[able[0]].reasons]
     compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
     compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
+    alone = tuple(backend for backend, _ in could if kernels[backend].spec.repacks)
     found: dict[Parts, tuple[Measured, Candidate]] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         parts: Parts = ()
         if first in timed:
-            parts = best_split(timings, tuple(able), case.problem.m_range, compiling)
+            m_range = case.problem.m_range
+            parts = best_split(timings, tuple(able), m_range, compiling, alone)
         if parts:
             measured = Measured(parts, timings.source)
             found[parts] = measured, _split(measured, judged)

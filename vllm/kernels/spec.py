@@ -181,15 +181,18 @@ class Libs:
 
 
 class Scales(StrEnum):
-    """In which form a kernel takes FP8 block scales (see NUMERICS in docs/kernels.md)."""
+    """In which form a kernel takes scales of weights (see NUMERICS in docs/kernels.md); ACTIVATION:
+    in the type of the activations."""
 
     FLOAT32 = "float32"
     FLOAT32_CEIL_UE8M0 = "float32-ceil-ue8m0"
     UE8M0 = "ue8m0"
+    ACTIVATION = "activation-type"
 
 
-COMPILERS = ("flashinfer", "nvcc", "triton")
-"""Values of `KernelSpec.compiles`, by the seconds that a kernel costs: tens, three, one."""
+COMPILERS = ("flashinfer", "humming", "nvcc", "triton")
+"""Values of `KernelSpec.compiles`, by the seconds that a kernel costs: tens, several kernels of
+nvcc's for every size of a weight, three, one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,10 +204,11 @@ class KernelSpec:
     own CUDA kernel `native` (its name in arch_manifest.json) is compiled for; the native library
     must carry one that serves the chip. carries:
     (device family, library, architecture): on that family the library must list that architecture.
-    blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of block scales
-    by device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a
-    call, None for any number. compiles: which of COMPILERS makes its kernels where they run, ""
-    for one that is built ahead of time. check: for what data cannot say.
+    blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of scales by
+    device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a call,
+    None for any number. compiles: which of COMPILERS makes its kernels where they run, "" for one
+    that is built ahead of time. repacks: it keeps the weight in a layout of its own, so that no
+    other kernel can share it. check: for what data cannot say.
     """
 
     backend: str
@@ -223,6 +227,7 @@ class KernelSpec:
     k_align: int = 1
     max_tokens: int | None = None
     compiles: str = ""
+    repacks: bool = False
     layouts: frozenset[str] = frozenset({"standard"})
     takes_bias: bool = True
     is_emulation: bool = False
@@ -346,8 +351,8 @@ class Candidate:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its scale form re-rounds weights that are quantised already."""
-        return self.scales in (Scales.UE8M0, Scales.FLOAT32_CEIL_UE8M0)
+        """Whether its scale form may re-round weights that are quantised already."""
+        return self.scales not in ("", Scales.FLOAT32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from vllm.kernels.problem import LinearProblem, MoEProblem
 from vllm.kernels.spec import Decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
 
 
@@ -54,10 +52,6 @@ def make_moe(decision: Decision, tensors: "MoETensors") -> "MoEKernel":
     ]
     if len(parts) == 1:
         return parts[0][1]
+    from vllm.kernels.activations import KernelByTokens
 
-    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
-        num_tokens = x.shape[0]
-        kernel = next(k for limit, k in parts if limit is None or num_tokens <= limit)
-        return kernel(x, weights, ids)
-
-    return apply
+    return KernelByTokens(parts)

@@ -16,10 +16,11 @@ LinearKernel: TypeAlias = Callable[[Any], Tensor]
 """x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes. x is a Tensor, or
 what the kernel's own `input_quant` made of one (vllm.kernels.activations)."""
 
-MoEKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+MoEKernel: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 """(x [T, hidden], weights float32 [T, top_k], ids int64 [T, top_k]) -> y [T, hidden] of x's dtype:
 the sum, for each token, of its experts' results times their weights. An id of -1 stands for an
-expert of another rank and adds nothing."""
+expert of another rank and adds nothing. x is a Tensor, or what the kernel's own `input_quant` made
+of one."""
 
 
 @dataclass(slots=True)

@@ -32,20 +32,23 @@ def best_split(
     able: Able,
     m_range: tuple[int, int],
     compiling: tuple[str, ...] = (),
+    alone: tuple[str, ...] = (),
 ) -> Parts:
     """At most MAX_PARTS ranges of M with the least regret; () where too little of it was measured.
 
     Limits are measured token counts, which are sizes of captured graphs. Among equals the fewest
     parts win, then the earlier in `able`. The last range has no limit, so its backend takes any
     number of tokens. compiling: backends that compile at run time, the dearest first: each is left
-    out where that costs little (MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT).
+    out where that costs little (MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT). alone:
+    backends with a layout of their own: one serves all M or none, since a part of it beside a part
+    of another would hold the weight twice.
     """
-    parts = _fastest_split(timings, able, m_range)
+    parts = _fastest_split(timings, able, m_range, alone)
     names = [name for name, _ in able]
     left = able
     for name in compiling:
         fewer = tuple(one for one in left if one[0] != name)
-        others = _fastest_split(timings, fewer, m_range)
+        others = _fastest_split(timings, fewer, m_range, alone)
         cost = expected(timings, others, names, m_range) if others else None
         if (
             cost is not None
@@ -56,7 +59,9 @@ def best_split(
     return parts
 
 
-def _fastest_split(timings: Timings, able: Able, m_range: tuple[int, int]) -> Parts:
+def _fastest_split(
+    timings: Timings, able: Able, m_range: tuple[int, int], alone: Collection[str]
+) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
         return ()
     us = dict(timings.us)
@@ -71,8 +76,22 @@ def _fastest_split(timings: Timings, able: Able, m_range: tuple[int, int]) -> Pa
     if not columns:
         return ()
     costs = [[_cost(time, best) for time, best in zip(row, fastest) if best < inf] for row in rows]
-    choice = _cheapest_path(costs, [limit is None for _, limit in limits])
+    paths = []
+    for group in _groups([backend for backend, _ in limits], alone):
+        cost, path = _cheapest_path(
+            [costs[j] for j in group], [limits[j][1] is None for j in group]
+        )
+        paths.append((cost, tuple(group[j] for j in path)))
+    _, choice = min(paths, key=_first)
     return _parts([limits[j][0] for j in choice], [timings.tokens[i] for i in columns])
+
+
+def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
+    """Places of backends that may be parts of one split, in order of each group's first."""
+    groups: dict[str, list[int]] = {}
+    for place, backend in enumerate(backends):
+        groups.setdefault(backend if backend in alone else "", []).append(place)
+    return list(groups.values())
 
 
 def _columns(timings: Timings, m_range: tuple[int, int]) -> list[int]:
@@ -92,8 +111,9 @@ def _cost(us: float, fastest: float) -> float:
     return 0.0 if us <= fastest * TOLERANCE else log(us / fastest) if us < inf else inf
 
 
-def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]) -> list[int]:
-    """By column the row to take, at most MAX_PARTS runs of one row, PART_COST for each further run.
+def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]) -> "_Path":
+    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
+    each further run. No rows where there is none.
 
     Viterbi's algorithm over (row, number of runs); of equal costs the earlier row stays.
     """
@@ -114,7 +134,7 @@ def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]
     ends = [
         runs[j] for runs in paths for j in range(num_rows) if may_be_last[j] and runs[j][0] < inf
     ]
-    return list(min(ends, key=_first)[1]) if ends else []
+    return min(ends, key=_first) if ends else nowhere
 
 
 _Path = tuple[float, tuple[int, ...]]

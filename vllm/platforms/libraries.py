@@ -85,7 +85,7 @@ def library_state(module: str, distributions: tuple[str, ...] | None = None) -> 
     key = _trial_key(found)
     if key and trial.remembers(key):
         return found
-    result = trial.try_library(module, found.archs)
+    result = trial.try_library(module, found.archs, _TRIAL_SECONDS.get(module))
     if "broken" in result:
         version = f"version {found.version}, " if found.version else ""
         return Lib(module, broken=f"{version}{result['broken']}")
@@ -96,12 +96,12 @@ def library_state(module: str, distributions: tuple[str, ...] | None = None) -> 
 
 def _trial_key(lib: Lib) -> str:
     """What a trial's result depends on; "" where a library does not say its version."""
-    folder = _package_folder(lib.name)
-    if not lib.version or folder is None:
+    file = _module_file(lib.name)
+    if not lib.version or file is None:
         return ""
-    changed = (folder / "__init__.py").stat().st_mtime_ns
+    changed = file.stat().st_mtime_ns
     torch_version = _distribution_version("torch")
-    found = f"{lib} at {folder} of {changed}, torch {torch_version}, {installed_device()}"
+    found = f"{lib} at {file} of {changed}, torch {torch_version}, {installed_device()}"
     return f"{found}, {native_lib() or 'no native'}, {_compiler()}"
 
 
@@ -112,21 +112,22 @@ def _compiler() -> str:
 
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
-    folder = _package_folder(module)
+    file = _module_file(module)
     version = next(filter(None, map(_distribution_version, distributions)), "")
-    if folder is None and not version:
+    if file is None and not version:
         return None
-    archs = _ARCHS[module](folder) if folder is not None and module in _ARCHS else ()
+    archs = _ARCHS[module](file.parent) if file is not None and module in _ARCHS else ()
     return Lib(module, version, archs)
 
 
-def _package_folder(module: str) -> Path | None:
-    """Where `import module` would find it. A bare folder of that name is no package."""
+def _module_file(module: str) -> Path | None:
+    """The file that `import module` would run first: of a package its `__init__.py`, else the
+    module itself. A bare folder of that name is no package."""
     try:
         spec = find_spec(module)
     except ValueError:  # imported already, by something that left no spec
         return None
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def _distribution_version(name: str) -> str:
@@ -187,5 +188,27 @@ def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
         raise RuntimeError(f"its layout of scales on {device} is not the documented one")
 
 
+# ---------------------------------------------------------------- humming
+
+
+def _try_humming(humming: ModuleType, archs: tuple[str, ...]) -> None:
+    """Compiles and compares one product on the GPU; raises what goes wrong.
+
+    Without nvcc a product may still come from the library's cache, and the next size would fail.
+    """
+    if installed_device().kind == "cpu":
+        return
+    if find_nvcc() is None:
+        raise RuntimeError("it compiles with nvcc, which is not here: put it on PATH or CUDA_HOME")
+    from vllm.kernels.backends.humming import try_product
+
+    try_product()
+
+
 _ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {"deep_gemm": _deep_gemm_archs}
-TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {"deep_gemm": _try_deep_gemm}
+TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {
+    "deep_gemm": _try_deep_gemm,
+    "humming": _try_humming,
+}
+# Of libraries whose first product compiles for longer than trials usually take.
+_TRIAL_SECONDS = {"humming": 240.0}

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.problem import ActScheme, LinearProblem
-from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device, Scales
+from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors, scale_shape
 from vllm.kernels.tune_workers import Channel, Job
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
+from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
 from vllm.ops import torch_ops
 from vllm.utils.torch_utils import dtype_of
 
@@ -199,8 +200,8 @@ _STATIC_SCALE = 6 / 448
 def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
     """x [M, K] times the weight in float32, with activations rounded as the kernel's scheme says;
     NotImplementedError for a scheme without a reference here."""
-    if candidate.scales == Scales.UE8M0:
-        tensors = fp8_utils.requantised_ue8m0(tensors)
+    if candidate.is_lossy:
+        tensors = requantised(tensors, candidate.scales, x.dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
     return _rounded(x, candidate, tensors) @ packed.dequantize().T

@@ -179,9 +179,7 @@ def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
     gemm = torch.ops.vllm.cutlass_fp8_block_gemm_grouped
     num_experts = tensors.num_experts
 
-    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
-        if x.shape[0] == 0:
-            return x.clone()
+    def unadded(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
         rows = moe_rows.sort(ids, num_experts)
         layout = moe_rows.Rows(ids.numel(), is_row_major=True)
 
@@ -195,9 +193,9 @@ def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
         inner = multiply(q, scales, tensors.gate_up, tensors.gate_up_scales)
         q, scales = moe_rows.activate(inner, rows.positions, layout)
         out = multiply(q, scales, tensors.down, tensors.down_scales)
-        return moe_rows.combine(out, weights, rows.positions, num_experts)
+        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
-    return apply
+    return moe_rows.KernelOfRows(unadded)
 
 
 def _with_whole_blocks(tensors: "MoETensors") -> "MoETensors":

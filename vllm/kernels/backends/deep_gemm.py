@@ -108,7 +108,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     num_experts = tensors.num_experts
     gate_up, down = (prepare(stack, winner) for stack in tensors.all_experts())
 
-    def masked(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+    def masked(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
         # Whole tiles: the library writes whole ones, over whatever comes after an expert's rows.
         size = round_up(x.shape[0], library.get_mk_alignment_for_contiguous_layout()[0])
         rows = moe_rows.sort(ids, num_experts, rows_per_expert=size)
@@ -123,9 +123,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
         between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
         out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
-        return moe_rows.combine(out, weights, rows.positions, num_experts)
+        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
-    def contiguous(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+    def contiguous(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
         tile = library.get_mk_alignment_for_contiguous_layout()[0]
         rows = moe_rows.sort(ids, num_experts, block_m=tile, is_aligned=True)
         layout = moe_rows.Rows(rows.num_blocks * tile, scales=winner.scales)
@@ -137,14 +137,12 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
         between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
         out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
-        return moe_rows.combine(out, weights, rows.positions, num_experts)
+        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
-    def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
-        if x.shape[0] == 0:
-            return x.clone()
+    def unadded(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
         return (masked if x.shape[0] <= _MASKED_TOKENS else contiguous)(x, weights, ids)
 
-    return apply
+    return moe_rows.KernelOfRows(unadded)
 
 
 def _input_quant(winner: Candidate) -> "InputQuant":

@@ -83,13 +83,13 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 
 def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -> "LinearKernel":
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import requantised_ue8m0
     from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
+    from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
     from vllm.ops import torch_ops
 
     rounded = _rounding(winner, tensors)
     if winner.is_lossy:
-        tensors = requantised_ue8m0(tensors)
+        tensors = requantised(tensors, winner.scales, dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     stored = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
     packed = torch_ops.pack_linear(stored.dequantize(), bias=tensors.bias)

@@ -1,5 +1,7 @@
 """The reference: plain torch on any device, correct before fast, always there."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,18 @@ _Spec = partial(
     devices=frozenset({"cpu", "sm_7x", "sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
     dtypes=_FLOATS,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseKernel:
+    """x @ weight.T. weight [N, K]: for kernels that multiply with it and do more in one launch."""
+
+    weight: "Tensor"
+    multiply: "Callable[[Tensor, Tensor], Tensor]"
+
+    def __call__(self, x: "Tensor") -> "Tensor":
+        return self.multiply(x, self.weight)
+
 
 SPECS = (
     _Spec(family="linear", formats=_WEIGHTS),
@@ -42,8 +56,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
     if tensors.weight.is_cuda and not problem.weight.is_quantized:
         weight = tensors.weight.to(dtype_of(problem.dtype))
-        bias = None if tensors.bias is None else tensors.bias.to(weight.dtype)
-        return lambda x: functional.linear(x, weight, bias)
+        if tensors.bias is None:
+            return DenseKernel(weight, functional.linear)
+        added = tensors.bias.to(weight.dtype)
+        return lambda x: functional.linear(x, weight, added)
 
     scales, bias = tensors.row_scales(), tensors.bias
 
