@@ -229,7 +229,8 @@ def test_a_rank_that_hangs_ends_the_engine(folder):
     written(llm)
     os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"rank 0 .* timed out"):
+    # Logprobs are waited for while a step is launched, which only the engine can notice.
+    with pytest.raises(EngineDeadError, match=r"rank 0 .* gave no answer within 5 s"):
         written(llm)
     assert seconds - 1 < time.monotonic() - begin < 4 * seconds
 

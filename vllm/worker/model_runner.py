@@ -228,6 +228,9 @@ class ModelRunner:
             return self._without_tokens({})
         rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
         counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
+        if counts.max() == 1:
+            # Longest first, or attention ends with a long one while most of a GPU has no work.
+            rows = rows[np.argsort(-batch.num_computed[rows], kind="stable")]
         starts = batch.num_computed[rows]
         ends = starts + counts
         complete = np.flatnonzero(ends == batch.num_tokens[rows])
@@ -238,15 +241,29 @@ class ModelRunner:
             logits = self._graphs.replay(size)[: len(rows)]
             prompt_logprobs = {}
         else:
-            hidden = self.model(self._inputs.fill(batch, rows, counts, starts))
-            prompt_logprobs = self._report_prompts(hidden, rows, np.cumsum(counts), counts, starts)
+            last = np.cumsum(counts) - 1
+            read = self._read_rows(step, last, complete)
+            hidden = self.model(self._inputs.fill(batch, rows, counts, starts, read))
+            prompt_logprobs = self._report_prompts(hidden, rows, last + 1, counts, starts)
             if len(complete):
-                last = to_device(np.cumsum(counts)[complete] - 1, self.device)
-                logits = self.model.compute_logits(hidden[last])
+                if len(hidden) > len(complete):
+                    hidden = hidden[to_device(last[complete], self.device)]
+                logits = self.model.compute_logits(hidden)
         batch.num_computed[rows] = ends
         if len(complete) == 0:
             return self._without_tokens(prompt_logprobs)
         return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
+
+    def _read_rows(self, step: Step, last: np.ndarray, complete: np.ndarray) -> np.ndarray | None:
+        """The tokens of a step whose last hidden state somebody reads; None for all. last: of each
+        request.
+
+        Where nothing is sampled it is one that nobody reads, for no kernel takes none. Prompt
+        logprobs read all. Engines in lock step count on each other's tokens in every layer.
+        """
+        if self._prompt_logprobs or step.token_counts or len(complete) > last[-1]:
+            return None
+        return last[complete] if len(complete) else last[-1:]
 
     def _without_tokens(self, prompt_logprobs: dict[str, list[TokenLogprobs]]) -> LaunchedStep:
         nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]

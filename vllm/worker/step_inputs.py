@@ -62,14 +62,22 @@ class StepInputs:
         self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
         shape = (max_seqs, self._max_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        is_pinned = self._device.type == "cuda"
         self._staged_tables = [
-            torch.zeros(shape, dtype=torch.int32, device="cpu").pin_memory() for _ in range(2)
+            torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+            for _ in range(2)
         ]
+        self._sent_tables = np.empty((0, 0), np.int32)  # the first of the two, as far as it is used
 
     def fill(
-        self, batch: InputBatch, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray
+        self,
+        batch: InputBatch,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
+        read: np.ndarray | None = None,
     ) -> ForwardBatch:
-        """`counts` tokens of each of `rows`, from position `starts` on."""
+        """`counts` tokens of each of `rows`, from position `starts` on. read: see `read_rows`."""
         size, host, device = self._block_size, self._buffers.host, self._buffers.device
         self._buffers.wait_until_read()
         num_seqs = len(rows)
@@ -109,6 +117,7 @@ class StepInputs:
                 max_seq_len=max_seq_len,
                 host=HostBatch(query_start_loc, seq_lens, tables),
             ),
+            read_rows=None if read is None else to_device(read, self._device),
         )
 
     def padding(self, num_tokens: int) -> ForwardBatch:
@@ -150,15 +159,24 @@ class StepInputs:
         for name, values in host.items():
             values[num_seqs:size] = -1 if name == "slot_mapping" else 0
         self._decode.upload()
-        # Of the two, the one that the last step but one has read: that step is over.
-        self._staged_tables.reverse()
         used = -(-(int(starts.max(initial=0)) + 1) // block_size)
-        staged = self._staged_tables[0].view(-1)[: num_seqs * used].view(num_seqs, used)
-        np.take(batch.block_table[:, :used], rows, axis=0, out=staged.numpy())
-        self._block_tables[:num_seqs, :used].copy_(staged, non_blocking=True)
+        tables = self._stage_tables(batch.block_table[:, :used], rows)
         for planner in self.planners:
-            one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, staged.numpy())
+            one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, tables)
             planner.plan_graph((size, self._max_blocks, block_size), one_each)
+
+    def _stage_tables(self, block_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The rows, on the device too; most steps find them there as the one before left them."""
+        shape = len(rows), block_table.shape[1]
+        # Of the two, the one that the last step but one may have read: that step is over.
+        staged = self._staged_tables[1].view(-1)[: shape[0] * shape[1]].view(shape)
+        tables = staged.numpy()
+        np.take(block_table, rows, axis=0, out=tables)
+        if not np.array_equal(tables, self._sent_tables):
+            self._staged_tables.reverse()
+            self._sent_tables = tables
+            self._block_tables[: shape[0], : shape[1]].copy_(staged, non_blocking=True)
+        return tables
 
     def decode_batch(self, size: int) -> ForwardBatch:
         """Inputs at fixed addresses for `size` requests of one token."""

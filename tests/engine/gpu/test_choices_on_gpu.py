@@ -78,7 +78,7 @@ def engine(folder: str, wishes: str, dump: Path, patch: pytest.MonkeyPatch) -> L
     gc.collect()
     torch.cuda.empty_cache()
     return LLM(folder, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
-               gpu_memory_utilization=0.1, enforce_eager=True, dump_decisions=dump,
+               num_gpu_blocks_override=100, enforce_eager=True, dump_decisions=dump,
                **options)  # fmt: skip
 
 
@@ -149,7 +149,7 @@ from vllm.platforms import trial
 trial.TIMEOUT_SECONDS = 20.0
 if __name__ == "__main__":
     llm = LLM({folder!r}, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
-              gpu_memory_utilization=0.1, enforce_eager=True, dump_decisions={dump!r})
+              num_gpu_blocks_override=100, enforce_eager=True, dump_decisions={dump!r})
     params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
     llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
 """
@@ -157,7 +157,7 @@ if __name__ == "__main__":
     env = {**os.environ, "PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     (tmp_path / "start.py").write_text(script)
     done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True,
-                          text=True, env=env, timeout=120)  # fmt: skip
+                          text=True, env=env, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
     decisions = json.loads(Path(dump).read_text())["decisions"]
     for decision in decisions:

@@ -1,6 +1,6 @@
 """Greedy texts of the demo model on the GPU are those of the CPU, but where two tokens tie.
 
-Needs the demo model under VLLM_CACHE_ROOT (`make serve` makes it).
+Needs the demo model under VLLM_CACHE_ROOT (`make serve` makes it), or what it is made of.
 """
 
 import gc
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.demo import demo_model_path
+from vllm.errors import CheckpointError
 from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,10 @@ json.dump({"texts": texts, "scores": scores}, open(file, "w"))
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     """The demo model, and the same weights in bf16."""
-    model, plain = demo_model_path(), tmp_path_factory.mktemp("bf16")
+    try:
+        model, plain = demo_model_path(), tmp_path_factory.mktemp("bf16")
+    except CheckpointError as error:
+        pytest.skip(f"no demo model: {error}")
     tensors = load_file(model / "model.safetensors")
     for name in [n for n in tensors if n.endswith(".weight_scale_inv")]:
         weight = name.removesuffix("_scale_inv")
@@ -84,7 +88,7 @@ def of_the_cpu(folders, tmp_path_factory) -> dict[str, dict]:
 def engine(folder: str, **options) -> LLM:
     gc.collect()
     torch.cuda.empty_cache()
-    return LLM(folder, max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.1, **options)
+    return LLM(folder, max_model_len=512, max_num_seqs=16, num_gpu_blocks_override=600, **options)
 
 
 def greedy(llm: LLM) -> list[dict]:
@@ -137,13 +141,8 @@ def num_ties(expected: list[dict], texts: list[dict], tie: float) -> int:
     ("kind", "options"),
     [
         ("bf16", {}),
-        ("bf16", {"enforce_eager": True, "max_num_batched_tokens": 48}),
         ("fp8", {}),
         ("fp8", {"enforce_eager": True, "max_num_batched_tokens": 48}),
-        ("fp8", {"linear_backend": "cutlass"}),
-        ("fp8", {"linear_backend": "triton"}),
-        ("fp8", {"linear_backend": "torch"}),
-        ("fp8", {"linear_backend": "emulation"}),
         ("fp8", {"kernel": ("*.down_proj=deep_gemm",)}),
     ],
 )

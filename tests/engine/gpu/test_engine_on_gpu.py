@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: the same numbers as transformers, with graphs and without."""
+"""The whole engine on a GPU: the numbers of transformers, FP8 beside its emulation, seeds."""
 
 import gc
 
@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
 def engine(folder, **options) -> LLM:
     gc.collect()
     torch.cuda.empty_cache()
-    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=16, max_model_len=512,
-               gpu_memory_utilization=0.1, **options)  # fmt: skip
+    options = {"num_gpu_blocks_override": 600} | options
+    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=16, max_model_len=512, **options)
 
 
 def prompt_logprobs(llm: LLM) -> list[torch.Tensor]:
@@ -37,15 +37,6 @@ def prompt_logprobs(llm: LLM) -> list[torch.Tensor]:
         torch.tensor([entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], p[1:])])
         for o, p in zip(outputs, PROMPTS)
     ]
-
-
-def generated(llm: LLM, num_tokens: int = 24) -> tuple[list[list[int]], torch.Tensor]:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0,
-                            detokenize=False)  # fmt: skip
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-    tokens = [list(o.outputs[0].token_ids) for o in outputs]
-    first = [o.outputs[0].logprobs[0][ids[0]].logprob for o, ids in zip(outputs, tokens)]
-    return tokens, torch.tensor(first)
 
 
 def largest_gap(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -62,23 +53,8 @@ def test_prompt_logprobs_equal_those_of_transformers(folder):
             ids = torch.tensor([prompt], device="cuda")
             logprobs = reference(ids).logits[0].float().log_softmax(-1)
             expected.append(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].cpu())
-    assert largest_gap(prompt_logprobs(engine(folder)), expected) < 0.1
-
-
-def test_graphs_and_eager_steps_decode_alike(folder):
-    with_graphs, first = generated(engine(folder))
-    eager, eager_first = generated(engine(folder, enforce_eager=True))
-    assert (first - eager_first).abs().max() < 0.02
-    same = sum(a == b for x, y in zip(with_graphs, eager) for a, b in zip(x, y))
-    assert same >= 0.9 * sum(map(len, eager))
-
-
-def test_a_prefix_in_the_cache_changes_nothing(folder):
-    llm = engine(folder)
-    first, _ = generated(llm)
-    again, _ = generated(llm)
-    same = sum(a == b for x, y in zip(first, again) for a, b in zip(x, y))
-    assert same >= 0.9 * sum(map(len, first))
+    share = {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.1}
+    assert largest_gap(prompt_logprobs(engine(folder, **share)), expected) < 0.1
 
 
 def mean_gap(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -94,7 +70,7 @@ def test_fp8_kernels_lose_no_more_than_their_emulation_does(folder):
 
 
 def test_sampling_with_a_seed_gives_one_text(folder):
-    llm = engine(folder)
+    llm = engine(folder, enable_prefix_caching=False)  # which would round the prompt otherwise
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=7, max_tokens=16,
                             ignore_eos=True, detokenize=False)  # fmt: skip
     prompts = [{"prompt_token_ids": PROMPTS[2]}]

@@ -27,8 +27,12 @@ MODELS = {
 }
 # More tokens than our kernel multiplies itself, and fewer.
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(n)] for n in (2, 9, 50, 300)]
-# Of a log probability: bfloat16 activations, as in test_engine_on_gpu.py.
+# Of a log probability. The CPU in bfloat16 is 0.1 off at most, and 0.02 on average.
 MOST, MEAN = 0.15, 0.03
+# On average, where activations are rounded to E4M3: emulated on the CPU they are 0.15 off.
+MEAN_OF_QUANTISED = 0.3
+# Layouts that come to the same weights as others once they are read, which is tested on the CPU.
+SAME = {"ct-nvfp4", "ct-nvfp4a16", "ct-fp8-tensor", "ct-int4-w4a8", "awq-32"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def load(folder, **options) -> LLM:
     gc.collect()
     torch.cuda.empty_cache()
     return LLM(str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=8,
-               max_model_len=512, gpu_memory_utilization=0.1, **options)  # fmt: skip
+               max_model_len=512, num_gpu_blocks_override=300, **options)  # fmt: skip
 
 
 def prompt_logprobs(llm: LLM) -> list[torch.Tensor]:
@@ -96,7 +100,7 @@ def wide_copy(source, weights, folder):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in SAME])
 def test_weight_only_kernels_give_the_logits_of_the_dequantised_weights(
     sources, layout, model, tmp_path
 ):
@@ -112,14 +116,14 @@ def test_weight_only_kernels_give_the_logits_of_the_dequantised_weights(
 
 @pytest.mark.parametrize("format_name", list(FORMATS))
 def test_what_we_quantise_is_served(sources, format_name, tmp_path):
-    """By whatever the selector likes best; beside the numbers that a CPU computes from it."""
+    """By whatever the selector likes best; beside torch's products with the weights made wide."""
     source = sources("llama")
     quantize_checkpoint(source, tmp_path / "out", format_name)
     found = prompt_logprobs(load(tmp_path / "out"))
     by_torch = prompt_logprobs(load(tmp_path / "out", linear_backend="torch"))
-    is_fp8 = format_name.startswith("fp8")  # activations may be quantised too
+    is_fp8 = format_name.startswith("fp8")
     gaps = torch.cat([a - b for a, b in zip(found, by_torch)]).abs()
-    assert float(gaps.mean()) < (0.1 if is_fp8 else MEAN)
+    assert float(gaps.mean()) < (MEAN_OF_QUANTISED if is_fp8 else 2 * MEAN)  # both round
 
 
 @pytest.mark.parametrize(
