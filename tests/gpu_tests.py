@@ -1,173 +1,309 @@
 """All tests that need a GPU, several at a time on one: `make test-gpu`, or
 
-    python tests/gpu_tests.py [--jobs 6] [--minutes 8] [--out FILE] [FILES ...]
+    python tests/gpu_tests.py [--out FILE] [--before FILE] [--only-failed FILE] [FILES ...]
 
-Each file of tests is cut into parts that run in processes of their own, the slowest files first.
-FILE gets the machine, the versions, a line for each file and the names of what failed. Exit code 0:
-everything passed in time. Needs pytest, and of this repository the package with its library.
-As a plugin of pytest (`-p gpu_tests`) it keeps one part of the tests.
+Each file of tests is cut into parts that run in processes of their own; the parts that took longest
+in the results `--before` come first. FILE gets the machine, the versions, a line for each file, the
+names of what failed or was not run, and the slowest tests, with how much of them was the start of
+engines. It is written anew whenever a part ends, and when time is up or SIGTERM comes. Exit code 0:
+everything passed in time.
+
+Three processes run on four cores, and one for each 8 GiB of the GPU at most; --jobs says another
+number. Needs pytest, and of this repository the package with its library. As a plugin of pytest
+(`-p gpu_tests`) it keeps one part of the tests and writes down what becomes of each.
 """
 
 import argparse
+import contextlib
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("tests/engine/gpu", "tests/kernels/gpu", "tests/distributed")
-PART = "GPU_TESTS_PART"
 # Into how many parts a file is cut; those that are not here, into one.
 PARTS = {
-    "test_architectures_on_gpu.py": 3,
-    "test_choices_on_gpu.py": 2,
+    "test_architectures_on_gpu.py": 6,
+    "test_choices_on_gpu.py": 3,
     "test_cuda_ops.py": 3,
-    "test_formats_on_gpu.py": 3,
+    "test_formats_on_gpu.py": 4,
     "test_fp8_quant.py": 2,
     "test_moe_backends_on_gpu.py": 6,
+    "test_no_compile_on_gpu.py": 3,
     "test_nvfp4_quant.py": 2,
-    "test_triton_attention.py": 2,
+    "test_triton_attention.py": 3,
 }
-LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python")
+# Those that wait for compilers; first where nothing has been measured.
+COMPILING = ("test_flashinfer_attention.py", "test_deep_gemm_h100.py", "test_no_compile_on_gpu.py")
+LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python", "transformers")
+GIB_PER_JOB = 8  # what one process takes of a GPU at most, on average
+NUM_SLOWEST = 20
+STOPPED = threading.Event()
 
 
+# ---------------------------------------------------------------- inside pytest
+
+
+@pytest.hookimpl(trylast=True)  # of those that are marked, ordered by what they share
 def pytest_collection_modifyitems(config, items) -> None:
-    """Every n-th test, of all that were collected."""
-    index, count = map(int, os.environ.get(PART, "0/1").split("/"))
-    kept = items[index::count]
+    """Keeps one stretch of several, of all tests or of those that are named."""
+    job = json.loads(os.environ.get("GPU_TESTS", "{}"))
+    if not job:
+        return
+    index, count, only = job["index"], job["count"], job["only"]
+    kept = [item for item in items if not only or item.nodeid.partition("::")[2] in only]
+    kept = kept[len(kept) * index // count : len(kept) * (index + 1) // count]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
 
+def pytest_collection_finish(session) -> None:
+    _tell(tests=[item.nodeid.partition("::")[2] for item in session.items])
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(begun=nodeid.partition("::")[2])
+
+
+def pytest_runtest_logreport(report) -> None:
+    test = report.nodeid.partition("::")[2]
+    if report.when == "call" or not report.passed:
+        kind = report.outcome if report.when == "call" or report.skipped else "error"
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = str(crash.message if crash else report.longrepr if report.failed else "")
+        _tell(test=test, kind=kind, message=" ".join(message.split())[:300])
+    log = report.capstderr if report.when == "call" else ""
+    start = sum(map(float, re.findall(r"Ready after ([\d.]+) s", log)))
+    _tell(timed=test, seconds=report.duration, start=start)
+
+
+def _tell(**event) -> None:
+    if job := json.loads(os.environ.get("GPU_TESTS", "{}")):
+        with open(job["events"], "a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+# ---------------------------------------------------------------- parts of files
+
+
 @dataclass
 class Outcome:
+    """wrong: by test (or part) why it did not pass. times: of tests, and of starts in them.
+    is_known: which tests there are."""
+
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    is_known: bool = False
+
+    def add(self, other: "Outcome") -> None:
+        self.counts += other.counts
+        self.seconds += other.seconds
+        self.wrong |= other.wrong
+        self.times |= other.times
 
 
 @dataclass(frozen=True)
 class Job:
+    """only: the tests to run, `name[parameters]`; all of the file where there are none."""
+
     file: Path
     index: int
     count: int
+    only: tuple[str, ...] = ()
 
     def run(self, folder: Path, end: float) -> Outcome:
-        report = folder / f"{self.file.stem}-{self.index}.xml"
-        words = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "gpu"]
-        words += ["-p", "gpu_tests", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        events = folder / f"{self.file.stem}-{self.index}.jsonl"
+        log = events.with_suffix(".log")
+        job = {"index": self.index, "count": self.count, "only": self.only, "events": str(events)}
+        words = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "gpu", str(self.file)]
+        words += ["-p", "gpu_tests", "-p", "no:cacheprovider"]
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, PART: f"{self.index}/{self.count}", "OMP_NUM_THREADS": "2",
-               "PYTHONPATH": os.pathsep.join(paths)}  # fmt: skip
-        start = time.monotonic()
-        log = report.with_suffix(".log")
+        env = {"OMP_NUM_THREADS": "2", **os.environ, "GPU_TESTS": json.dumps(job),
+               "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
+        begin = time.monotonic()
+        if STOPPED.is_set() or begin >= end:
+            wrong = {f"{self.name}, all tests": "not run"}
+            return Outcome(Counter({"unfinished parts": 1}), wrong=wrong)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*words, str(self.file)], cwd=ROOT, env=env, stdout=output, stderr=output
+                words, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
             )
-            try:
-                process.wait(max(end - start, 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        outcome = Outcome(seconds=time.monotonic() - start)
-        if report.exists():
-            read_report(report, outcome)
-        if not report.exists() or (process.returncode not in (0, 1, 5)):
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            reason = "out of time" if time.monotonic() >= end else f"exit code {process.returncode}"
-            part = f"{self.file.name} {self.index + 1}/{self.count}"
+            while process.poll() is None and time.monotonic() < end and not STOPPED.is_set():
+                time.sleep(0.1)
+            is_late = process.poll() is None
+            with contextlib.suppress(ProcessLookupError):  # with what it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        outcome = read_events(events, f"{name_of(self.file)}::")
+        outcome.seconds = time.monotonic() - begin
+        if process.returncode not in (0, 1, 5):
+            last = " ".join(log.read_text(errors="replace").split("\n")[-3:])
+            reason = "out of time" if is_late else f"exit code {process.returncode}"
             outcome.counts["unfinished parts"] += 1
-            outcome.wrong.append(f"{part}: {reason}: {' '.join(last)[:200]}")
+            name = self.name if outcome.is_known else f"{self.name}, all tests"
+            outcome.wrong[name] = f"{reason}: {last.strip()[-200:]}"
         return outcome
 
-
-def read_report(report: Path, outcome: Outcome) -> None:
-    for case in ElementTree.parse(report).iter("testcase"):
-        found = {child.tag: child for child in case}
-        kind = next((k for k in ("failure", "error", "skipped") if k in found), "passed")
-        outcome.counts[kind] += 1
-        if kind in ("failure", "error"):
-            message = " ".join((found[kind].get("message") or "").split())[:300]
-            outcome.wrong.append(f"{case.get('classname')}::{case.get('name')}: {message}")
+    @property
+    def name(self) -> str:
+        return f"{name_of(self.file)} part {self.index + 1} of {self.count}"
 
 
-def jobs_of(files: list[Path]) -> list[Job]:
-    found = [
-        Job(file, index, PARTS.get(file.name, 1))
-        for file in files
-        for index in range(PARTS.get(file.name, 1))
-    ]
-    return sorted(found, key=lambda job: -job.count)
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
+
+
+def read_events(file: Path, prefix: str) -> Outcome:
+    """What pytest told before it ended, or was ended. prefix: of the names of tests."""
+    outcome, waiting, begun = Outcome(), [], ""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:  # cut off with its process
+            break
+        waiting = event.get("tests", waiting)
+        outcome.is_known |= "tests" in event
+        begun = event.get("begun", begun)
+        if "test" in event:
+            outcome.counts[event["kind"]] += 1
+            waiting = [name for name in waiting if name != event["test"]]
+            if event["kind"] in ("failed", "error"):
+                outcome.wrong[prefix + event["test"]] = event["message"]
+        elif "timed" in event:
+            times = outcome.times.setdefault(prefix + event["timed"], [0.0, 0.0])
+            times[:] = times[0] + event["seconds"], times[1] + event["start"]
+    for name in waiting:
+        outcome.counts["not run"] += 1
+        outcome.wrong[prefix + name] = (
+            "it ran when its process ended" if name == begun else "not run"
+        )
+    return outcome
 
 
 def gpu_files() -> Iterator[Path]:
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).glob("test_*.py")):
-            if "pytest.mark.gpu" in file.read_text():
-                yield file
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        is_marked = any(sign in text for sign in ("pytest.mark.gpu", "from triton_device import"))
+        if is_marked and "gpu_tests" not in text:
+            yield file
 
 
-def machine() -> str:
-    import torch
+def jobs_of(files: list[Path], before: str, failed: str | None) -> list[Job]:
+    """Longest first. before, failed: results of another run."""
+    lines = re.findall(r"^(\S+\.py): .*?(\d+) s(?:,|$)", before, re.MULTILINE)
+    seconds = {name: float(number) for name, number in lines}
+    found = []
+    for file in files:
+        only = () if failed is None else not_passed(file, failed)
+        if only is None:
+            continue
+        count = 1 if only else PARTS.get(file.name, 1)
+        found += [Job(file, index, count, only) for index in range(count)]
 
-    versions = []
-    for name in LIBRARIES:
-        try:
-            versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            versions.append(f"no {name}")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{' + '.join(names) or 'no GPU'}; {', '.join(versions)}"
+    def length(job: Job) -> float:
+        guess = 1000.0 if job.file.name in COMPILING else 0.0
+        return seconds.get(name_of(job.file), guess) / job.count
+
+    return sorted(found, key=length, reverse=True)
+
+
+def not_passed(file: Path, results: str) -> tuple[str, ...] | None:
+    """Names of its tests; () where they are not known, None where all passed."""
+    name = re.escape(name_of(file))
+    if re.search(rf"^    {name} part .*, all tests\t", results, re.MULTILINE):
+        return ()
+    return tuple(re.findall(rf"^    {name}::(.*)\t", results, re.MULTILINE)) or None
+
+
+# ---------------------------------------------------------------- the whole
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--jobs", type=int, default=6, help="processes at a time (default: 6)")
+    parser.add_argument("files", nargs="*", type=Path, help="all where none is named")
+    parser.add_argument("--jobs", type=int, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=8, help="for all together (default: 8)")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-tests.txt")
+    parser.add_argument("--before", type=Path, help="results to order by; those of this GPU if any")
+    parser.add_argument("--only-failed", type=Path, help="results: run what did not pass there")
     args = parser.parse_args()
-    start = time.monotonic()
-    end = start + 60 * args.minutes
-    jobs = jobs_of([file.resolve() for file in args.files] or list(gpu_files()))
+    begin = time.monotonic()
+    gpus, default_jobs = look_around()
+    num_jobs = args.jobs or default_jobs
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: STOPPED.set())
+    kept = ROOT / "benchmarks" / "results"
+    known = [args.before] if args.before else [*kept.glob("*/tests.txt")]
+    before = next((t for t in (f.read_text() for f in known) if args.before or gpus in t), "")
+    failed = args.only_failed.read_text() if args.only_failed else None
+    jobs = jobs_of([file.resolve() for file in args.files] or [*gpu_files()], before, failed)
     outcomes: dict[str, Outcome] = defaultdict(Outcome)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        results = pool.map(lambda job: job.run(Path(folder), end), jobs)
-        for job, outcome in zip(jobs, results, strict=True):
-            total = outcomes[job.file.relative_to(ROOT).as_posix()]
-            total.counts += outcome.counts
-            total.seconds += outcome.seconds
-            total.wrong += outcome.wrong
-    text = report_of(outcomes, time.monotonic() - start, args.jobs)
+    head = f"{gpus}; {versions()}; {datetime.now(UTC).date().isoformat()}\ntests/gpu_tests.py"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text)
-    print(text)
-    return int(any(outcome.wrong for outcome in outcomes.values()))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
+        end = begin + 60 * args.minutes
+        running = {pool.submit(job.run, Path(folder), end): job for job in jobs}
+        for count, future in enumerate(as_completed(running), 1):
+            outcomes[name_of(running[future].file)].add(future.result())
+            so_far = f"{count} of {len(jobs)} parts, {time.monotonic() - begin:.0f} s"
+            lines = [f"{head}, {num_jobs} processes at a time: {so_far}", *report_of(outcomes)]
+            args.out.write_text("\n".join(lines) + "\n")
+    print(args.out.read_text())
+    return int(not jobs or any(outcome.wrong for outcome in outcomes.values()))
 
 
-def report_of(outcomes: dict[str, Outcome], seconds: float, num_jobs: int) -> str:
-    total: Counter[str] = sum((o.counts for o in outcomes.values()), Counter())
-    lines = [
-        f"{machine()}; {datetime.now(UTC).date().isoformat()}",
-        f"tests/gpu_tests.py, {num_jobs} processes at a time: {seconds:.0f} s, {said(total)}",
-        "",
-    ]
+def look_around() -> tuple[str, int]:
+    """Names of the GPUs, and how many processes the machine takes."""
+    import torch
+
+    count = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    most = len(os.sched_getaffinity(0)) * 3 // 4
+    if gpus:
+        most = min(most, gpus[0].total_memory // (GIB_PER_JOB << 30))
+    return " + ".join(gpu.name for gpu in gpus) or "no GPU", max(1, most)
+
+
+def versions() -> str:
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def report_of(outcomes: dict[str, Outcome]) -> Iterator[str]:
+    yield said(sum((o.counts for o in outcomes.values()), Counter()))
+    yield ""
     for name, outcome in sorted(outcomes.items()):
-        lines.append(f"{name}: {said(outcome.counts)}, {outcome.seconds:.0f} s")
-        lines += [f"    {wrong}" for wrong in outcome.wrong]
-    return "\n".join(lines) + "\n"
+        start = sum(s for _, s in outcome.times.values())
+        engines = f", {start:.0f} s of them the start of engines" if start else ""
+        yield f"{name}: {said(outcome.counts)}, {outcome.seconds:.0f} s{engines}"
+        yield from (f"    {wrong}\t{reason}" for wrong, reason in outcome.wrong.items())
+    times = {name: t for outcome in outcomes.values() for name, t in outcome.times.items()}
+    yield "\nslowest tests, in seconds, and of those the start of engines:"
+    for name, (seconds, start) in sorted(times.items(), key=lambda t: -t[1][0])[:NUM_SLOWEST]:
+        yield f"  {seconds:5.1f} {start:5.1f}  {name}"
 
 
 def said(counts: Counter[str]) -> str:

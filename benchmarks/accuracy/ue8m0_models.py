@@ -75,7 +75,7 @@ CONFIGURATIONS = (
     Numbers("deep_gemm on sm_90, E8M0=1", "emulate:deep_gemm@sm_90",
             (("VLLM_USE_DEEP_GEMM_E8M0", "1"),), answers=False),
 )  # fmt: skip
-REFERENCES = ("bf16", "cutlass on sm_100")
+REFERENCES = ("bf16", "fp8, activations float32", "cutlass on sm_100")
 # K = 576 is no size that DeepGEMM takes: its arithmetic, without its limits.
 DEMO_CONFIGURATIONS = (
     *CONFIGURATIONS[:2],
@@ -90,11 +90,12 @@ _SHARED = ("--gpu-memory-utilization", "0.08", "--enforce-eager")
 _DOWN = (*_SHARED, "--kernel", "*.down_proj=deep_gemm")
 GPU_CONFIGURATIONS = (
     Numbers("bf16", is_bf16=True, more=_SHARED),
+    Numbers("fp8, activations bf16", "marlin", more=_SHARED),
     Numbers("cutlass and triton", more=_SHARED, variables=(("VLLM_USE_DEEP_GEMM", "0"),)),
     Numbers("deep_gemm, float32 scales", "deep_gemm", more=_SHARED),
     Numbers("deep_gemm, FLOAT32_CEIL_UE8M0", "deep_gemm", _CEIL, more=_SHARED),
 )
-GPU_REFERENCES = ("bf16", "cutlass and triton")
+GPU_REFERENCES = ("bf16", "fp8, activations bf16", "cutlass and triton")
 GPU_DEMO_CONFIGURATIONS = (
     Numbers("cutlass", "cutlass", more=_SHARED),
     Numbers("down_proj by deep_gemm, float32 scales", more=_DOWN),

@@ -7,15 +7,18 @@ replays; a graph makes one call after another over different parts of a cache la
 times L2, as the layers of a model do. `of copy`: bytes of K and V read in that time, over the
 bandwidth (read + written) of a copy of 1 GB in the same run. Causal FLOPs are counted: of a prompt
 of n tokens 2 * n * (n + 1) * heads * head_dim. Compile times are those of an empty cache; on disk
-they are paid once.
+they are paid once. Rows of keys `100..2048` decode for requests of lengths drawn from there, in the
+order they were drawn in (`as drawn`) and as the engine orders them (`longest`).
 """
 
 import argparse
 import os
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -30,17 +33,20 @@ NUM_HEADS, NUM_KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = DIM**-0.5
 DECODES = [(batch, context) for batch in (1, 8, 64, 256) for context in (256, 1024, 4096)]
 PREFILLS = [(1, 3500, 3500), (1, 512, 8192), (8, 1024, 1024)]
+SHORTEST, LONGEST = 100, 2048
+UNEQUAL = (64, 128, 256)
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: R requests of query_len new tokens and seq_len keys each."""
+    """One measurement: R requests of query_len new tokens each, and of `keys` keys."""
 
     provider: str
     num_requests: int
     query_len: int
-    seq_len: int
+    keys: str
+    order: str
     microseconds: float
     of_copy: float
     tflops: float
@@ -49,12 +55,13 @@ class Row:
 class Inputs:
     """The cache of several calls side by side, with shuffled blocks."""
 
-    def __init__(self, num_requests: int, query_len: int, seq_len: int, dtype: torch.dtype):
-        self.num_requests, self.query_len, self.seq_len = num_requests, query_len, seq_len
+    def __init__(self, query_len: int, seq_lens: Sequence[int], dtype: torch.dtype):
+        self.query_len, self.seq_lens = query_len, list(seq_lens)
+        self.num_requests = num_requests = len(seq_lens)
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        num_blocks = cdiv(seq_len, BLOCK_SIZE) * num_requests
+        num_blocks = cdiv(max(seq_lens), BLOCK_SIZE) * num_requests
         block = (BLOCK_SIZE, NUM_KV_HEADS, DIM)
-        self.num_bytes = 2 * num_requests * seq_len * NUM_KV_HEADS * DIM * dtype.itemsize
+        self.num_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * DIM * dtype.itemsize
         self.num_calls = min(256, max(2, cdiv(4 * l2, self.num_bytes)))
         shape = (self.num_calls * num_blocks, *block)
         self.k_cache, self.v_cache = (
@@ -63,7 +70,7 @@ class Inputs:
         ids = torch.randperm(self.num_calls * num_blocks, device="cuda").int()
         self.tables = ids.view(self.num_calls, num_requests, -1)
         self.starts = torch.arange(num_requests + 1, device="cuda").int() * query_len
-        self.lens = torch.full((num_requests,), seq_len, dtype=torch.int32, device="cuda")
+        self.lens = torch.tensor(self.seq_lens, dtype=torch.int32, device="cuda")
         num_tokens = num_requests * query_len
         self.query = torch.randn(num_tokens, NUM_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.query)
@@ -80,21 +87,44 @@ class Inputs:
                 SCALE,
                 out=self.out,
                 max_query_len=self.query_len,
-                max_seq_len=self.seq_len,
+                max_seq_len=max(self.seq_lens),
             )
 
-    def row(self, provider: str, microseconds: float, copy_bytes_per_us: float) -> Row:
-        begin = self.seq_len - self.query_len
-        pairs = self.query_len * (begin + (self.query_len + 1) / 2) * self.num_requests
+    def row(
+        self, case: "Case", provider: str, microseconds: float, copy_bytes_per_us: float
+    ) -> Row:
+        seen = (n - self.query_len + (self.query_len + 1) / 2 for n in self.seq_lens)
+        pairs = self.query_len * sum(seen)
         return Row(
             provider,
             self.num_requests,
             self.query_len,
-            self.seq_len,
+            case.keys,
+            case.order,
             microseconds,
             self.num_bytes / microseconds / copy_bytes_per_us,
             4 * pairs * NUM_HEADS * DIM / microseconds / 1e6,
         )
+
+
+@dataclass(frozen=True)
+class Case:
+    """keys, order: as they are printed."""
+
+    query_len: int
+    seq_lens: tuple[int, ...]
+    keys: str
+    order: str = "equal"
+
+
+def cases() -> Iterator[Case]:
+    for num_requests, query_len, seq_len in [(r, 1, n) for r, n in DECODES] + PREFILLS:
+        yield Case(query_len, (seq_len,) * num_requests, str(seq_len))
+    for num_requests in UNEQUAL:
+        rng, keys = random.Random(num_requests), f"{SHORTEST}..{LONGEST}"
+        drawn = tuple(rng.randint(SHORTEST, LONGEST) for _ in range(num_requests))
+        yield Case(1, drawn, keys, "as drawn")
+        yield Case(1, tuple(sorted(drawn, reverse=True)), keys, "longest")
 
 
 def copy_bandwidth() -> float:
@@ -105,7 +135,7 @@ def copy_bandwidth() -> float:
 
 def print_compile_times(dtype: torch.dtype) -> None:
     """First calls of kernels whose results are in no cache, on a problem that takes no time."""
-    small = Inputs(2, 1, 256, dtype)
+    small = Inputs(1, (256, 256), dtype)
     new = torch.randn(2, NUM_KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(2, device="cuda")
     first_calls = {
@@ -113,7 +143,7 @@ def print_compile_times(dtype: torch.dtype) -> None:
             new, new, small.k_cache, small.v_cache, slots
         ),
         "decode + combine": next(small.calls()),
-        "prefill": next(Inputs(1, 64, 256, dtype).calls()),
+        "prefill": next(Inputs(64, (256,), dtype).calls()),
     }
     for name, run in first_calls.items():
         begin = time.perf_counter()
@@ -126,14 +156,14 @@ def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
     """FlashInfer's wrappers, planned outside the graph as its users do."""
     import flashinfer
 
-    count = inputs.tables.shape[2]
-    indptr = torch.arange(inputs.num_requests + 1, dtype=torch.int32, device="cuda") * count
+    counts = [cdiv(n, BLOCK_SIZE) for n in inputs.seq_lens]
+    indptr = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cuda")
     last = (inputs.lens - 1) % BLOCK_SIZE + 1
     types = {"q_data_type": torch.bfloat16, "kv_data_type": inputs.k_cache.dtype}
     heads = (NUM_HEADS, NUM_KV_HEADS, DIM)
     for tables in inputs.tables:
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-        indices = tables.flatten()
+        indices = torch.cat([table[:count] for table, count in zip(tables, counts)])
         if inputs.query_len == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True
@@ -151,19 +181,22 @@ def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
 def measure(dtype: torch.dtype, has_flashinfer: bool) -> list[Row]:
     copied = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s, cache {dtype}")
-    print(f"{'provider':<12}{'R':>4}{'new':>6}{'keys':>6}{'us':>10}{'of copy':>9}{'TFLOP/s':>9}")
+    print(
+        f"{'provider':<12}{'R':>4}{'new':>6}{'keys':>11} {'order':<9}{'us':>10}{'of copy':>9}"
+        f"{'TFLOP/s':>9}"
+    )
     rows: list[Row] = []
-    for num_requests, query_len, seq_len in [(r, 1, n) for r, n in DECODES] + PREFILLS:
-        inputs = Inputs(num_requests, query_len, seq_len, dtype)
+    for case in cases():
+        inputs = Inputs(case.query_len, case.seq_lens, dtype)
         providers = {"triton": list(inputs.calls())}
         if has_flashinfer:
             providers["flashinfer"] = [run for run, _ in zip(flashinfer_calls(inputs), range(64))]
         for provider, runs in providers.items():
-            row = inputs.row(provider, replay_microseconds(runs), copied)
+            row = inputs.row(case, provider, replay_microseconds(runs), copied)
             rows.append(row)
             print(
-                f"{provider:<12}{num_requests:>4}{query_len:>6}{seq_len:>6}"
-                f"{row.microseconds:>10.2f}{row.of_copy:>9.1%}{row.tflops:>9.1f}",
+                f"{provider:<12}{row.num_requests:>4}{row.query_len:>6}{row.keys:>11} "
+                f"{row.order:<9}{row.microseconds:>10.2f}{row.of_copy:>9.1%}{row.tflops:>9.1f}",
                 flush=True,
             )
         del inputs, providers

@@ -18,4 +18,7 @@ def write_results(folder: Path, name: str, **content: Any) -> None:
         "torch": torch.__version__,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(header | content, indent=1) + "\n")
+    # A run that is cut leaves what it wrote last, whole.
+    unfinished = folder / f"{name}.part"
+    unfinished.write_text(json.dumps(header | content, indent=1) + "\n")
+    unfinished.replace(folder / name)

@@ -9,12 +9,13 @@ The model is a shape `vllm kernels explain` knows by name, with random weights. 
   weight_gb   weights that one token is multiplied with: read once, they bound tpot1_ms
   tpotB_ms    per output token of B requests of 32 prompt tokens: (129 tokens minus 1) / 128,
               the median of 3; beside it the bytes of weights a second that makes
-  contexts    the same for one request of N prompt tokens
+  contexts    the same for one request of N prompt tokens; gb_s: weights and cache read a second
   ttft_ms     a prompt of 3,500 tokens and one output token, the median of 3; with the TFLOP/s of
               its matrix products
   steps       kernels of a step by GPU time, from torch's profiler (which slows the host down);
-              kernels that start early and wait for the one before count the wait too
-Prompts are random token ids, so that no prefix cache helps.
+              one that starts early counts from the end of the one before it on its stream
+Prompts are random token ids, so that no prefix cache helps. The result file is written anew with
+every number, for runs that are cut.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,22 @@ def main() -> None:
             max_model_len=max([4096, *(n + 2 * OUTPUT for n in args.contexts)]),
             max_num_seqs=256, gpu_memory_utilization=0.85, **json.loads(args.engine_args),
         )  # fmt: skip
-    ready = seconds_since_process_start()
+    results: dict[str, Any] = {
+        "model": args.model,
+        "ready_s": round(seconds_since_process_start(), 1),
+    }
     bench = Bench(llm, SamplingParams)
     bench.seconds([(16, 32)] * 8)
-    results = {"model": args.model, "ready_s": round(ready, 1), **bench.numbers()}
-    if args.contexts:
-        results["contexts"] = {n: round(bench.ms_per_token(1, n), 3) for n in args.contexts}
-    print(json.dumps(results, indent=1), flush=True)
-    if not args.skip_profile:
-        results["steps"] = bench.steps()
-        print(json.dumps(results["steps"], indent=1))
-    write_results(args.out, f"engine_{args.name or Path(args.model).name}.json", **results)
+    name = f"engine_{args.name or Path(args.model).name}.json"
+    parts = [bench.numbers(), bench.contexts(args.contexts)]
+    for found in chain(*parts, () if args.skip_profile else bench.steps()):
+        print(json.dumps(found, indent=1 if "steps" in found else None), flush=True)
+        for key, value in found.items():
+            if isinstance(value, dict):
+                results.setdefault(key, {}).update(value)
+            else:
+                results[key] = value
+        write_results(args.out, name, **results)
 
 
 def parse_args() -> argparse.Namespace:
@@ -92,28 +98,35 @@ class Bench:
         config = llm.llm_engine.config.model_config
         self._max_id = config.vocab_size - 1000
         self._num_bytes, self._num_weights = weights_read(llm)
+        self._cache_bytes = cache_bytes_per_token(llm)
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> Iterator[dict[str, Any]]:
         seconds, num_out = self.mixed_load()
-        found: dict[str, Any] = {
-            "output_tok_s": round(num_out / seconds), "weight_gb": round(self._num_bytes / 1e9, 3)
-        }  # fmt: skip
+        weight_gb = round(self._num_bytes / 1e9, 3)
+        yield {"output_tok_s": round(num_out / seconds), "weight_gb": weight_gb}
         for batch in BATCHES:
             ms = self.ms_per_token(batch)
-            found[f"tpot{batch}_ms"] = round(ms, 3)
-            found[f"tpot{batch}_weight_gb_s"] = round(self._num_bytes / ms / 1e6)
+            gb_s = round(self._num_bytes / ms / 1e6)
+            yield {f"tpot{batch}_ms": round(ms, 3), f"tpot{batch}_weight_gb_s": gb_s}
         ms = median_of_3(lambda: self.seconds([(PREFILL, 1)]) * 1e3)
-        found["ttft_ms"] = round(ms, 1)
-        found["ttft_matmul_tflop_s"] = round(2 * self._num_weights * PREFILL / ms / 1e9, 1)
-        return found
+        tflop_s = round(2 * self._num_weights * PREFILL / ms / 1e9, 1)
+        yield {"ttft_ms": round(ms, 1), "ttft_matmul_tflop_s": tflop_s}
 
-    def steps(self) -> dict[str, Any]:
-        found = {}
-        for batch in BATCHES:
-            decode = [(PROMPT, PROFILED_TOKENS + 1)] * batch
-            found[f"decode {batch}"] = self._profile(decode, PROFILED_TOKENS)
-        found["prefill"] = self._profile([(PREFILL, 1)], 1)
-        return found
+    def contexts(self, lengths: list[int]) -> Iterator[dict[str, Any]]:
+        for length in lengths:
+            ms = self.ms_per_token(1, length)
+            num_bytes = self._num_bytes + self._cache_bytes * (length + OUTPUT / 2)
+            entry = {"ms": round(ms, 3), "gb_s": round(num_bytes / ms / 1e6)}
+            yield {"contexts": {str(length): entry}}
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        from gpu_profile import profile_steps
+
+        loads = {f"decode {n}": ([(PROMPT, PROFILED_TOKENS + 1)] * n) for n in BATCHES}
+        for name, lengths in loads.items():
+            found = profile_steps(lambda lengths=lengths: self.seconds(lengths), PROFILED_TOKENS)
+            yield {"steps": {name: found}}
+        yield {"steps": {"prefill": profile_steps(lambda: self.seconds([(PREFILL, 1)]), 1)}}
 
     def mixed_load(self) -> tuple[float, int]:
         """Seconds that its requests take together, and the tokens that they put out."""
@@ -149,27 +162,6 @@ class Bench:
         assert [len(o.outputs[0].token_ids) for o in outputs] == [n for _, n in lengths]
         return seconds
 
-    def _profile(self, lengths: list[tuple[int, int]], num_steps: int) -> dict[str, Any]:
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            self.seconds(lengths)
-        microseconds: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
-        # Not profiled.events(): that builds a tree of them first, which takes minutes.
-        for event in profiled.profiler.kineto_results.events():
-            if event.device_type() == DeviceType.CUDA:
-                microseconds[event.name()] += event.duration_ns() / 1e3
-                counts[event.name()] += 1
-        return {
-            name[:90]: {
-                "us": round(us / num_steps, 1),
-                "launches": round(counts[name] / num_steps, 1),
-            }
-            for name, us in microseconds.most_common(20)
-        }
-
 
 def median_of_3(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(3))
@@ -190,6 +182,14 @@ def weights_read(llm: Any) -> tuple[int, int]:
         num_weights += count
         num_bytes += int(count * BYTES.get(problem.weight.element, 2))
     return num_bytes, num_weights
+
+
+def cache_bytes_per_token(llm: Any) -> int:
+    """Of K and V in all layers, as one engine without ranks holds them."""
+    from vllm.model_executor.layers.attention import Attention
+
+    modules = llm.llm_engine.core.runner.model.modules()
+    return sum(m.kernel.block_bytes(1) for m in modules if isinstance(m, Attention))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ process of its own:
   throughput N  N engines behind AsyncLLM: 256 N requests given at once, 100 to 1,024 tokens in and
                 out, temperature 0.6
 ready_s: from the start of the process. The two lines of one GPU run at the same time, each on its
-own; those of two GPUs alone.
+own; those of two GPUs alone. A line that fails or takes too long keeps the numbers that it had; the
+result file is written anew after each.
 """
 
 import argparse
@@ -38,6 +39,7 @@ ENGINE = {
 }  # fmt: skip
 LINES = ((("latency", 1), ("throughput", 1)), (("latency", 2),), (("throughput", 2),))
 SECONDS_OF_LINE = 150
+SHARED = ("ttft_ms", "output_tok_s")
 
 
 def main() -> None:
@@ -53,27 +55,30 @@ def main() -> None:
         what, size = args.line[0], int(args.line[1])
         options = ENGINE | {"model": args.model} | json.loads(args.engine_args)
         found = latency(size, options) if what == "latency" else throughput(size, options)
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
         return
     from gpu_results import write_results
 
+    lines: dict[str, dict[str, Any]] = {}
+    name = f"several_gpus_{Path(args.model).name}.json"
     with tempfile.TemporaryDirectory() as folder:
         write_config(args.model, Path(folder))
-        lines = {}
         for together in LINES:
             started = [start(line, gpu, folder, args) for gpu, line in enumerate(together)]
-            lines |= {f"{what} {size}": finish(one) for (what, size), one in zip(together, started)}
-            print(json.dumps(lines, indent=1), flush=True)
-    ratios = {
-        "tpot1_of_one_gpu": lines["latency 2"]["tpot1_ms"] / lines["latency 1"]["tpot1_ms"],
-        "throughput_of_one_gpu": lines["throughput 2"]["output_tok_s"]
-        / lines["throughput 1"]["output_tok_s"],
-    }
-    shown = {name: round(value, 3) for name, value in ratios.items()}
-    print(json.dumps(shown))
-    write_results(
-        args.out, f"several_gpus_{Path(args.model).name}.json", model=args.model, **shown, **lines
-    )
+            for (what, size), process in zip(together, started):
+                lines[f"{what} {size}"] = finish(process)
+            print(json.dumps(lines | ratios(lines), indent=1), flush=True)
+            write_results(args.out, name, model=args.model, **ratios(lines), **lines)
+
+
+def ratios(lines: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Of two GPUs to one, of those numbers that both have."""
+    found = {}
+    for what in ("latency", "throughput"):
+        one, two = (lines.get(f"{what} {size}", {}) for size in (1, 2))
+        for number in one.keys() & two.keys() & {*(f"tpot{n}_ms" for n in BATCHES), *SHARED}:
+            found[f"{number}_of_one_gpu"] = round(two[number] / one[number], 3)
+    return dict(sorted(found.items()))
 
 
 def write_config(model: str, folder: Path) -> None:
@@ -96,10 +101,20 @@ def start(
 
 
 def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    output, _ = process.communicate(timeout=SECONDS_OF_LINE)
-    if process.returncode != 0:
-        raise SystemExit(f"a line failed (exit code {process.returncode}): {output}")
-    return dict(json.loads(output.splitlines()[-1]))
+    """The numbers it printed last, and why it printed no more."""
+    failed = ""
+    try:
+        output, _ = process.communicate(timeout=SECONDS_OF_LINE)
+        if process.returncode != 0:
+            failed = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        failed = f"not done after {SECONDS_OF_LINE} s"
+        # Its ranks end with it.
+        process.kill()
+        output, _ = process.communicate()
+    printed = [line for line in output.splitlines() if line.startswith("{")]
+    found = dict(json.loads(printed[-1])) if printed else {}
+    return found | ({"failed": failed} if failed else {})
 
 
 # ---------------------------------------------------------------- one line
@@ -116,6 +131,7 @@ def latency(num_gpus: int, options: dict[str, Any]) -> dict[str, Any]:
     seconds(llm, rng, 8, 16, 32)
     for batch in BATCHES:
         found[f"tpot{batch}_ms"] = round(median_of_3(lambda b=batch: per_token(llm, rng, b)), 3)
+        print(json.dumps(found), flush=True)
     found["ttft_ms"] = round(median_of_3(lambda: seconds(llm, rng, 1, PREFILL, 1)) * 1e3, 1)
     return found
 

@@ -37,6 +37,7 @@ def main() -> None:
     from gpu_results import write_results
 
     starts = []
+    name = f"start_{args.name or Path(args.model).name}.json"
     for wish in args.wish or ("", "VLLM_USE_DEEP_GEMM=0", "VLLM_USE_DEEP_GEMM=1"):
         with tempfile.TemporaryDirectory() as folder:
             for state in ("cold", "warm"):
@@ -44,8 +45,7 @@ def main() -> None:
                 found |= start(args.model, wish, Path(folder), args.bundle)
                 print(json.dumps(found), flush=True)
                 starts.append(found)
-    name = f"start_{args.name or Path(args.model).name}.json"
-    write_results(args.out, name, model=args.model, starts=starts)
+                write_results(args.out, name, model=args.model, starts=starts)
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,24 +8,29 @@ random weights. Steps are grouped by kind and by the number of requests that dec
   device_ms   from the end of the step before to the end of this one
   launch_ms   the host puts the step together and launches it, meanwhile
   wait_ms     the host waits for a step's tokens; where that is nothing, the device waits for it
+  gb_s        of steps that decode, models without experts: bytes of weights over device_ms
+  tflop_s     of matrix products, over device_ms
+The table of the steps so far is written every few seconds, for runs that are cut.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu import MAX_LEN, NUM_REQUESTS, Bench, write_config
+from bench_gpu import MAX_LEN, NUM_REQUESTS, Bench, weights_read, write_config
 from gpu_results import write_results
 
 from vllm import LLM, SamplingParams
 
 GROUP = 32
+SECONDS_BETWEEN_TABLES = 5.0
 
 
 @dataclass
@@ -46,16 +51,20 @@ class TimedStep:
 
 
 class StepTimer:
-    """Times every step of the executor that it is put around."""
+    """Times every step of the executor that it is put around. report: called now and then."""
 
-    def __init__(self, executor: Any):
+    def __init__(self, executor: Any, report: Callable[[list[TimedStep]], None]):
         self.steps: list[TimedStep] = []
+        self._report, self._reported = report, time.perf_counter()
         self._launch = executor.launch
         executor.launch = self.launch
 
     def launch(self, step: Any, bitmasks: Any) -> Any:
         counts = step.num_tokens.values()
         start = time.perf_counter()
+        if start - self._reported > SECONDS_BETWEEN_TABLES:
+            self._report([timed for timed in self.steps if timed.ended.query()])
+            self._reported = start = time.perf_counter()
         launched = self._launch(step, bitmasks)
         seconds = time.perf_counter() - start
         ended = torch.cuda.Event(enable_timing=True)
@@ -93,35 +102,55 @@ def main() -> None:
         )  # fmt: skip
     bench = Bench(llm, SamplingParams)
     bench.seconds([(16, 32)] * 8)
-    timer = StepTimer(llm.llm_engine.core.executor)
+    weights = weights_read(llm)
+    has_experts = any(d.problem.family == "moe" for _, d in llm.llm_engine.core.selection.records)
+
+    def report(steps: list[TimedStep], **summary: Any) -> None:
+        rows = table(steps, *weights, has_experts)
+        print(summary or f"after {len(steps)} steps:", flush=True)
+        for row in rows:
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        if args.out:
+            name = f"steps_{Path(args.model).name}.json"
+            write_results(args.out, name, model=args.model, **summary, rows=rows)
+
+    timer = StepTimer(llm.llm_engine.core.executor, report)
     seconds, num_out = bench.mixed_load()
     torch.cuda.synchronize()
-    rows = table(timer.steps)
-    print(f"{seconds:.2f} s, {num_out / seconds:.0f} output tok/s")
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    if args.out:
-        name = f"steps_{Path(args.model).name}.json"
-        write_results(args.out, name, model=args.model, seconds=round(seconds, 2), rows=rows)
+    report(timer.steps, seconds=round(seconds, 2), output_tok_s=round(num_out / seconds))
 
 
-def table(steps: list[TimedStep]) -> list[dict[str, Any]]:
-    """Means of each group, in the order in which groups first appear; without the first step."""
+def table(
+    steps: list[TimedStep], num_bytes: int, num_weights: int, has_experts: bool
+) -> list[dict[str, Any]]:
+    """Means of each group, by the number of requests that decode; without the first step."""
     groups: dict[str, list[tuple[TimedStep, float]]] = {}
     for before, step in pairwise(steps):
         groups.setdefault(step.group, []).append((step, before.ended.elapsed_time(step.ended)))
-    return [
-        {
+    rows = []
+    for group, timed in sorted(groups.items(), key=lambda entry: group_number(entry[0])):
+        tokens = sum(step.num_tokens for step, _ in timed) / len(timed)
+        ms = sum(ms for _, ms in timed) / len(timed)
+        row = {
             "steps": group,
             "count": len(timed),
-            "tokens": round(sum(step.num_tokens for step, _ in timed) / len(timed)),
-            "device_ms": round(sum(ms for _, ms in timed) / len(timed), 3),
+            "tokens": round(tokens),
+            "device_ms": round(ms, 3),
             "launch_ms": round(sum(step.launch for step, _ in timed) / len(timed) * 1e3, 3),
             "wait_ms": round(sum(step.wait for step, _ in timed) / len(timed) * 1e3, 3),
             "device_s": round(sum(ms for _, ms in timed) / 1e3, 2),
+            "tflop_s": round(2 * num_weights * tokens / ms / 1e9, 1),
         }
-        for group, timed in groups.items()
-    ]
+        if group.startswith("decode") and not has_experts:
+            row["gb_s"] = round(num_bytes / ms / 1e6)
+        rows.append(row)
+    return rows
+
+
+def group_number(group: str) -> int:
+    """Steps with prompts first."""
+    digits = "".join(filter(str.isdigit, group))
+    return int(digits) if digits else -1
 
 
 if __name__ == "__main__":

@@ -125,4 +125,6 @@ def test_every_way_of_rounding_is_among_them():
     found = {(kind, *numbers_of(kind, backend, chip)) for kind, backend, chip in emulations()}
     fp8 = {(kind, *rounding) for kind in ("fp8", "fp8 experts")
            for rounding in ((GROUP128, False), (GROUP128, True), (FLOATS, False))}  # fmt: skip
-    assert found == fp8 | {("nvfp4", GROUP16, False), ("nvfp4", FLOATS, False)}
+    # Among the last, scales that are kept in the activations' type and those that are not.
+    nvfp4_weights = {("nvfp4", FLOATS, False), ("nvfp4", FLOATS, True)}
+    assert found == fp8 | {("nvfp4", GROUP16, False)} | nvfp4_weights
