@@ -135,7 +135,7 @@ def test_a_wait_for_a_gpu_whose_peer_is_stuck_ends():
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"not over after 0\.2 s"):
         wait_for(NeverOver(), 0.2)
-    assert 0.2 <= time.monotonic() - begin < 1
+    assert 0.2 <= time.monotonic() - begin < 5
 
 
 # ---------------------------------------------------------------- refusals

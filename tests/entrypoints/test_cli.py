@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowness import slowness
 
 import vllm
 from vllm.entrypoints.cli.bench_serve import Timing, percentile, summarise
@@ -19,10 +20,12 @@ from .serving import RunningServer, run_cli
 
 
 def test_help_lists_every_command_at_once() -> None:
-    run_cli("--help")
-    start = time.monotonic()
-    done = run_cli("--help")
-    assert time.monotonic() - start < 0.3
+    seconds = []
+    for _ in range(4):
+        start = time.monotonic()
+        done = run_cli("--help")
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < 0.3 * slowness()
     assert all(name in done.stdout for name in SUBCOMMANDS)
     assert run_cli("--version").stdout.strip() == vllm.__version__
 

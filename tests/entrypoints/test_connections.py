@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from slowness import slowness
 
 from .serving import RunningServer, wait_until
 
@@ -39,8 +40,8 @@ def test_a_request_ends_when_its_client_goes_away(server: RunningServer, fields:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     vanish(connection)
     start = time.monotonic()
-    wait_until(lambda: is_idle(server), 3)
-    assert time.monotonic() - start < 1.5
+    wait_until(lambda: is_idle(server), 20)
+    assert time.monotonic() - start < 1.5 * slowness()
     after = server.metric('vllm:request_success_total{finished_reason="abort",model_name="tiny"}')
     assert after > before
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slowness import slowness
 
 from vllm import envs
 from vllm.entrypoints.cli.main import main
@@ -418,7 +419,7 @@ def test_explaining_a_large_model_takes_half_a_second_and_no_torch(tmp_path):
         seconds.append(time.monotonic() - start)
         assert done.returncode == 0, done.stderr
         assert "model.layers.{0-93}" in done.stdout
-    assert min(seconds) <= 0.5
+    assert min(seconds) <= 0.5 * slowness()
 
 
 _LARGE_MOE = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slowness import slowness
 from tiny_models import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -472,4 +473,4 @@ def test_a_large_model_is_listed_in_well_under_50_ms():
         problems = problems_of(config, tp=8, ep=8)
         times.append(time.perf_counter() - start)
     assert len(problems) == 94 * 6 + 1
-    assert min(times) < 0.025
+    assert min(times) < 0.025 * slowness()
