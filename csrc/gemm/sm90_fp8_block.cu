@@ -146,7 +146,7 @@ cudaError_t launch_tiling(const Fp8BlockArgs& args, Sm90Tiling tiling, int num_s
 
 Sm90Plan sm90_plan(const Fp8BlockArgs& args, int num_sms) {
   const int m = args.m, num_experts = args.num_experts;
-  if (num_experts > 1) {  // who gets how many rows is known on the GPU alone
+  if (args.offsets != nullptr) {  // who gets how many rows is known on the GPU alone
     const bool has_many = m > 64 * num_experts;
     const Sm90Tiling tiling = {has_many ? 128 : 64, has_many ? 128 : 64, 1, false};
     return {m, tiling, tiling};

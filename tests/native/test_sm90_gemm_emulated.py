@@ -158,6 +158,21 @@ def test_every_expert_gets_its_rows(program, tiling, counts):
     assert out[:10].isnan().all() and out[offsets[-1] :].isnan().all()
 
 
+def test_a_single_expert_gets_its_rows_in_one_launch(program):
+    """A dense product of this size is two (above); here the GPU alone knows where rows begin."""
+    m, n, k = 600, 416, 2064
+    x, weight = integers(m, k), integers(1, n, k)
+    x_scales, scales = powers_of_two(m, blocks(k)), powers_of_two(1, blocks(n), blocks(k))
+    offsets = torch.tensor([40, m]).int()
+    out = multiply(
+        program, (0, 0, 0, 0), x, x_scales, weight, scales, None, offsets, num_sms=2,
+        may_be_outside=1,
+    )  # fmt: skip
+    expected = wide_of(x, x_scales, 1) @ wide_of(weight, scales, 128)[0].t()
+    assert torch.equal(out[40:], expected[40:].bfloat16())
+    assert out[:40].isnan().all()
+
+
 @pytest.mark.parametrize("tiling", [SPLIT[1], (64, 64, 1, 0), (128, 64, 1, 0), (256, 128, 2, 0)])
 def test_nan_stays_in_its_row(program, tiling):
     m, n, k = tiling[0] + 9, 96, 272

@@ -154,13 +154,17 @@ class ModelRunner:
         ]
         self._graphs: CudaGraphs | None = None
         is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
-        if self.device.type == "cuda" and not is_eager:
+        if self.device.type == "cuda":
             with (
                 torch.inference_mode(),
-                report.phase("CUDA graphs"),
+                report.phase("small step" if is_eager else "CUDA graphs"),
                 naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
             ):
-                self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
+                if is_eager:  # kernels of few tokens compile at a first call
+                    self._decode_once(1)
+                    torch.cuda.synchronize()
+                else:
+                    self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
 
     def _begin_warm_up(self, selection: Selection) -> None:
         """While weights are read, compilers run."""

@@ -27,11 +27,11 @@ def write_config(model: str, folder) -> str:
     return str(folder)
 
 
-def start(folder: str) -> LLM:
+def start(folder: str, **options) -> LLM:
     gc.collect()
     torch.cuda.empty_cache()
     return LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
-               max_num_seqs=64, gpu_memory_utilization=0.15)  # fmt: skip
+               max_num_seqs=64, gpu_memory_utilization=0.15, **options)  # fmt: skip
 
 
 def serve(llm: LLM, count: int, seed: int) -> None:
@@ -50,12 +50,17 @@ def serve(llm: LLM, count: int, seed: int) -> None:
 
 # Every kernel of DeepGEMM that is asked for is waited for: of one model, with layers of both kinds.
 @pytest.mark.parametrize(
-    ("model", "wish"), [*((model, "") for model in MODELS), (MODELS[1], "VLLM_USE_DEEP_GEMM=1")]
+    ("model", "wish", "is_eager"),
+    [
+        *((model, "", False) for model in MODELS),
+        (MODELS[1], "VLLM_USE_DEEP_GEMM=1", False),
+        (MODELS[1], "", True),
+    ],
 )
-def test_nothing_compiles_after_the_start(model, wish, tmp_path, monkeypatch):
+def test_nothing_compiles_after_the_start(model, wish, is_eager, tmp_path, monkeypatch):
     if wish:
         monkeypatch.setenv(*wish.split("="))
-    llm = start(write_config(model, tmp_path))
+    llm = start(write_config(model, tmp_path), enforce_eager=is_eager)
     for seed, count in enumerate((1, 3, 40)):
         serve(llm, count, seed)
     assert llm.llm_engine.core.stats().num_compiled == 0

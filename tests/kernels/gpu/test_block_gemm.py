@@ -266,10 +266,11 @@ def test_a_captured_graph_replays_the_same_numbers(library, m):
         (0, 0),
         (127, 63, 129, 1),
         (191, 193, 257, 2),
+        (1480,),
     ],
-    ids=["one", "mixed", "many", "late", "none", "edges of 64", "edges of 128"],
+    ids=["one", "mixed", "many", "late", "none", "edges of 64", "edges of 128", "all to one"],
 )
-@pytest.mark.parametrize("n, k", [(576, 1040), (1000, 256)])
+@pytest.mark.parametrize("n, k", [(576, 1040), (1000, 256), (6144, 4096)])
 def test_every_expert_gets_its_rows(library, counts, n, k):
     m, num_experts = sum(counts) + 20, len(counts)
     offsets = [10 + sum(counts[:i]) for i in range(num_experts + 1)]
