@@ -84,6 +84,12 @@ vllm_cuda_kernel(NAME sm100_nvfp4_gemm USES_CUTLASS
 vllm_cuda_kernel(NAME sm120_nvfp4_gemm USES_CUTLASS
                  SOURCES csrc/gemm/sm120_nvfp4.cu
                  ARCHS 12.0f MIN_CUDA 12.8)
+vllm_cuda_kernel(NAME sm100_nvfp4_grouped_gemm USES_CUTLASS
+                 SOURCES csrc/gemm/sm100_nvfp4_grouped.cu
+                 ARCHS 10.0f MIN_CUDA 12.8)
+vllm_cuda_kernel(NAME sm120_nvfp4_grouped_gemm USES_CUTLASS
+                 SOURCES csrc/gemm/sm120_nvfp4_grouped.cu
+                 ARCHS 12.0f MIN_CUDA 12.8)
 
 # Shared by rows; the exports of the GEMMs say which rows are missing when one is called.
 vllm_cuda_host(SOURCES csrc/gemm/tensor_map.cu csrc/bindings/cuda_cutlass.cu)

@@ -34,26 +34,35 @@ def _silu_quant(
 
 
 def _quant_grouped(
-    x: Tensor, global_scales: Tensor, offsets: Tensor, q: Tensor, scales: Tensor
+    x: Tensor,
+    global_scales: Tensor,
+    offsets: Tensor,
+    pairs: Tensor | None,
+    top_k: int,
+    q: Tensor,
+    scales: Tensor,
 ) -> None:
-    codes, found = nvfp4_quantize_grouped(x, global_scales, offsets)
-    q.copy_(codes)
+    rows = x if pairs is None else x[pairs[: offsets[-1]] // top_k]
+    codes, found = nvfp4_quantize_grouped(rows, global_scales, offsets)
+    q[: codes.shape[0]].copy_(codes)
     scales[: found.shape[0]].copy_(found)
 
 
 def _silu_quant_grouped(
     x: Tensor, global_scales: Tensor, offsets: Tensor, q: Tensor, scales: Tensor
 ) -> None:
-    _quant_grouped(silu_and_mul(x), global_scales, offsets, q, scales)
+    _quant_grouped(silu_and_mul(x), global_scales, offsets, None, 1, q, scales)
 
 
 _RESULTS = "Tensor(a!) q, Tensor(b!) scales"
 _PLAIN = f"(Tensor x, Tensor global_scale, {_RESULTS}, bool is_swizzled) -> ()"
-_GROUPED = f"(Tensor x, Tensor global_scales, Tensor expert_offsets, {_RESULTS}) -> ()"
+_GROUPED = "(Tensor x, Tensor global_scales, Tensor expert_offsets"
 register(f"nvfp4_quant{_PLAIN}", _quant)
 register(f"silu_and_mul_nvfp4_quant{_PLAIN}", _silu_quant)
-register(f"nvfp4_quant_grouped{_GROUPED}", _quant_grouped)
-register(f"silu_and_mul_nvfp4_quant_grouped{_GROUPED}", _silu_quant_grouped)
+register(
+    f"nvfp4_quant_grouped{_GROUPED}, Tensor? pairs, int top_k, {_RESULTS}) -> ()", _quant_grouped
+)
+register(f"silu_and_mul_nvfp4_quant_grouped{_GROUPED}, {_RESULTS}) -> ()", _silu_quant_grouped)
 
 
 def scaled_fp4_quant(
@@ -84,15 +93,24 @@ def silu_and_mul_scaled_fp4_quant(
 
 
 def scaled_fp4_quant_grouped(
-    input: Tensor, input_global_scales: Tensor, expert_offsets: Tensor
+    input: Tensor,
+    input_global_scales: Tensor,
+    expert_offsets: Tensor,
+    pairs: Tensor | None = None,
+    top_k: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """scaled_fp4_quant of rows [M, K] that are sorted by expert, each with its own global scale.
 
-    input_global_scales: float32 [E]; expert_offsets: int32 [E + 1], ascending from 0 to M. Scales
-    are swizzled, each expert's rows padded to 128; rows past the last expert's are undefined.
+    input_global_scales: float32 [E]; expert_offsets: int32 [E + 1], ascending from 0 to M at most.
+    pairs: int32 [M], of row r of the result the row of input times top_k, or that and some rest: a
+    token's row is quantised for each of its experts; without them, row r. Scales are swizzled, each
+    expert's rows padded to 128; rows past the last expert's are undefined, and so may pairs be.
     """
-    q, scales = _results(input, 1, True, num_experts=input_global_scales.shape[0])
-    torch.ops.vllm.nvfp4_quant_grouped(input, input_global_scales, expert_offsets, q, scales)
+    num_rows = None if pairs is None else pairs.shape[0]
+    q, scales = _results(input, 1, True, input_global_scales.shape[0], num_rows)
+    torch.ops.vllm.nvfp4_quant_grouped(
+        input, input_global_scales, expert_offsets, pairs, top_k, q, scales
+    )
     return q, scales
 
 
@@ -108,15 +126,21 @@ def silu_and_mul_scaled_fp4_quant_grouped(
 
 
 def _results(
-    input: Tensor, halves: int, is_swizzled: bool, num_experts: int = 0
+    input: Tensor,
+    halves: int,
+    is_swizzled: bool,
+    num_experts: int = 0,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Empty codes and scales for rows of `halves` * K columns; num_experts 0: one matrix."""
+    """Empty codes and scales for rows of `halves` * K columns; num_experts 0: one matrix. num_rows:
+    None for those of input."""
     if input.dim() != 2 or input.shape[1] % (halves * GROUP):
         raise ValueError(
             f"input: given shape {tuple(input.shape)}; accepted: [M, K] with K a multiple of "
             f"{halves * GROUP}"
         )
-    rows, num_columns = input.shape[0], input.shape[1] // halves
+    rows = input.shape[0] if num_rows is None else num_rows
+    num_columns = input.shape[1] // halves
     groups = num_columns // GROUP
     q = input.new_empty(rows, num_columns // 2, dtype=torch.uint8)
     if is_swizzled:

@@ -18,11 +18,12 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     GROUP,
+    TILE_ROWS,
     e2m1_decode,
     unpack_e2m1,
     unswizzle_scales,
 )
-from vllm.utils.math_utils import cdiv
+from vllm.utils.math_utils import cdiv, round_up
 
 _BLOCK = 128
 
@@ -55,6 +56,27 @@ def _nvfp4_gemm(
     out.copy_(product if bias is None else product + bias)
 
 
+def _nvfp4_gemm_grouped(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    alpha: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+) -> None:
+    num_experts, n = offsets.shape[0] - 1, b.shape[1]
+    num_parts = b.shape[0] // num_experts
+    start = 0
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows, stop = slice(begin, end), start + round_up(end - begin, TILE_ROWS)
+        for part in range(num_parts):
+            one, place = expert * num_parts + part, slice(part * n, (part + 1) * n)
+            operands = a[rows], a_scales[start:stop], b[one], b_scales[one], alpha[one]
+            _nvfp4_gemm(*operands, None, out[rows, place])
+        start = stop
+
+
 def _nvfp4_values(packed: Tensor, swizzled: Tensor) -> Tensor:
     num_rows, num_columns = packed.shape[0], 2 * packed.shape[1]
     scales = unswizzle_scales(swizzled, num_rows, cdiv(num_columns, GROUP)).float()
@@ -69,6 +91,10 @@ register(
 )
 register(
     f"cutlass_nvfp4_gemm({_ARGS}, Tensor alpha, Tensor? bias, Tensor(a!) out) -> ()", _nvfp4_gemm
+)
+register(
+    f"cutlass_nvfp4_gemm_grouped({_ARGS}, Tensor alpha, Tensor offsets, Tensor(a!) out) -> ()",
+    _nvfp4_gemm_grouped,
 )
 
 

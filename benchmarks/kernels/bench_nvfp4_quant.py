@@ -84,7 +84,9 @@ CASES = (
         "quant 64 experts",
         1,
         "grouped",
-        lambda lib, b: lib.nvfp4_quant_grouped(b.x, b.global_scales, b.offsets, b.q, b.grouped),
+        lambda lib, b: lib.nvfp4_quant_grouped(
+            b.x, b.global_scales, b.offsets, None, 1, b.q, b.grouped
+        ),
     ),
     Case(
         "silu+quant linear",

@@ -2,6 +2,7 @@
 // for nothing and can be captured in a graph.
 #include "../gemm/blackwell_gemm.h"
 #include "../gemm/sm90_fp8_block.h"
+#include "../quantization/fp4/nvfp4_quant.h"
 #include "cuda_check.h"
 
 namespace vllm {
@@ -208,15 +209,58 @@ void cutlass_fp8_block_gemm_grouped(TensorView a, TensorView a_scales, TensorVie
   }
 }
 
-// E4M3 scales of `rows` rows of k columns in tiles of 128 x 4, all written.
-void check_nvfp4_scales(const TensorView& scales, const char* name, int64_t rows, int64_t k,
-                        const TensorView& a) {
-  check_cuda(scales, name, 2, a, "a");
+// E4M3 scales of k columns in tiles of 128 x 4, all written.
+void check_nvfp4_scale_type(const TensorView& scales, const char* name, int num_dims, int64_t k,
+                            const TensorView& a) {
+  check_cuda(scales, name, num_dims, a, "a");
   check_fp8(scales, name);
-  check_size(scales, name, 0, (rows + 127) / 128 * 128, "rows rounded up to 128");
-  check_size(scales, name, 1, (k / 16 + 3) / 4 * 4, "groups of 16 columns rounded up to 4");
+  check_size(scales, name, num_dims - 1, (k / 16 + 3) / 4 * 4,
+             "groups of 16 columns rounded up to 4");
   check_contiguous(scales, name);
   check_aligned(scales, name, 16);
+}
+
+void check_nvfp4_scales(const TensorView& scales, const char* name, int64_t rows, int64_t k,
+                        const TensorView& a) {
+  check_nvfp4_scale_type(scales, name, 2, k, a);
+  check_size(scales, name, 0, (rows + 127) / 128 * 128, "rows rounded up to 128");
+}
+
+// a, b, alpha and out of every NVFP4 GEMM, but for scales and for how rows of b and columns of out
+// belong together; b is [n, k / 2] or [num_groups, n, k / 2].
+gemm::Nvfp4Args check_nvfp4(const TensorView& a, const TensorView& b, const TensorView& alpha,
+                            int64_t num_alphas, const TensorView& out) {
+  check_cuda(a, "a", 2);
+  check_type(a, "a", kDLUInt, 8);
+  const int64_t m = a.size(0), k = 2 * a.size(1), n = b.size(b.ndim() - 2);
+  VLLM_CHECK(k % 32 == 0, "a: given " << k / 2 << " bytes a row; accepted: a multiple of 16");
+  check_contiguous(a, "a");
+  check_aligned(a, "a", 16);
+  check_cuda(b, "b", b.ndim(), a, "a");
+  check_type(b, "b", kDLUInt, 8);
+  check_size(b, "b", b.ndim() - 1, k / 2, "bytes of a row of a");
+  check_contiguous(b, "b");
+  check_aligned(b, "b", 16);
+  VLLM_CHECK(n % 8 == 0, "b: given " << n << " rows; accepted: a multiple of 8");
+  check_cuda(alpha, "alpha", 1, a, "a");
+  check_type(alpha, "alpha", kDLFloat, 32);
+  check_size(alpha, "alpha", 0, num_alphas, "one factor for each product");
+  check_contiguous(alpha, "alpha");
+  check_cuda(out, "out", 2, a, "a");
+  check_size(out, "out", 0, m, "rows of a");
+  const bool is_bf16 = is_type(out, kDLBfloat, 16);
+  VLLM_CHECK(is_bf16 || is_type(out, kDLFloat, 16),
+             "out: given " << type_name(out.dtype()) << "; accepted: bfloat16, float16");
+  check_rows(out, "out", 16);
+  gemm::Nvfp4Args args = {};
+  args.a = static_cast<const uint8_t*>(data_of(a));
+  args.b = static_cast<const uint8_t*>(data_of(b));
+  args.alpha = static_cast<const float*>(data_of(alpha));
+  args.out = data_of(out);
+  args.m = static_cast<int>(m), args.n = static_cast<int>(n), args.k = static_cast<int>(k);
+  args.ldo = out.stride(0);
+  args.is_bf16 = is_bf16;
+  return args;
 }
 
 // out [m, n] = alpha * (a * a_scales) [m, k] * (b * b_scales) [n, k]^T (+ bias [n], float32). a, b:
@@ -225,52 +269,84 @@ void check_nvfp4_scales(const TensorView& scales, const char* name, int64_t rows
 // on hardware.
 void cutlass_nvfp4_gemm(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
                         TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  check_cuda(a, "a", 2);
-  check_type(a, "a", kDLUInt, 8);
-  const int64_t m = a.size(0), k = 2 * a.size(1), n = b.size(0);
-  VLLM_CHECK(k % 32 == 0, "a: given " << k / 2 << " bytes a row; accepted: a multiple of 16");
-  check_contiguous(a, "a");
-  check_aligned(a, "a", 16);
-  check_cuda(b, "b", 2, a, "a");
-  check_type(b, "b", kDLUInt, 8);
-  check_size(b, "b", 1, k / 2, "bytes of a row of a");
-  check_contiguous(b, "b");
-  check_aligned(b, "b", 16);
-  check_nvfp4_scales(a_scales, "a_scales", m, k, a);
-  check_nvfp4_scales(b_scales, "b_scales", n, k, a);
-  check_cuda(alpha, "alpha", 1, a, "a");
-  check_type(alpha, "alpha", kDLFloat, 32);
-  check_size(alpha, "alpha", 0, 1, "one factor");
-  check_cuda(out, "out", 2, a, "a");
-  check_size(out, "out", 0, m, "rows of a");
-  check_size(out, "out", 1, n, "rows of b");
-  const bool is_bf16 = is_type(out, kDLBfloat, 16);
-  VLLM_CHECK(is_bf16 || is_type(out, kDLFloat, 16),
-             "out: given " << type_name(out.dtype()) << "; accepted: bfloat16, float16");
-  VLLM_CHECK(n % 8 == 0, "b: given " << n << " rows; accepted: a multiple of 8");
-  check_rows(out, "out", 16);
-  gemm::Nvfp4Args args = {};
+  check_cuda(b, "b", 2);
+  gemm::Nvfp4Args args = check_nvfp4(a, b, alpha, 1, out);
+  check_nvfp4_scales(a_scales, "a_scales", args.m, args.k, a);
+  check_nvfp4_scales(b_scales, "b_scales", args.n, args.k, a);
+  check_size(out, "out", 1, args.n, "rows of b");
   if (bias.has_value()) {
     check_cuda(bias.value(), "bias", 1, a, "a");
     check_type(bias.value(), "bias", kDLFloat, 32);
-    check_size(bias.value(), "bias", 0, n, "rows of b");
+    check_size(bias.value(), "bias", 0, args.n, "rows of b");
     check_contiguous(bias.value(), "bias");
     args.bias = static_cast<const float*>(data_of(bias.value()));
   }
-  args.a = static_cast<const uint8_t*>(data_of(a));
-  args.b = static_cast<const uint8_t*>(data_of(b));
   args.a_scales = static_cast<const uint8_t*>(data_of(a_scales));
   args.b_scales = static_cast<const uint8_t*>(data_of(b_scales));
-  args.alpha = static_cast<const float*>(data_of(alpha));
-  args.out = data_of(out);
-  args.m = static_cast<int>(m), args.n = static_cast<int>(n), args.k = static_cast<int>(k);
-  args.ldo = out.stride(0);
-  args.is_bf16 = is_bf16;
   const DeviceGuard guard(a);
   const auto launch =
       for_gpu(a, "cutlass_nvfp4_gemm", gemm::launch_sm100_nvfp4, gemm::launch_sm120_nvfp4);
   if (args.m == 0 || args.n == 0) return;
   check_launch(launch(args, num_sms(a), stream_of(a)), "cutlass_nvfp4_gemm");
+}
+
+// Sets num_experts, num_parts and what lies by expert.
+void check_nvfp4_experts(const TensorView& a, const TensorView& a_scales, const TensorView& b,
+                         const TensorView& b_scales, const TensorView& offsets,
+                         const TensorView& out, gemm::Nvfp4Args& args) {
+  check_cuda(offsets, "offsets", 1, a, "a");
+  check_type(offsets, "offsets", kDLInt, 32);
+  check_contiguous(offsets, "offsets");
+  const int64_t num_experts = offsets.size(0) - 1, num_groups = b.size(0);
+  VLLM_CHECK(num_experts >= 1 && num_experts <= fp4::kMaxExperts,
+             "offsets: given " << offsets.size(0) << " offsets; accepted: 2 to "
+                               << fp4::kMaxExperts + 1 << " (one more than experts)");
+  VLLM_CHECK(num_groups > 0 && num_groups % num_experts == 0,
+             "b: given " << num_groups << " weights; accepted: as many for each of " << num_experts
+                         << " experts");
+  args.num_experts = static_cast<int>(num_experts);
+  args.num_parts = static_cast<int>(num_groups / num_experts);
+  check_size(out, "out", 1, int64_t{args.num_parts} * args.n, "rows of all parts of an expert");
+
+  check_nvfp4_scale_type(a_scales, "a_scales", 2, args.k, a);
+  const int64_t padding = 127 * (num_experts < args.m ? num_experts : args.m);
+  const int64_t needed = (args.m + padding) / 128 * 128;
+  VLLM_CHECK(a_scales.size(0) >= needed,
+             "a_scales: given shape " << shape_name(a_scales) << "; accepted: at least " << needed
+                                      << " rows (each expert's rows rounded up to 128)");
+  check_nvfp4_scale_type(b_scales, "b_scales", 3, args.k, a);
+  check_size(b_scales, "b_scales", 0, num_groups, "weights of b");
+  check_size(b_scales, "b_scales", 1, (args.n + 127) / 128 * 128, "rows of b rounded up to 128");
+  args.offsets = static_cast<const int32_t*>(data_of(offsets));
+  args.a_scales = static_cast<const uint8_t*>(data_of(a_scales));
+  args.b_scales = static_cast<const uint8_t*>(data_of(b_scales));
+}
+
+// Rows [offsets[e], offsets[e + 1]) of a meet the num_parts weights of expert e: b uint8 [num_experts
+// * num_parts, n, k / 2], alpha float32 [num_experts * num_parts]; their products lie side by side
+// in out bfloat16 [m, num_parts * n], of which rows outside of all experts are not written.
+// a_scales: as scaled_fp4_quant_grouped writes them. b_scales: those of each weight swizzled,
+// [num_experts * num_parts, n rounded up to 128, k / 16 rounded up to 4]. offsets: int32
+// [num_experts + 1] on the GPU, ascending from 0: values that are not lead nowhere outside. Not run
+// on hardware.
+void cutlass_nvfp4_gemm_grouped(TensorView a, TensorView a_scales, TensorView b,
+                                TensorView b_scales, TensorView alpha, TensorView offsets,
+                                TensorView out) {
+  constexpr const char* kName = "cutlass_nvfp4_gemm_grouped";
+  check_cuda(b, "b", 3);
+  gemm::Nvfp4Args args = check_nvfp4(a, b, alpha, b.size(0), out);
+  VLLM_CHECK(args.is_bf16, "out: given " << type_name(out.dtype()) << "; accepted: bfloat16");
+  check_nvfp4_experts(a, a_scales, b, b_scales, offsets, out, args);
+  check_own_rows(out, "out");
+  const DeviceGuard guard(a);
+  const auto launch =
+      for_gpu(a, kName, gemm::launch_sm100_nvfp4_grouped, gemm::launch_sm120_nvfp4_grouped);
+  const auto workspace_bytes =
+      for_gpu(a, kName, gemm::sm100_nvfp4_grouped_workspace, gemm::sm120_nvfp4_grouped_workspace);
+  if (args.m == 0 || args.n == 0) return;
+  const int sms = num_sms(a);
+  const tvm::ffi::Tensor workspace = workspace_of(a, workspace_bytes(args, sms));
+  check_launch(launch(args, workspace.data_ptr(), sms, stream_of(a)), kName);
 }
 
 }  // namespace
@@ -280,3 +356,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_fp8_block_gemm, vllm::cutlass_fp8_block_ge
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm90_fp8_block_gemm, vllm::sm90_fp8_block_gemm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_fp8_block_gemm_grouped, vllm::cutlass_fp8_block_gemm_grouped);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_nvfp4_gemm, vllm::cutlass_nvfp4_gemm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_nvfp4_gemm_grouped, vllm::cutlass_nvfp4_gemm_grouped);

@@ -6,6 +6,7 @@ namespace {
 
 using fp4::Nvfp4Quant;
 using fp4::ScaleLayout;
+using tvm::ffi::Optional;
 
 constexpr int64_t kInputBytes = 16, kCodeBytes = 8, kScaleBytes = 4;
 
@@ -18,13 +19,16 @@ fp4::InputType input_type(const TensorView& x) {
   return fp4::InputType::kFloat16;
 }
 
-// x [m, k] or, where it is gated, [m, 2 k]; q uint8 [m, k / 2].
-Nvfp4Quant quant_of(const TensorView& x, const TensorView& q, bool is_gated) {
+// x [m, k] or, where it is gated, [m, 2 k]; q uint8 [m, k / 2]. pairs: null, or x has a row for each
+// token and q one for each of them.
+Nvfp4Quant quant_of(const TensorView& x, const TensorView& q, bool is_gated,
+                    const TensorView* pairs = nullptr) {
   Nvfp4Quant quant = {};
   quant.is_gated = is_gated;
   check_cuda(x, "x", 2);
   quant.type = input_type(x);
-  quant.m = x.size(0);
+  quant.num_tokens = x.size(0);
+  quant.m = pairs == nullptr ? x.size(0) : pairs->size(0);
   const int64_t columns_per_group = fp4::kGroup * (is_gated ? 2 : 1);
   quant.num_groups = x.size(1) / columns_per_group;
   VLLM_CHECK(x.size(1) % columns_per_group == 0 && quant.num_groups > 0,
@@ -33,11 +37,11 @@ Nvfp4Quant quant_of(const TensorView& x, const TensorView& q, bool is_gated) {
   check_contiguous(x, "x");
   check_aligned(x, "x", kInputBytes);
   VLLM_CHECK(quant.m <= fp4::kMaxGroups / quant.num_groups,
-             "x: given shape " << shape_name(x) << "; accepted: up to " << fp4::kMaxGroups
-                               << " groups of 16 columns");
+             "x: given shape " << shape_name(x) << " for " << quant.m << " rows; accepted: up to "
+                               << fp4::kMaxGroups << " groups of 16 columns");
   check_cuda(q, "q", 2, x, "x");
   check_type(q, "q", kDLUInt, 8);
-  check_size(q, "q", 0, quant.m, "rows of x");
+  check_size(q, "q", 0, quant.m, pairs == nullptr ? "rows of x" : "pairs");
   check_size(q, "q", 1, quant.num_groups * fp4::kGroup / 2, "two codes per byte");
   check_contiguous(q, "q");
   check_aligned(q, "q", kCodeBytes);
@@ -89,10 +93,9 @@ void quantise(const TensorView& x, const TensorView& global_scale, const TensorV
 }
 
 // Scales of all experts one after another, each padded to whole tiles: room for the worst case.
-void quantise_grouped(const TensorView& x, const TensorView& global_scales_of_experts,
-                      const TensorView& expert_offsets, const TensorView& q,
-                      const TensorView& scales, bool is_gated, const char* name) {
-  Nvfp4Quant quant = quant_of(x, q, is_gated);
+void quantise_grouped(Nvfp4Quant quant, const TensorView& x,
+                      const TensorView& global_scales_of_experts, const TensorView& expert_offsets,
+                      const TensorView& scales, const char* name) {
   quant.layout = ScaleLayout::kGrouped;
   check_cuda(expert_offsets, "expert_offsets", 1, x, "x");
   check_type(expert_offsets, "expert_offsets", kDLInt, 32);
@@ -129,15 +132,31 @@ void silu_and_mul_nvfp4_quant(TensorView x, TensorView global_scale, TensorView 
   quantise(x, global_scale, q, scales, is_swizzled, true, "silu_and_mul_nvfp4_quant");
 }
 
-// Rows sorted by expert: expert e has rows expert_offsets[e] to expert_offsets[e + 1].
+// Rows of q sorted by expert: expert e has rows expert_offsets[e] to expert_offsets[e + 1]. pairs:
+// int32 [m], row r of q is row pairs[r] / top_k of x; without them, row r.
 void nvfp4_quant_grouped(TensorView x, TensorView global_scales, TensorView expert_offsets,
-                         TensorView q, TensorView scales) {
-  quantise_grouped(x, global_scales, expert_offsets, q, scales, false, "nvfp4_quant_grouped");
+                         Optional<TensorView> pairs, int64_t top_k, TensorView q,
+                         TensorView scales) {
+  if (!pairs.has_value()) {
+    const Nvfp4Quant quant = quant_of(x, q, false);
+    return quantise_grouped(quant, x, global_scales, expert_offsets, scales,
+                            "nvfp4_quant_grouped");
+  }
+  const TensorView& of_rows = pairs.value();
+  check_cuda(of_rows, "pairs", 1, x, "x");
+  check_type(of_rows, "pairs", kDLInt, 32);
+  check_contiguous(of_rows, "pairs");
+  VLLM_CHECK(top_k >= 1 && top_k <= fp4::kMaxExperts,
+             "top_k: given " << top_k << "; accepted: 1 to " << fp4::kMaxExperts);
+  Nvfp4Quant quant = quant_of(x, q, false, &of_rows);
+  quant.pairs = static_cast<const int32_t*>(data_of(of_rows));
+  quant.top_k = static_cast<int>(top_k);
+  quantise_grouped(quant, x, global_scales, expert_offsets, scales, "nvfp4_quant_grouped");
 }
 
 void silu_and_mul_nvfp4_quant_grouped(TensorView x, TensorView global_scales,
                                       TensorView expert_offsets, TensorView q, TensorView scales) {
-  quantise_grouped(x, global_scales, expert_offsets, q, scales, true,
+  quantise_grouped(quant_of(x, q, true), x, global_scales, expert_offsets, scales,
                    "silu_and_mul_nvfp4_quant_grouped");
 }
 

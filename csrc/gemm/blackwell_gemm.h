@@ -35,10 +35,26 @@ struct Nvfp4Args {
   int m, n, k;
   int64_t ldo;
   bool is_bf16;
+
+  // The grouped form alone: rows [offsets[e], offsets[e + 1]) of a meet num_parts weights of expert
+  // e, whose products lie side by side in a row of out. b: [num_experts * num_parts, n, k / 2], the
+  // scales of each padded to whole tiles; alpha: [num_experts * num_parts]; a_scales: of the rows of
+  // each expert, one expert after another, each padded to whole tiles (nvfp4_quant.h: kGrouped).
+  const int32_t* offsets;  // [num_experts + 1] on the GPU
+  int num_experts, num_parts;
 };
 [[gnu::weak]] cudaError_t launch_sm100_nvfp4(const Nvfp4Args& args, int num_sms,
                                              cudaStream_t stream);
 [[gnu::weak]] cudaError_t launch_sm120_nvfp4(const Nvfp4Args& args, int num_sms,
                                              cudaStream_t stream);
+
+// With groups and nothing empty; at most 1,024 experts; bf16 alone and no bias. workspace: as those
+// above.
+[[gnu::weak]] size_t sm100_nvfp4_grouped_workspace(const Nvfp4Args& args, int num_sms);
+[[gnu::weak]] cudaError_t launch_sm100_nvfp4_grouped(const Nvfp4Args& args, void* workspace,
+                                                     int num_sms, cudaStream_t stream);
+[[gnu::weak]] size_t sm120_nvfp4_grouped_workspace(const Nvfp4Args& args, int num_sms);
+[[gnu::weak]] cudaError_t launch_sm120_nvfp4_grouped(const Nvfp4Args& args, void* workspace,
+                                                     int num_sms, cudaStream_t stream);
 
 }  // namespace vllm::gemm

@@ -1,6 +1,6 @@
-// The grouped block-scaled FP8 GEMM of CUTLASS's collectives for Blackwell: a product per expert in
-// one launch. Only the GPU knows how many rows an expert has, so a kernel before it writes sizes
-// and addresses of all products into the workspace. Compiled and inspected; not run on hardware.
+// What the grouped GEMMs of CUTLASS's collectives for Blackwell share: many products in one launch.
+// Only the GPU knows how many rows a product has, so a kernel before it writes sizes and addresses
+// of all products into the workspace. Compiled and inspected; not run on hardware.
 #pragma once
 #include <cutlass/gemm/group_array_problem_shape.hpp>
 
@@ -10,34 +10,36 @@ namespace vllm::gemm {
 
 // One way to compute the products of all experts. max_rows: the most rows of x per expert, in the
 // mean, that it is taken for.
+template <class Args>
 struct GroupedChoice {
   int max_rows;
-  size_t (*workspace_bytes)(int num_experts, int num_sms);
-  cudaError_t (*launch)(const Fp8BlockArgs& args, void* workspace, int num_sms, cudaStream_t);
+  size_t (*workspace_bytes)(const Args& args, int num_sms);
+  cudaError_t (*launch)(const Args& args, void* workspace, int num_sms, cudaStream_t);
 };
 
 constexpr int kAnyRows = 1 << 30;
 
 // The first row that fits; the last takes any number. num_experts > 0.
-template <int kNumChoices>
-const GroupedChoice& grouped_choice(const GroupedChoice (&table)[kNumChoices],
-                                    const Fp8BlockArgs& args) {
+template <class Args, int kNumChoices>
+const GroupedChoice<Args>& grouped_choice(const GroupedChoice<Args> (&table)[kNumChoices],
+                                          const Args& args) {
   int i = 0;
   while (args.m > int64_t{table[i].max_rows} * args.num_experts) ++i;
   return table[i];
 }
 
-// Arrays of one entry per expert, in the workspace.
-template <class Kernel>
+// Arrays of one entry per product, in the workspace.
+template <class Kernel, class Value_, class Scale_>
 struct GroupArrays {
+  using Value = Value_;
+  using Scale = Scale_;
   using Mainloop = typename Kernel::CollectiveMainloop;
   using Shape = typename Kernel::ProblemShape::UnderlyingProblemShape;
-  using E4M3 = cutlass::float_e4m3_t;
   using Out = typename Kernel::ElementD;
 
   Shape* shapes;
-  const E4M3 **a, **b;
-  const float **sfa, **sfb;
+  const Value **a, **b;
+  const Scale **sfa, **sfb;
   Out** d;
   typename Kernel::InternalStrideA* stride_a;
   typename Kernel::InternalStrideB* stride_b;
@@ -46,11 +48,11 @@ struct GroupArrays {
   typename Mainloop::InternalLayoutSFB* layout_sfb;
 
   // Returns the first byte after them, a multiple of 128: CUTLASS's workspace begins there.
-  char* place(char* workspace, int num_experts) {
+  char* place(char* workspace, int num_groups) {
     char* end = workspace;
     const auto take = [&](auto*& array) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(end);
-      end += (sizeof(*array) * num_experts + 127) / 128 * 128;
+      end += (sizeof(*array) * num_groups + 127) / 128 * 128;
     };
     take(shapes), take(a), take(b), take(sfa), take(sfb), take(d);
     take(stride_a), take(stride_b), take(stride_d), take(layout_sfa), take(layout_sfb);
@@ -58,120 +60,33 @@ struct GroupArrays {
   }
 };
 
-// kIsSwapped: computes out^T = weight * x^T. The tile's many rows are of the weight then, and its
-// few columns the rows of x.
-template <class Kernel, class Scales, bool kIsSwapped>
-CUTE_HOST_DEVICE void set_up_group(const Fp8BlockArgs& args, const GroupArrays<Kernel>& groups,
-                                   int expert) {
-  using Groups = GroupArrays<Kernel>;
-  using E4M3 = typename Groups::E4M3;
-  const int64_t begin = args.offsets[expert];
-  const int rows = static_cast<int>(args.offsets[expert + 1] - begin);
-  const int64_t num_scales = int64_t{(args.n + 127) / 128} * ((args.k + 127) / 128);
-  const auto* x = reinterpret_cast<const E4M3*>(args.x) + begin * args.ldx;
-  const auto* weight = reinterpret_cast<const E4M3*>(args.weight) + expert * args.n * args.ldw;
-  const float* x_scales = args.x_scales + begin * args.x_scales_ld;
-  const float* scales = args.scales + expert * num_scales;
+template <class Mainloop, class Epilogue>
+using GroupedKernel = cutlass::gemm::kernel::GemmUniversal<
+    cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>, Mainloop, Epilogue, void>;
 
-  const int m = kIsSwapped ? args.n : rows, n = kIsSwapped ? rows : args.n;
-  const auto shape = cute::make_shape(m, n, args.k);
-  auto layout_sfa = Scales::tile_atom_to_shape_SFA(shape);
-  auto layout_sfb = Scales::tile_atom_to_shape_SFB(shape);
-  typename Kernel::InternalStrideD stride_d = {};
-  const int x_scales_ld = static_cast<int>(args.x_scales_ld);
-  if constexpr (kIsSwapped) {
-    cute::get<0, 1>(layout_sfb.stride()) = x_scales_ld;
-    cute::get<1>(stride_d) = args.ldo;
-  } else {
-    cute::get<0, 1>(layout_sfa.stride()) = x_scales_ld;
-    cute::get<0>(stride_d) = args.ldo;
-  }
-  groups.shapes[expert] = shape;
-  groups.a[expert] = kIsSwapped ? weight : x;
-  groups.b[expert] = kIsSwapped ? x : weight;
-  groups.sfa[expert] = kIsSwapped ? scales : x_scales;
-  groups.sfb[expert] = kIsSwapped ? x_scales : scales;
-  groups.d[expert] = static_cast<typename Groups::Out*>(args.out) + begin * args.ldo;
-  groups.stride_a[expert] =
-      row_stride<typename Kernel::InternalStrideA>(kIsSwapped ? args.ldw : args.ldx);
-  groups.stride_b[expert] =
-      row_stride<typename Kernel::InternalStrideB>(kIsSwapped ? args.ldx : args.ldw);
-  groups.stride_d[expert] = stride_d;
-  groups.layout_sfa[expert] = layout_sfa;
-  groups.layout_sfb[expert] = layout_sfb;
+// Arguments of all products; the epilogue's scalars are the caller's to add.
+template <class Gemm, class Groups>
+typename Gemm::Arguments grouped_arguments(const Groups& groups, int num_groups, int num_sms) {
+  typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGrouped,
+                                {num_groups, groups.shapes, nullptr},
+                                {groups.a, groups.stride_a, groups.b, groups.stride_b, groups.sfa,
+                                 groups.layout_sfa, groups.sfb, groups.layout_sfb},
+                                {{}, nullptr, nullptr, groups.d, groups.stride_d}};
+  args.hw_info.sm_count = num_sms;
+  args.epilogue.thread.alpha = 1.0f;
+  args.epilogue.thread.beta = 0.0f;
+  return args;
 }
 
-template <class Kernel, class Scales, bool kIsSwapped>
-__global__ void set_up_groups(Fp8BlockArgs args, GroupArrays<Kernel> groups) {
-  const int expert = blockIdx.x * blockDim.x + threadIdx.x;
-  if (expert < args.num_experts) set_up_group<Kernel, Scales, kIsSwapped>(args, groups, expert);
+// workspace: CUTLASS's own, after the arrays.
+template <class Gemm>
+cudaError_t run_grouped(const typename Gemm::Arguments& args, char* workspace,
+                        cudaStream_t stream) {
+  if (Gemm::can_implement(args) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
+  Gemm gemm;
+  const bool is_launched = gemm.initialize(args, workspace, stream) == cutlass::Status::kSuccess &&
+                           gemm.run(stream) == cutlass::Status::kSuccess;
+  return is_launched ? cudaSuccess : cudaErrorLaunchFailure;
 }
-
-// Scales of both sides are row-major: a group begins at any row, and the copies of column-major
-// ones would want a multiple of 4.
-template <class Arch, class Schedule, class EpilogueSchedule, class Tile, bool kIsSwapped,
-          class Out>
-struct BlackwellFp8Grouped {
-  using E4M3 = cutlass::float_e4m3_t;
-  using Operator = cutlass::arch::OpClassTensorOp;
-  using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
-  using Scales =
-      cutlass::detail::Sm1xxBlockwiseScaleConfig<kIsSwapped ? 128 : 1, kIsSwapped ? 1 : 128, 128,
-                                                 cute::UMMA::Major::K, cute::UMMA::Major::K>;
-  using LayoutSFA = decltype(Scales::deduce_layoutSFA());
-  using LayoutSFB = decltype(Scales::deduce_layoutSFB());
-  using OutLayout = cute::conditional_t<kIsSwapped, ColumnMajor, RowMajor>;
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      Arch, Operator, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float,
-      void, OutLayout*, 8, Out, OutLayout*, 8, EpilogueSchedule>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      Arch, Operator, E4M3, cute::tuple<RowMajor*, LayoutSFA*>, 16, E4M3,
-      cute::tuple<ColumnMajor*, LayoutSFB*>, 16, float, Tile, Cluster, StagesBeside<Epilogue>,
-      Schedule>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<
-      cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>, Mainloop, Epilogue, void>;
-  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
-  using Groups = GroupArrays<Kernel>;
-
-  static typename Gemm::Arguments arguments(const Groups& groups, int num_experts, int num_sms) {
-    typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGrouped,
-                                  {num_experts, groups.shapes, nullptr},
-                                  {groups.a, groups.stride_a, groups.b, groups.stride_b, groups.sfa,
-                                   groups.layout_sfa, groups.sfb, groups.layout_sfb},
-                                  {{}, nullptr, nullptr, groups.d, groups.stride_d}};
-    args.hw_info.sm_count = num_sms;
-    args.epilogue.thread.alpha = 1.0f;
-    args.epilogue.thread.beta = 0.0f;
-    return args;
-  }
-
-  static size_t workspace_bytes(int num_experts, int num_sms) {
-    Groups groups;
-    const char* arrays_end = groups.place(nullptr, num_experts);
-    return reinterpret_cast<size_t>(arrays_end) +
-           Gemm::get_workspace_size(arguments(groups, num_experts, num_sms));
-  }
-
-  static cudaError_t launch(const Fp8BlockArgs& given, void* workspace, int num_sms,
-                            cudaStream_t stream) {
-    Groups groups;
-    char* own = groups.place(static_cast<char*>(workspace), given.num_experts);
-    constexpr int kThreads = 128;
-    const int num_blocks = (given.num_experts + kThreads - 1) / kThreads;
-    set_up_groups<Kernel, Scales, kIsSwapped><<<num_blocks, kThreads, 0, stream>>>(given, groups);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    const typename Gemm::Arguments args = arguments(groups, given.num_experts, num_sms);
-    if (Gemm::can_implement(args) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
-    Gemm gemm;
-    const bool is_launched = gemm.initialize(args, own, stream) == cutlass::Status::kSuccess &&
-                             gemm.run(stream) == cutlass::Status::kSuccess;
-    return is_launched ? cudaSuccess : cudaErrorLaunchFailure;
-  }
-
-  static constexpr GroupedChoice choice(int max_rows) {
-    return {max_rows, workspace_bytes, launch};
-  }
-};
 
 }  // namespace vllm::gemm

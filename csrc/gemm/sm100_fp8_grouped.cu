@@ -1,4 +1,4 @@
-#include "blackwell_grouped.cuh"
+#include "blackwell_fp8_grouped.cuh"
 
 namespace vllm::gemm {
 namespace {
@@ -11,7 +11,7 @@ using Gemm = BlackwellFp8Grouped<
 
 // By the tiles' arithmetic, not measured: an expert's tile of 128 x 32 holds few rows of x where
 // one of 128 x 128 would be filled up with zeros.
-constexpr GroupedChoice kChoices[] = {
+constexpr GroupedChoice<Fp8BlockArgs> kChoices[] = {
     Gemm<32, true>::choice(32),
     Gemm<128, false>::choice(kAnyRows),
 };
@@ -19,7 +19,7 @@ constexpr GroupedChoice kChoices[] = {
 }  // namespace
 
 size_t sm100_fp8_grouped_workspace(const Fp8BlockArgs& args, int num_sms) {
-  return grouped_choice(kChoices, args).workspace_bytes(args.num_experts, num_sms);
+  return grouped_choice(kChoices, args).workspace_bytes(args, num_sms);
 }
 
 cudaError_t launch_sm100_fp8_grouped(const Fp8BlockArgs& args, void* workspace, int num_sms,

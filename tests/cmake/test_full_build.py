@@ -13,9 +13,11 @@ TENSOR_CORES = {
     "sm100_fp8_block_gemm": "UTCQMMA",
     "sm100_fp8_grouped_gemm": "UTCQMMA",
     "sm100_nvfp4_gemm": "UTCOMMA",
+    "sm100_nvfp4_grouped_gemm": "UTCOMMA",
     "sm120_fp8_block_gemm": "QMMA",
     "sm120_fp8_grouped_gemm": "QMMA",
     "sm120_nvfp4_gemm": "OMMA",
+    "sm120_nvfp4_grouped_gemm": "OMMA",
 }
 # With which a conversion to E2M1 in software, and it alone, moves signs (nvfp4_utils.cuh).
 SOFTWARE_SELECTOR = "0xfdb9"

@@ -204,14 +204,32 @@ def test_experts_are_quantised_as_if_each_were_alone():
         assert scales[place].view(torch.uint8).equal(alone[1].view(torch.uint8))
 
 
+def test_rows_past_the_last_expert_s_are_left_out():
+    x, offsets = torch.randn(9, 32), torch.tensor([0, 2, 7])
+    global_scales = torch.tensor([30.0, 70.0])
+    packed, scales = nvfp4.nvfp4_quantize_grouped(x, global_scales, offsets)
+    wanted = nvfp4.nvfp4_quantize_grouped(x[:7], global_scales, offsets)
+    assert packed.equal(wanted[0])
+    assert scales.view(torch.uint8).equal(wanted[1].view(torch.uint8))
+
+
+def test_scales_of_many_matrices_are_swizzled_each_alone():
+    scales = torch.randint(0, 127, (3, 130, 6), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    swizzled = nvfp4.swizzle_each(scales)
+    assert swizzled.shape == (3, 256, 8)
+    for one, found in zip(scales, swizzled, strict=True):
+        wanted = nvfp4.swizzle_scales(one)
+        assert found.view(torch.uint8).equal(wanted.view(torch.uint8))
+
+
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=12))
 def test_the_bound_on_scale_rows_holds_for_every_routing(counts):
     rows = sum(-(-count // 128) * 128 for count in counts)
     assert rows <= nvfp4.max_grouped_scale_rows(sum(counts), len(counts))
 
 
-@pytest.mark.parametrize("offsets", [[1, 4], [0, 3], [0, 5, 2, 4]])
-def test_offsets_that_do_not_cover_the_rows_are_refused(offsets):
+@pytest.mark.parametrize("offsets", [[1, 4], [0, 5], [0, 5, 2, 4]])
+def test_offsets_that_are_not_of_the_rows_are_refused(offsets):
     with pytest.raises(ValueError, match="expert_offsets"):
         nvfp4.nvfp4_quantize_grouped(
             torch.zeros(4, 16), torch.ones(len(offsets) - 1), torch.tensor(offsets)

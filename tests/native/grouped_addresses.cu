@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../csrc/gemm/blackwell_grouped.cuh"
+#include "../../csrc/gemm/blackwell_fp8_grouped.cuh"
 
 using namespace vllm::gemm;
 using cutlass::arch::Sm120;

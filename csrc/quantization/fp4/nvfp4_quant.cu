@@ -15,7 +15,7 @@ constexpr int kMaxBlocksPerSm = 64;
 
 struct Args {
   Nvfp4Quant quant;
-  Divisor groups_per_row;
+  Divisor groups_per_row, top_k;
   uint32_t total_groups;
   uint32_t tile_columns;
 };
@@ -40,8 +40,8 @@ __device__ __forceinline__ Chunk<T> gated(const Chunk<T>& gate, const Chunk<T>& 
   return result;
 }
 
-// The groups first, first + kThreads ... of x, of which those below total_groups exist.
-template <typename T, bool kIsGated, int kNumGroups>
+// The groups first, first + kThreads ... of the rows of q, of which those below total_groups exist.
+template <typename T, bool kIsGated, bool kHasPairs, int kNumGroups>
 __device__ __forceinline__ void load_groups(Chunk<T> (&groups)[kNumGroups], const Args& args,
                                             uint32_t first) {
   const T* x = static_cast<const T*>(args.quant.x);
@@ -56,6 +56,15 @@ __device__ __forceinline__ void load_groups(Chunk<T> (&groups)[kNumGroups], cons
       const T* gate = x + (int64_t{group} + int64_t{row} * per_row) * kGroup;
       groups[i] = w8a8::load_chunk<true>(gate, valid);
       up[i] = w8a8::load_chunk<true>(gate + int64_t{per_row} * kGroup, valid);
+    } else if constexpr (kHasPairs) {
+      const uint32_t row = args.groups_per_row.quotient(group);
+      const uint32_t pair = valid != 0 ? args.quant.pairs[row] : 0;
+      const uint32_t token = args.top_k.quotient(pair);
+      // Of rows that are left out, pairs may hold anything.
+      const bool is_token = pair <= INT32_MAX && token < args.quant.num_tokens;
+      const uint32_t per_row = args.groups_per_row.value(), column = group - row * per_row;
+      const int64_t source = is_token ? int64_t{token} * per_row + column : 0;
+      groups[i] = w8a8::load_chunk<true>(x + source * kGroup, is_token ? valid : 0);
     } else {
       groups[i] = w8a8::load_chunk<true>(x + int64_t{group} * kGroup, valid);
     }
@@ -173,13 +182,13 @@ class GroupedScales {
 };
 
 // A thread takes whole groups: one 8-byte store of codes and one byte of scale each.
-template <typename T, typename Scales, bool kIsGated, int kNumGroups>
+template <typename T, typename Scales, bool kIsGated, bool kHasPairs, int kNumGroups>
 __global__ __launch_bounds__(kThreads) void nvfp4_quant_kernel(const __grid_constant__ Args args) {
   const Scales scales(args);
   for (uint32_t first = blockIdx.x * (kThreads * kNumGroups) + threadIdx.x;
        first < args.total_groups; first += gridDim.x * (kThreads * kNumGroups)) {
     Chunk<T> groups[kNumGroups];
-    load_groups<T, kIsGated>(groups, args, first);
+    load_groups<T, kIsGated, kHasPairs>(groups, args, first);
 #pragma unroll
     for (int i = 0; i < kNumGroups; ++i) {
       const uint32_t group = first + i * kThreads;
@@ -192,24 +201,27 @@ __global__ __launch_bounds__(kThreads) void nvfp4_quant_kernel(const __grid_cons
   scales.finish();
 }
 
-template <typename T, typename Scales, bool kIsGated, int kNumGroups>
+template <typename T, typename Scales, bool kIsGated, bool kHasPairs, int kNumGroups>
 cudaError_t launch(const Args& args, int num_sms, cudaStream_t stream) {
   constexpr int64_t kPerBlock = kThreads * kNumGroups;
   const int64_t wanted = (int64_t{args.total_groups} + kPerBlock - 1) / kPerBlock;
   const int64_t most = int64_t{kMaxBlocksPerSm} * num_sms;
-  const unsigned num_blocks = static_cast<unsigned>(wanted < most ? wanted : most);
-  nvfp4_quant_kernel<T, Scales, kIsGated, kNumGroups><<<num_blocks, kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(wanted < most ? wanted : most));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(
+      &config, nvfp4_quant_kernel<T, Scales, kIsGated, kHasPairs, kNumGroups>, args);
 }
 
-template <typename T, typename Scales, bool kIsGated>
+template <typename T, typename Scales, bool kIsGated, bool kHasPairs = false>
 cudaError_t launch_typed(const Args& args, int num_sms, cudaStream_t stream) {
   // Several groups per thread where that still leaves each multiprocessor two blocks.
   constexpr int kNumGroups = kIsGated ? (kGroupsInFlight + 1) / 2 : kGroupsInFlight;
   if (args.total_groups >= int64_t{2} * kThreads * kNumGroups * num_sms) {
-    return launch<T, Scales, kIsGated, kNumGroups>(args, num_sms, stream);
+    return launch<T, Scales, kIsGated, kHasPairs, kNumGroups>(args, num_sms, stream);
   }
-  return launch<T, Scales, kIsGated, 1>(args, num_sms, stream);
+  return launch<T, Scales, kIsGated, kHasPairs, 1>(args, num_sms, stream);
 }
 
 template <typename T, bool kIsGated>
@@ -220,6 +232,11 @@ cudaError_t launch_layout(const Args& args, int num_sms, cudaStream_t stream) {
     case ScaleLayout::kSwizzled:
       return launch_typed<T, SwizzledScales, kIsGated>(args, num_sms, stream);
     default:
+      if constexpr (!kIsGated) {
+        if (args.quant.pairs != nullptr) {
+          return launch_typed<T, GroupedScales, false, true>(args, num_sms, stream);
+        }
+      }
       return launch_typed<T, GroupedScales, kIsGated>(args, num_sms, stream);
   }
 }
@@ -235,6 +252,7 @@ cudaError_t launch_gated(const Args& args, int num_sms, cudaStream_t stream) {
 cudaError_t launch_nvfp4_quant(const Nvfp4Quant& quant, int num_sms, cudaStream_t stream) {
   if (quant.m == 0) return cudaSuccess;
   const Args args{quant, Divisor(static_cast<uint32_t>(quant.num_groups)),
+                  Divisor(static_cast<uint32_t>(quant.pairs != nullptr ? quant.top_k : 1)),
                   static_cast<uint32_t>(quant.m * quant.num_groups),
                   static_cast<uint32_t>(round_up(quant.num_groups, kTileColumns) / kTileColumns)};
   return quant.type == InputType::kBFloat16 ? launch_gated<__nv_bfloat16>(args, num_sms, stream)

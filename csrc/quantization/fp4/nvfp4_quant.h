@@ -42,11 +42,16 @@ struct Nvfp4Quant {
   ScaleLayout layout;
   bool is_gated;  // x is [gate | up], and silu(gate) * up, rounded to x's type, is quantised
 
-  // kGrouped: expert e has rows expert_offsets[e] to expert_offsets[e + 1] of x; the first offset
+  // kGrouped: expert e has rows expert_offsets[e] to expert_offsets[e + 1] of q; the first offset
   // is 0 and the last m, or rows are left out. scale_rows is what `scales` has room for.
   const int32_t* expert_offsets;  // [num_experts + 1]
   int num_experts;
   int64_t scale_rows;
+  // kGrouped, not gated: row r of q is row pairs[r] / top_k of x, which has num_tokens rows; null:
+  // row r. Rows that are left out may hold anything there.
+  const int32_t* pairs;  // [m]
+  int64_t num_tokens;
+  int top_k;
 };
 
 inline constexpr int kMaxExperts = 1024;

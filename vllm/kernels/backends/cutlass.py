@@ -1,5 +1,6 @@
 """Our own CUTLASS kernels: FP8 and NVFP4 GEMM, dense and grouped."""
 
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.triton.moe_rows import ExpertRows
 
 _SM90, _SM100, _SM120 = {"90a"}, {"100a", "100f", "103a"}, {"120a", "120f", "121a"}
 _Spec = partial(
@@ -64,12 +66,17 @@ SPECS = (
         native=("sm90_fp8_block_gemm", "sm100_fp8_grouped_gemm", "sm120_fp8_grouped_gemm"),
         dtypes=frozenset({"bf16"}),
     ),
-    _Nvfp4(family="moe"),
+    _Nvfp4(
+        family="moe",
+        native=("sm100_nvfp4_grouped_gemm", "sm120_nvfp4_grouped_gemm"),
+        dtypes=frozenset({"bf16"}),
+    ),
 )
 
 
 # Formats that `linear` and `moe` have code for.
-MAKES = {"linear": frozenset({"fp8-block", "nvfp4"}), "moe": frozenset({"fp8-block"})}
+_MADE = frozenset({"fp8-block", "nvfp4"})
+MAKES = {"linear": _MADE, "moe": _MADE}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
@@ -135,8 +142,12 @@ def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
-    """Takes FP8 block weights as they are stored; each call sorts rows by expert, and quantises and
-    multiplies them twice. Nothing waits for the device, so a CUDA graph can capture it."""
+    """Takes FP8 block weights as they are stored, or swizzles the scales of NVFP4 ones; each call
+    sorts rows by expert, and quantises and multiplies them twice. Nothing waits for the device, so
+    a CUDA graph can capture it."""
+    is_in_triton = tensors.down.is_cuda and find_spec("triton") is not None
+    if problem.format == "nvfp4":
+        return _nvfp4_moe(tensors, is_in_triton)
     import torch
 
     from vllm._custom_ops import per_token_group_fp8_quant, silu_and_mul_group_quant
@@ -146,7 +157,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         tensors = _with_whole_blocks(tensors)
     gate_up, down = tensors.gate_up, tensors.down
     num_experts, hidden, _ = down.shape
-    if down.is_cuda and find_spec("triton"):
+    if is_in_triton:
         return _with_triton_rows(tensors)
     bounds = torch.arange(num_experts + 1, device=down.device)
 
@@ -196,6 +207,126 @@ def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
         return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
     return moe_rows.KernelOfRows(unadded)
+
+
+def _nvfp4_moe(tensors: "MoETensors", is_in_triton: bool) -> "MoEKernel":
+    kernel = Nvfp4Moe.of(tensors)
+    if not is_in_triton:
+        return kernel
+    from vllm.kernels.triton import moe_rows
+
+    return moe_rows.KernelOfRows(kernel.unadded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nvfp4Experts:
+    """One of the two weights of every expert, as `cutlass_nvfp4_gemm_grouped` takes them.
+
+    Parts are gate and up, where their global scales differ in some expert; else there is one.
+    weight: uint8 [E * parts, N, K / 2]. scales: E4M3 [E * parts, N up to 128s, K / 16 up to 4s],
+    each swizzled. alpha: float32 [E * parts], by which a product is multiplied. input_divisors:
+    float32 [E], the global scales that inputs are quantised with.
+    """
+
+    weight: "Tensor"
+    scales: "Tensor"
+    alpha: "Tensor"
+    input_divisors: "Tensor"
+
+    @classmethod
+    def of(
+        cls,
+        weight: "Tensor",
+        scales: "Tensor | None",
+        global_scales: "Tensor | None",
+        input_scales: "Tensor | None",
+    ) -> "_Nvfp4Experts":
+        """As MoETensors has them: [E, N of all parts, ...], and of the last two [E, parts]."""
+        from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_each
+
+        assert scales is not None and global_scales is not None and input_scales is not None
+        inputs = input_scales.amax(1)  # parts share their input
+        is_shared = bool((global_scales == global_scales[:, :1]).all())
+        num_parts = 1 if is_shared else global_scales.shape[1]
+        rows = (weight.shape[0] * num_parts, weight.shape[1] // num_parts, -1)
+        return cls(
+            weight.reshape(rows),
+            swizzle_each(scales.reshape(rows)),
+            (inputs[:, None] * global_scales[:, :num_parts]).flatten(),
+            inputs.reciprocal(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Moe:
+    """Both weights of every expert. Called, it sorts rows in torch; `unadded` sorts in Triton."""
+
+    gate_up: _Nvfp4Experts
+    down: _Nvfp4Experts
+    num_experts: int
+
+    @classmethod
+    def of(cls, tensors: "MoETensors") -> "Nvfp4Moe":
+        return cls(
+            _Nvfp4Experts.of(
+                tensors.gate_up,
+                tensors.gate_up_scales,
+                tensors.gate_up_global_scales,
+                tensors.gate_up_input_scales,
+            ),
+            _Nvfp4Experts.of(
+                tensors.down,
+                tensors.down_scales,
+                tensors.down_global_scales,
+                tensors.down_input_scales,
+            ),
+            tensors.num_experts,
+        )
+
+    def __call__(self, x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+        import torch
+
+        # Pairs of experts elsewhere come after the last group, and stay zeros.
+        experts, order = torch.where(ids < 0, self.num_experts, ids).flatten().sort(stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=ids.device)
+        ends = torch.searchsorted(experts, bounds, out_int32=True)
+        sorted_out = x.new_zeros(ids.numel(), x.shape[1])
+        self._multiply(x, order.int(), ends, ids.shape[1], sorted_out)
+        out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
+        return (out.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def unadded(self, x: "Tensor", weights: "Tensor", ids: "Tensor") -> "ExpertRows":
+        from vllm.kernels.triton import moe_rows
+
+        rows = moe_rows.sort(ids, self.num_experts)
+        out = x.new_empty(ids.numel(), x.shape[1])
+        self._multiply(x, rows.order, rows.ends, ids.shape[1], out)
+        return moe_rows.ExpertRows(out, weights, rows.positions, self.num_experts)
+
+    def _multiply(
+        self, x: "Tensor", pairs: "Tensor", ends: "Tensor", top_k: int, out: "Tensor"
+    ) -> None:
+        """To row r of out what the expert of pair pairs[r] makes of its token. Expert e has rows
+        ends[e] to ends[e + 1]; others are neither read nor written."""
+        import torch
+
+        from vllm._custom_ops import (
+            scaled_fp4_quant_grouped,
+            silu_and_mul_scaled_fp4_quant_grouped,
+        )
+
+        gemm = torch.ops.vllm.cutlass_nvfp4_gemm_grouped
+        gate_up, down = self.gate_up, self.down
+        between = x.new_empty(len(pairs), 2 * self.inner)
+        q, scales = scaled_fp4_quant_grouped(x, gate_up.input_divisors, ends, pairs, top_k)
+        gemm(q, scales, gate_up.weight, gate_up.scales, gate_up.alpha, ends, between)
+        q, scales = silu_and_mul_scaled_fp4_quant_grouped(between, down.input_divisors, ends)
+        gemm(q, scales, down.weight, down.scales, down.alpha, ends, out)
+
+    @property
+    def inner(self) -> int:
+        """Columns of an expert between its two products."""
+        return self.down.weight.shape[2] * 2
 
 
 def _with_whole_blocks(tensors: "MoETensors") -> "MoETensors":

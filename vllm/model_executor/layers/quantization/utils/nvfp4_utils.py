@@ -101,6 +101,14 @@ def unswizzle_scales(swizzled: Tensor, num_rows: int, num_groups: int) -> Tensor
     return rows.contiguous().view(swizzled.dtype)
 
 
+def swizzle_each(scales: Tensor) -> Tensor:
+    """swizzle_scales of each of scales [C, M, G]: [C, M up to 128s, G up to 4s]."""
+    count, num_rows, _ = scales.shape
+    filling = (0, 0, 0, -num_rows % TILE_ROWS)
+    padded = torch.nn.functional.pad(scales.view(torch.uint8), filling)
+    return swizzle_scales(padded.flatten(0, 1)).unflatten(0, (count, -1)).view(scales.dtype)
+
+
 def max_grouped_scale_rows(num_rows: int, num_experts: int) -> int:
     """Scale rows that `num_rows` rows of `num_experts` experts need at most: each expert's 128s."""
     most = num_rows + (TILE_ROWS - 1) * min(num_rows, num_experts)
@@ -160,14 +168,15 @@ def nvfp4_quantize_grouped(
 ) -> tuple[Tensor, Tensor]:
     """Quantises rows sorted by expert, each expert with its own global scale.
 
-    x [M, K]; global_scales float32 [E]; expert_offsets int32 [E + 1], from 0 to M: expert e has
-    rows expert_offsets[e] to expert_offsets[e + 1]. Returns codes uint8 [M, K / 2] and scales
+    x [M, K]; global_scales float32 [E]; expert_offsets int32 [E + 1], from 0 to R <= M: expert e
+    has rows expert_offsets[e] to expert_offsets[e + 1]. Returns codes uint8 [R, K / 2] and scales
     float8_e4m3fn, swizzled for each expert alone, one expert's whole tiles after another's.
     """
     bounds = expert_offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] != x.shape[0] or sorted(bounds) != bounds:
+    if bounds[0] != 0 or bounds[-1] > x.shape[0] or sorted(bounds) != bounds:
         raise ValueError(
-            f"expert_offsets are {bounds}; accepted: from 0 up to {x.shape[0]}, never falling"
+            f"expert_offsets are {bounds}; accepted: from 0 up to {x.shape[0]} at most, never "
+            f"falling"
         )
     parts = [
         nvfp4_quantize(x[begin:end], global_scales[e : e + 1], is_swizzled=True)
