@@ -322,7 +322,8 @@ void check_nvfp4_experts(const TensorView& a, const TensorView& a_scales, const 
   args.b_scales = static_cast<const uint8_t*>(data_of(b_scales));
 }
 
-// Rows [offsets[e], offsets[e + 1]) of a meet the num_parts weights of expert e: b uint8 [num_experts
+// Rows [offsets[e], offsets[e + 1]) of a meet the num_parts weights of expert e: b uint8
+// [num_experts
 // * num_parts, n, k / 2], alpha float32 [num_experts * num_parts]; their products lie side by side
 // in out bfloat16 [m, num_parts * n], of which rows outside of all experts are not written.
 // a_scales: as scaled_fp4_quant_grouped writes them. b_scales: those of each weight swizzled,

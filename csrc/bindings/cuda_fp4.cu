@@ -19,8 +19,8 @@ fp4::InputType input_type(const TensorView& x) {
   return fp4::InputType::kFloat16;
 }
 
-// x [m, k] or, where it is gated, [m, 2 k]; q uint8 [m, k / 2]. pairs: null, or x has a row for each
-// token and q one for each of them.
+// x [m, k] or, where it is gated, [m, 2 k]; q uint8 [m, k / 2]. pairs: null, or x has a row for
+// each token and q one for each of them.
 Nvfp4Quant quant_of(const TensorView& x, const TensorView& q, bool is_gated,
                     const TensorView* pairs = nullptr) {
   Nvfp4Quant quant = {};
@@ -139,8 +139,7 @@ void nvfp4_quant_grouped(TensorView x, TensorView global_scales, TensorView expe
                          TensorView scales) {
   if (!pairs.has_value()) {
     const Nvfp4Quant quant = quant_of(x, q, false);
-    return quantise_grouped(quant, x, global_scales, expert_offsets, scales,
-                            "nvfp4_quant_grouped");
+    return quantise_grouped(quant, x, global_scales, expert_offsets, scales, "nvfp4_quant_grouped");
   }
   const TensorView& of_rows = pairs.value();
   check_cuda(of_rows, "pairs", 1, x, "x");

@@ -38,8 +38,8 @@ struct Nvfp4Args {
 
   // The grouped form alone: rows [offsets[e], offsets[e + 1]) of a meet num_parts weights of expert
   // e, whose products lie side by side in a row of out. b: [num_experts * num_parts, n, k / 2], the
-  // scales of each padded to whole tiles; alpha: [num_experts * num_parts]; a_scales: of the rows of
-  // each expert, one expert after another, each padded to whole tiles (nvfp4_quant.h: kGrouped).
+  // scales of each padded to whole tiles; alpha: [num_experts * num_parts]; a_scales: of the rows
+  // of each expert, one expert after another, each padded to whole tiles (nvfp4_quant.h: kGrouped).
   const int32_t* offsets;  // [num_experts + 1] on the GPU
   int num_experts, num_parts;
 };

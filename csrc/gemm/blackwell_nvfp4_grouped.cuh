@@ -8,11 +8,11 @@
 namespace vllm::gemm {
 
 // kIsSwapped: computes out^T = b * a^T. The tile's many rows are of the weight then, and its few
-// columns the rows of a. Group: part group % num_parts of expert group / num_parts, which has `rows`
-// rows of a from row `begin`, whose scales begin at row begin_scales.
+// columns the rows of a. Group: part group % num_parts of expert group / num_parts, which has
+// `rows` rows of a from row `begin`, whose scales begin at row begin_scales.
 template <class Kernel, class Groups, class Scales, bool kIsSwapped>
-CUTE_HOST_DEVICE void set_up_group(const Nvfp4Args& args, const Groups& groups, int group,
-                                   int rows, int64_t begin, int64_t begin_scales) {
+CUTE_HOST_DEVICE void set_up_group(const Nvfp4Args& args, const Groups& groups, int group, int rows,
+                                   int64_t begin, int64_t begin_scales) {
   using Value = typename Groups::Value;
   using Scale = typename Groups::Scale;
   // Bytes of a row: of values, and of scales in whole tiles.
@@ -98,8 +98,7 @@ struct BlackwellNvfp4Grouped {
   static cudaError_t launch(const Nvfp4Args& given, void* workspace, int num_sms,
                             cudaStream_t stream) {
     Groups groups;
-    char* own =
-        groups.place(static_cast<char*>(workspace), given.num_experts * given.num_parts);
+    char* own = groups.place(static_cast<char*>(workspace), given.num_experts * given.num_parts);
     set_up_nvfp4_groups<Kernel, Groups, Scales, kIsSwapped><<<1, 512, 0, stream>>>(given, groups);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;

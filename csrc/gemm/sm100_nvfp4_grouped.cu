@@ -4,11 +4,11 @@ namespace vllm::gemm {
 namespace {
 
 template <int kTileN, bool kIsSwapped>
-using Gemm = BlackwellNvfp4Grouped<
-    cutlass::arch::Sm100, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100,
-    cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
-    cute::Shape<cute::_128, cute::Int<kTileN>, cute::_256>, kIsSwapped,
-    cutlass::arch::sm100_smem_capacity_bytes>;
+using Gemm = BlackwellNvfp4Grouped<cutlass::arch::Sm100,
+                                   cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100,
+                                   cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
+                                   cute::Shape<cute::_128, cute::Int<kTileN>, cute::_256>,
+                                   kIsSwapped, cutlass::arch::sm100_smem_capacity_bytes>;
 
 // By the tiles' arithmetic, not measured: CUTLASS's narrowest tile, of 64 columns, holds few rows
 // of x where one of 128 rows would be filled up with zeros.

@@ -4,11 +4,11 @@ namespace vllm::gemm {
 namespace {
 
 template <bool kIsSwapped>
-using Gemm = BlackwellNvfp4Grouped<
-    cutlass::arch::Sm120, cutlass::gemm::collective::KernelScheduleAuto,
-    cutlass::epilogue::collective::EpilogueScheduleAuto,
-    cute::Shape<cute::_128, cute::_128, cute::_128>, kIsSwapped,
-    cutlass::arch::sm120_smem_capacity_bytes>;
+using Gemm =
+    BlackwellNvfp4Grouped<cutlass::arch::Sm120, cutlass::gemm::collective::KernelScheduleAuto,
+                          cutlass::epilogue::collective::EpilogueScheduleAuto,
+                          cute::Shape<cute::_128, cute::_128, cute::_128>, kIsSwapped,
+                          cutlass::arch::sm120_smem_capacity_bytes>;
 
 // One row: CUTLASS's tiles of this generation hold scales of whole tiles of 128 rows on both sides,
 // so that none is narrower than 128 x 128, and swapping the sides saves nothing.

@@ -9,11 +9,11 @@
 using namespace vllm::gemm;
 
 template <int kTileN, bool kIsSwapped>
-using Gemm100 = BlackwellNvfp4Grouped<
-    cutlass::arch::Sm100, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100,
-    cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
-    cute::Shape<cute::_128, cute::Int<kTileN>, cute::_256>, kIsSwapped,
-    cutlass::arch::sm100_smem_capacity_bytes>;
+using Gemm100 = BlackwellNvfp4Grouped<cutlass::arch::Sm100,
+                                      cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100,
+                                      cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
+                                      cute::Shape<cute::_128, cute::Int<kTileN>, cute::_256>,
+                                      kIsSwapped, cutlass::arch::sm100_smem_capacity_bytes>;
 
 using Gemm120 =
     BlackwellNvfp4Grouped<cutlass::arch::Sm120, cutlass::gemm::collective::KernelScheduleAuto,
@@ -90,10 +90,11 @@ void check(const Nvfp4Args& args) {
                    args.b_scales + g * round_up(args.n, 128) * scale_bytes);
       for (int i = 0; i < rows; ++i) {
         for (int j = 0; j < args.n; ++j) {
-          const auto place = cute::crd2idx(cute::make_coord(kIsSwapped ? j : i, kIsSwapped ? i : j, 0),
-                                           cute::make_shape(1, 1, 1), groups.stride_d[g]);
-          const auto* out = static_cast<cutlass::bfloat16_t*>(args.out) +
-                            (begin + i) * args.ldo + part * args.n + j;
+          const auto place =
+              cute::crd2idx(cute::make_coord(kIsSwapped ? j : i, kIsSwapped ? i : j, 0),
+                            cute::make_shape(1, 1, 1), groups.stride_d[g]);
+          const auto* out = static_cast<cutlass::bfloat16_t*>(args.out) + (begin + i) * args.ldo +
+                            part * args.n + j;
           expect(groups.d[g] + place == out, "out", g, i, j);
         }
       }

@@ -66,7 +66,9 @@ def check(codes, scales, wanted):
     num_rows, num_scale_rows = (part.shape[0] for part in wanted)
     assert torch.equal(codes[:num_rows], wanted[0])
     assert torch.equal(scales[:num_scale_rows], wanted[1].view(torch.uint8))
-    assert bool((codes[num_rows:] == POISON).all()) and bool((scales[num_scale_rows:] == POISON).all())
+    assert bool((codes[num_rows:] == POISON).all()) and bool(
+        (scales[num_scale_rows:] == POISON).all()
+    )
 
 
 def routed(counts):

@@ -210,8 +210,8 @@ cudaError_t launch(const Args& args, int num_sms, cudaStream_t stream) {
   config.gridDim = dim3(static_cast<unsigned>(wanted < most ? wanted : most));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(
-      &config, nvfp4_quant_kernel<T, Scales, kIsGated, kHasPairs, kNumGroups>, args);
+  return cudaLaunchKernelEx(&config, nvfp4_quant_kernel<T, Scales, kIsGated, kHasPairs, kNumGroups>,
+                            args);
 }
 
 template <typename T, typename Scales, bool kIsGated, bool kHasPairs = false>

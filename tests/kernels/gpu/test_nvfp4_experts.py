@@ -119,7 +119,11 @@ def test_products_are_those_of_the_reference(counts, n, k, num_parts):
         ("a", lambda t: t[:, :24].contiguous(), "a: given 24 bytes a row"),
         ("a_scales", lambda t: t[:128], "a_scales: given shape.*at least"),
         ("b", lambda t: t[0], "b: given shape"),
-        ("b", lambda t: t[:3], "b: given 3 weights; accepted: as many for each of 2"),
+        (
+            "offsets",
+            lambda t: t.repeat(2)[:4],
+            "b: given 4 weights; accepted: as many for each of 3",
+        ),
         ("b", lambda t: t[:, :36].contiguous(), "b: given 36 rows"),
         ("b_scales", lambda t: t[:, :64].contiguous(), "b_scales: given shape"),
         ("alpha", lambda t: t[:3], "alpha: given shape"),
