@@ -1,8 +1,11 @@
 """NVFP4 experts with factors that differ, and what the format says they compute."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from vllm._custom_ops import scaled_fp4_quant_grouped
 from vllm.kernels import registry
 from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
 from vllm.kernels.spec import Candidate
@@ -10,6 +13,7 @@ from vllm.kernels.tensors import LinearTensors, MoEKernel, MoETensors
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     nvfp4_dequantize,
     nvfp4_quantize,
+    swizzle_each,
 )
 
 FORMAT = WeightFormat.parse("nvfp4")
@@ -85,3 +89,48 @@ def _wide(part: LinearTensors) -> Tensor:
 
 def relative_error(y: Tensor, wanted: Tensor) -> float:
     return float((y.double() - wanted).norm() / wanted.norm())
+
+
+# ---------------------------------------------------------------- cutlass_nvfp4_gemm_grouped
+
+
+def operands(counts: list[int], n: int, k: int, num_parts: int) -> dict[str, Tensor]:
+    """Arguments of the op for experts of so many rows; three rows are nobody's."""
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    x, num_weights = torch.randn(sum(counts) + 3, k).bfloat16(), len(counts) * num_parts
+    q, scales = scaled_fp4_quant_grouped(x, torch.rand(len(counts)) * 300 + 100, offsets)
+    codes = torch.randint(0, 256, (num_weights, n, k // 2), dtype=torch.uint8)
+    of_codes = torch.randint(1, 100, (num_weights, n, k // 16), dtype=torch.uint8)
+    return {
+        "a": q,
+        "a_scales": scales,
+        "b": codes,
+        "b_scales": swizzle_each(of_codes.view(torch.float8_e4m3fn)),
+        "alpha": torch.rand(num_weights) / 1e5,
+        "offsets": offsets,
+        "out": torch.full((len(x), num_parts * n), float("nan")).bfloat16(),
+    }
+
+
+REFUSALS: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("a", lambda t: t.view(torch.int8), "a: given int8"),
+    ("a", lambda t: t[:, :24].contiguous(), "a: given 24 bytes a row"),
+    ("a", lambda t: t.repeat_interleave(2, 0)[::2], "a: given a strided tensor"),
+    ("a_scales", lambda t: t[:128], "a_scales: given shape.*at least 256 rows"),
+    ("a_scales", lambda t: t.view(torch.uint8), "a_scales: given uint8; accepted: float8_e4m3fn"),
+    ("b", lambda t: t[0], "b: given shape.*3 dimensions"),
+    ("b", lambda t: t[:, :36].contiguous(), "b: given 36 rows; accepted: a multiple of 8"),
+    ("b", lambda t: t[..., :16].contiguous(), "b: given shape.*bytes of a row of a"),
+    ("b_scales", lambda t: t[:, :64].contiguous(), "b_scales: given shape.*rounded up to 128"),
+    ("b_scales", lambda t: t[:3], "b_scales: given shape.*weights of b"),
+    ("alpha", lambda t: t[:3], "alpha: given shape.*one factor for each product"),
+    ("alpha", lambda t: t.double(), "alpha: given float64"),
+    ("offsets", lambda t: t.repeat(2)[:4], "b: given 4 weights; .* each of 3 experts"),
+    ("offsets", lambda t: t.long(), "offsets: given int64"),
+    ("offsets", lambda t: t[:1], "offsets: given 1 offsets"),
+    ("out", lambda t: t.half(), "out: given float16; accepted: bfloat16"),
+    ("out", lambda t: t[:, :40].contiguous(), "out: given shape.*all parts of an expert"),
+    ("out", lambda t: t[:10], "out: given shape.*rows of a"),
+    ("out", lambda t: t[:1].expand(t.shape), "out: given rows 0 elements apart"),
+]
+"""(argument, change, message) of operands([3, 5], 40, 64, 2)."""

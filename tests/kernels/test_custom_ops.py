@@ -284,6 +284,24 @@ def _op_arguments() -> dict[str, tuple]:
             torch.empty(3, 16, dtype=FP8),
             False,
         ),
+        "nvfp4_quant_grouped": (
+            x.bfloat16(),
+            torch.ones(2),
+            torch.tensor([0, 2, 5]),
+            torch.tensor([0, 3, 5, 1, 2, 4], dtype=torch.int32),
+            2,
+            torch.empty(6, 128, dtype=torch.uint8),
+            torch.empty(256, 16, dtype=FP8),
+        ),
+        "cutlass_nvfp4_gemm_grouped": (
+            torch.zeros(6, 16, dtype=torch.uint8),
+            torch.zeros(256, 4).to(FP8),
+            torch.zeros(4, 8, 16, dtype=torch.uint8),
+            torch.zeros(4, 128, 4).to(FP8),
+            torch.ones(4),
+            torch.tensor([0, 2, 5], dtype=torch.int32),
+            torch.empty(6, 16),
+        ),
     }
 
 

@@ -73,6 +73,8 @@ def nvfp4_quant() -> None:
             quant.scaled_fp4_quant(randn(m, k), scale, is_swizzled)
             quant.silu_and_mul_scaled_fp4_quant(randn(m, 2 * k), scale, is_swizzled)
         quant.scaled_fp4_quant_grouped(randn(m, k), scales, offsets)
+        pairs = torch.randperm(m, device="cuda", dtype=torch.int32)
+        quant.scaled_fp4_quant_grouped(randn(-(-m // 3), k), scales, offsets, pairs, 3)
         quant.silu_and_mul_scaled_fp4_quant_grouped(randn(m, 2 * k), scales, offsets)
 
 

@@ -5,13 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from nvfp4_experts import expected, experts, kernel_of, relative_error
+from nvfp4_experts import REFUSALS, expected, experts, kernel_of, operands, relative_error
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
-from vllm._custom_ops import scaled_fp4_quant_grouped
 from vllm.kernels.backends.cutlass import Nvfp4Moe
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_each
 
 pytestmark = MARKS
 ROUTINGS = ("even", "one expert", "other ranks")
@@ -74,24 +72,6 @@ def test_a_captured_graph_serves_other_tokens_and_other_experts(num_tokens: int)
 # ---------------------------------------------------------------- the op
 
 
-def operands(counts: list[int], n: int, k: int, num_parts: int) -> dict[str, Tensor]:
-    """Arguments of the op for experts of so many rows; three rows are nobody's."""
-    offsets = torch.tensor([0, *counts], device="cpu").cumsum(0).int().to(DEVICE)
-    x, num_weights = torch.randn(sum(counts) + 3, k).bfloat16(), len(counts) * num_parts
-    q, scales = scaled_fp4_quant_grouped(x, torch.rand(len(counts)) * 300 + 100, offsets)
-    codes = torch.randint(0, 256, (num_weights, n, k // 2), dtype=torch.uint8)
-    of_codes = torch.randint(1, 100, (num_weights, n, k // 16), dtype=torch.uint8)
-    return {
-        "a": q,
-        "a_scales": scales,
-        "b": codes,
-        "b_scales": swizzle_each(of_codes.view(torch.float8_e4m3fn)),
-        "alpha": torch.rand(num_weights) / 1e5,
-        "offsets": offsets,
-        "out": torch.full((len(x), num_parts * n), float("nan")).bfloat16(),
-    }
-
-
 @needs_gpu
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (136, 288), (1024, 2048), (40, 32)])
@@ -112,29 +92,7 @@ def test_products_are_those_of_the_reference(counts, n, k, num_parts):
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("a", lambda t: t.view(torch.int8), "a: given int8"),
-        ("a", lambda t: t[:, :24].contiguous(), "a: given 24 bytes a row"),
-        ("a_scales", lambda t: t[:128], "a_scales: given shape.*at least"),
-        ("b", lambda t: t[0], "b: given shape"),
-        (
-            "offsets",
-            lambda t: t.repeat(2)[:4],
-            "b: given 4 weights; accepted: as many for each of 3",
-        ),
-        ("b", lambda t: t[:, :36].contiguous(), "b: given 36 rows"),
-        ("b_scales", lambda t: t[:, :64].contiguous(), "b_scales: given shape"),
-        ("alpha", lambda t: t[:3], "alpha: given shape"),
-        ("alpha", lambda t: t.double(), "alpha: given float64"),
-        ("offsets", lambda t: t.long(), "offsets: given int64"),
-        ("offsets", lambda t: t.cpu(), "offsets: given a tensor of DLPack"),
-        ("offsets", lambda t: t[:1], "offsets: given 1 offsets"),
-        ("out", lambda t: t.half(), "out: given float16; accepted: bfloat16"),
-        ("out", lambda t: t[:, :40].contiguous(), "out: given shape"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
 def test_what_cannot_be_served_is_refused_by_name(name, change, message):
     given = operands([3, 5], 40, 64, 2)
     torch.ops.vllm.cutlass_nvfp4_gemm_grouped(*given.values())

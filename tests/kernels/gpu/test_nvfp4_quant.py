@@ -186,13 +186,17 @@ def test_a_captured_graph_quantises_what_its_input_holds_later(library):
 # ---------------------------------------------------------------- experts
 
 
-def run_grouped(library, x, global_scales, offsets, is_gated):
+def run_grouped(library, x, global_scales, offsets, is_gated, pairs=None, top_k=1):
     num_experts, k = len(global_scales), x.shape[1] // (2 if is_gated else 1)
-    rows = nvfp4.max_grouped_scale_rows(x.shape[0], num_experts)
-    q, scales = Guarded(x.shape[0], k // 2), Guarded(rows, round_up(k // 16, 4))
-    name = "silu_and_mul_nvfp4_quant_grouped" if is_gated else "nvfp4_quant_grouped"
+    num_rows = x.shape[0] if pairs is None else len(pairs)
+    rows = nvfp4.max_grouped_scale_rows(num_rows, num_experts)
+    q, scales = Guarded(num_rows, k // 2), Guarded(rows, round_up(k // 16, 4))
+    given = (x, global_scales, offsets)
     with tvm_ffi.use_torch_stream():
-        getattr(library, name)(x, global_scales, offsets, q.tensor, scales.tensor)
+        if is_gated:
+            library.silu_and_mul_nvfp4_quant_grouped(*given, q.tensor, scales.tensor)
+        else:
+            library.nvfp4_quant_grouped(*given, pairs, top_k, q.tensor, scales.tensor)
     return q.read(), scales.read()
 
 
@@ -211,6 +215,24 @@ def test_experts_equal_the_reference_for_each_alone(library, counts, dtype, is_g
     used = expected[1].shape[0]
     assert_same(scales[:used], expected[1])
     assert bool((scales[used:] == POISON).all()), "written past the last expert's tiles"
+
+
+@pytest.mark.parametrize("num_elsewhere", [0, 50])
+@pytest.mark.parametrize("counts", ROUTINGS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
+def test_a_token_is_quantised_for_each_of_its_pairs(library, counts, num_elsewhere):
+    k, top_k, last = 208, 3, sum(counts)
+    offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+    pairs = torch.randperm(last + num_elsewhere).int()
+    x = torch.randn(round_up(len(pairs), top_k) // top_k, k, device=DEVICE).bfloat16()
+    global_scales = torch.rand(len(counts)) * 300 + 1
+    wanted = x.cpu()[pairs[:last] // top_k]
+    pairs[last:] = torch.randint(-(2**31), 2**31, (num_elsewhere,)).int()  # of no expert
+    given = (global_scales.to(DEVICE), offsets.to(DEVICE))
+    q, scales = run_grouped(library, x, *given, False, pairs.to(DEVICE), top_k)
+    expected = nvfp4.nvfp4_quantize_grouped(wanted, global_scales, offsets)
+    assert_same(q[:last], expected[0])
+    assert_same(scales[: expected[1].shape[0]], expected[1])
+    assert bool((q[last:] == POISON).all()), "written for a pair of no expert"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +307,9 @@ def test_tiles_need_whole_tiles(library):
         ("global_scales", 1, lambda: torch.ones(2, device=DEVICE), "each expert"),
         ("expert_offsets", 2, lambda: torch.zeros(4, device=DEVICE), "int32"),
         ("expert_offsets", 2, lambda: torch.zeros(1, device=DEVICE, dtype=torch.int32), "accepted"),
-        ("scales", 4, lambda: torch.empty(256, 4, dtype=torch.uint8, device=DEVICE), "at least"),
+        ("pairs", 3, lambda: torch.zeros(4, device=DEVICE, dtype=torch.int64), "int32"),
+        ("top_k", 4, lambda: 0, "accepted: 1 to"),
+        ("scales", 6, lambda: torch.empty(256, 4, dtype=torch.uint8, device=DEVICE), "at least"),
     ],
 )
 def test_an_argument_of_experts_that_cannot_be_served_is_named(library, name, index, value, text):
@@ -293,6 +317,8 @@ def test_an_argument_of_experts_that_cannot_be_served_is_named(library, name, in
         torch.ones(4, 64, device=DEVICE).bfloat16(),
         torch.ones(3, device=DEVICE),
         torch.tensor([0, 1, 2, 4], device=DEVICE, dtype=torch.int32),
+        torch.zeros(4, device=DEVICE, dtype=torch.int32),
+        1,
         torch.empty(4, 32, dtype=torch.uint8, device=DEVICE),
         torch.empty(384, 4, dtype=torch.uint8, device=DEVICE),
     ]
