@@ -20,7 +20,8 @@ CUTE_HOST_DEVICE void set_up_group(const Nvfp4Args& args, const Groups& groups, 
   const int64_t scale_rows = (args.n + 127) / 128 * 128;
   const auto* x = reinterpret_cast<const Value*>(args.a + begin * value_bytes);
   const auto* x_scales = reinterpret_cast<const Scale*>(args.a_scales + begin_scales * scale_bytes);
-  const auto* weight = reinterpret_cast<const Value*>(args.b + group * args.n * value_bytes);
+  const auto* weight =
+      reinterpret_cast<const Value*>(args.b + int64_t{group} * args.n * value_bytes);
   const auto* scales =
       reinterpret_cast<const Scale*>(args.b_scales + group * scale_rows * scale_bytes);
   const int64_t column = int64_t{group % args.num_parts} * args.n;

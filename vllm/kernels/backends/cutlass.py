@@ -307,7 +307,7 @@ class Nvfp4Moe:
         self, x: "Tensor", pairs: "Tensor", ends: "Tensor", top_k: int, out: "Tensor"
     ) -> None:
         """To row r of out what the expert of pair pairs[r] makes of its token. Expert e has rows
-        ends[e] to ends[e + 1]; others are neither read nor written."""
+        ends[e] to ends[e + 1]; others are not written, and nothing depends on them."""
         import torch
 
         from vllm._custom_ops import (
