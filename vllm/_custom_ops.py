@@ -23,7 +23,7 @@ from vllm._custom_fp4 import (
 )
 from vllm._custom_gemms import cutlass_scaled_fp4_mm, cutlass_scaled_mm
 from vllm._torch_library import register
-from vllm.kernels.backends import cutlass
+from vllm.kernels.backends import cutlass, scaled_mm
 from vllm.kernels.spec import Device, serves
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
@@ -358,8 +358,10 @@ def empty_groups(
 
 
 def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
-    """Whether this build has the per-tensor and per-channel FP8 GEMM for a chip, such as 90."""
-    return _is_built_for("fp8-tensor", cuda_device_capability)
+    """Whether `cutlass_scaled_mm` takes scales per tensor and channel on a chip, such as 90: by
+    torch's GEMM, whatever this build holds."""
+    device = Device("cuda", DeviceCapability.parse(cuda_device_capability))
+    return any({device.family, device.arch} & spec.devices for spec in scaled_mm.SPECS)
 
 
 def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:

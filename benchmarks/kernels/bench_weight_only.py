@@ -5,9 +5,11 @@
 A figure is the median of CUDA-graph replays over several copies of the weight, so that none is
 found in the L2 cache. `kernel` is csrc/gemm/weight_only, `wide` widens the weight into memory and
 multiplies with torch, `bf16` is torch with a weight that was bf16 all along, and `humming` the
-kernels of humming-kernels, where it is installed and works. `of_copy`: bytes of the packed weight
-that the kernel reads a second, of those that a copy reads and writes. --sweep times every shape of
-the kernel that was compiled (tiles of rows per warp x thread blocks that share columns), --parts
+kernels of humming-kernels, where it is installed and works. `w4a8` is our kernel for int4 by FP8
+activations, with the quantisation of x per token that comes before it (on 9.0 it multiplies in
+fp16, and says nothing of the chips that it is for). `of_copy`: bytes of the packed weight that the
+kernel reads a second, of those that a copy reads and writes. --sweep times every shape of the
+kernel that was compiled (tiles of rows per warp x thread blocks that share columns), --parts
 several sizes of the part of a weight that is widened at a time.
 """
 
@@ -22,6 +24,8 @@ from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
+from vllm import _native
+from vllm._custom_ops import scaled_fp8_quant
 from vllm._custom_weight_only import multiply, multiply_wide
 from vllm.kernels import registry
 from vllm.kernels.backends.marlin import MOST_TOKENS, WIDE_BYTES
@@ -109,6 +113,10 @@ class Case:
         parts = (self.weight.codes, self.weight.scales, self.weight.row_factors)
         self.num_bytes = sum(part.nbytes for part in parts if part is not None)
         self.weights = [copy_of(self.weight) for _ in range(copies(self.num_bytes))]
+        self.by_fp8: list[PackedWeight] = []
+        if tensors.format.element == "int4" and "marlin_w4a8_gemm" in _native.gpu_archs():
+            packed = pack_weight(tensors, by_fp8=True)
+            self.by_fp8 = [copy_of(packed) for _ in self.weights]
         self.humming: list[LinearKernel] = []
         while with_humming and len(self.humming) < len(self.weights):
             self.humming.append(humming_kernel(tensors))
@@ -123,6 +131,10 @@ class Case:
             us["kernel"] = self._time(lambda w: multiply(x, w), expected)
         if m >= min(SOME):
             us["wide"] = self._time(lambda w: multiply_wide(x, w, None, WIDE_BYTES), expected)
+        if self.by_fp8:
+            q, scales = scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+            rounded = q.float() * scales @ self.wide.T
+            us["w4a8"] = self._time(lambda w: multiply(x, w), rounded, self.by_fp8)
         if self.humming:
             us["humming"] = self._time(lambda call: call(x), expected, self.humming)
         if args.sweep and m <= max(SOME):

@@ -16,13 +16,14 @@ gemm::WeightCode code_of(const String& format) {
   const std::string name = format;
   if (name == "fp8") return gemm::WeightCode::kFp8;
   if (name == "nvfp4") return gemm::WeightCode::kNvfp4;
-  VLLM_CHECK(name == "int4",
-             "format: given \"" << name << "\"; accepted: \"fp8\", \"nvfp4\", \"int4\"");
+  if (name == "w4a8") return gemm::WeightCode::kW4a8;
+  VLLM_CHECK(name == "int4", "format: given \"" << name
+                                                << "\"; accepted: \"fp8\", \"nvfp4\", \"int4\", "
+                                                   "\"w4a8\"");
   return gemm::WeightCode::kInt4;
 }
 
-// A packed weight [n, k]; num_experts 0 for one without experts. Of `format` int4 and nvfp4 need
-// scales.
+// A packed weight [n, k]; num_experts 0 for one without experts. All formats but FP8 need scales.
 gemm::WeightOnlyWeight weight_of(const TensorView& codes, const Optional<TensorView>& scales,
                                  const Optional<TensorView>& row_factors, gemm::WeightCode code,
                                  int64_t columns_per_scale, int64_t num_experts, int64_t n,
@@ -114,11 +115,27 @@ bool has_clusters(const TensorView& tensor) {
   return major >= 9;
 }
 
-// The operands that products of one and of many experts share. Returns whether they are bf16.
-bool set_operands(gemm::WeightOnlyArgs& args, const TensorView& x, const TensorView& out) {
-  const bool is_bf16 = check_half(x, "x");
+// The operands that products of one and of many experts share. Returns whether results are bf16.
+bool set_operands(gemm::WeightOnlyArgs& args, const TensorView& x,
+                  const Optional<TensorView>& x_scales, const TensorView& out,
+                  gemm::WeightCode code) {
+  const bool is_fp8 = code == gemm::WeightCode::kW4a8;
+  const bool is_bf16 = check_half(is_fp8 ? out : x, is_fp8 ? "out" : "x");
+  VLLM_CHECK(x_scales.has_value() == is_fp8,
+             "x_scales: given " << (is_fp8 ? "none" : "some")
+                                << "; accepted: of format w4a8 one for each row, else none");
+  if (is_fp8) {
+    check_type(x, "x", kDLFloat8_e4m3fn, 8);
+    check_cuda(x_scales.value(), "x_scales", 1, x, "x");
+    check_type(x_scales.value(), "x_scales", kDLFloat, 32);
+    check_size(x_scales.value(), "x_scales", 0, x.size(0), "rows of x");
+    check_contiguous(x_scales.value(), "x_scales");
+    args.x_scales = static_cast<const float*>(data_of(x_scales.value()));
+  }
   check_rows(x, "x", 16);
-  VLLM_CHECK(x.size(1) % 8 == 0, "x: given " << x.size(1) << " columns; accepted: a multiple of 8");
+  const int64_t columns = is_fp8 ? 16 : 8;
+  VLLM_CHECK(x.size(1) % columns == 0,
+             "x: given " << x.size(1) << " columns; accepted: a multiple of " << columns);
   VLLM_CHECK(x.size(0) <= 1 || x.size(0) * x.stride(0) < int64_t{1} << 31,
              "x: given " << x.size(0) << " rows " << x.stride(0)
                          << " elements apart; accepted: less than 2^31 elements in all");
@@ -142,19 +159,30 @@ void launch(const gemm::WeightOnlyArgs& args, gemm::WeightCode code, bool is_bf1
   if (row_tiles > 0) shape.row_tiles = static_cast<int>(row_tiles);
   if (splits > 0) shape.splits = static_cast<int>(splits);
   const DeviceGuard guard(x);
-  check_launch(gemm::launch_weight_only(args, code, is_bf16, shape, clusters, stream_of(x)), name);
+  if (code != gemm::WeightCode::kW4a8) {
+    check_launch(gemm::launch_weight_only(args, code, is_bf16, shape, clusters, stream_of(x)),
+                 name);
+    return;
+  }
+  if (gemm::launch_w4a8 == nullptr) {
+    TVM_FFI_THROW(RuntimeError) << name << ": this build has no code for format w4a8";
+  }
+  check_launch(gemm::launch_w4a8(args, is_bf16, shape, clusters, stream_of(x)), name);
 }
 
 // out [m, n] = x [m, k] * W [n, k]^T (+ bias float32 [n]), W packed by weight_only_layout.py.
-// columns_per_scale: of float32 scales. row_tiles and splits: 0 for weight_only_shape.
-void marlin_gemm(TensorView x, TensorView codes, Optional<TensorView> scales,
-                 Optional<TensorView> row_factors, Optional<TensorView> bias, TensorView out,
-                 String format, int64_t columns_per_scale, int64_t row_tiles, int64_t splits) {
+// x: of out's type, without x_scales; or, for format w4a8 on chips of 8.9 and later, E4M3 with
+// x_scales float32 [m]. columns_per_scale: of float32 scales. row_tiles and splits: 0 for
+// weight_only_shape.
+void marlin_gemm(TensorView x, Optional<TensorView> x_scales, TensorView codes,
+                 Optional<TensorView> scales, Optional<TensorView> row_factors,
+                 Optional<TensorView> bias, TensorView out, String format,
+                 int64_t columns_per_scale, int64_t row_tiles, int64_t splits) {
   check_cuda(x, "x", 2);
   gemm::WeightOnlyArgs args = {};
-  const bool is_bf16 = set_operands(args, x, out);
-  check_size(out, "out", 0, x.size(0), "rows of x");
   const gemm::WeightCode code = code_of(format);
+  const bool is_bf16 = set_operands(args, x, x_scales, out, code);
+  check_size(out, "out", 0, x.size(0), "rows of x");
   const int64_t n = out.size(1);
   args.weight = weight_of(codes, scales, row_factors, code, columns_per_scale, 0, n, x.size(1));
   if (bias.has_value()) {
@@ -167,18 +195,18 @@ void marlin_gemm(TensorView x, TensorView codes, Optional<TensorView> scales,
   launch(args, code, is_bf16, x, row_tiles, splits, "marlin_gemm");
 }
 
-// For every block of rows of one expert: out [rows, n] = x * W[expert]^T. blocks int32
+// For every block of rows of one expert: out [rows, n] = x * W[expert]^T, x as above. blocks int32
 // [3, num_blocks]: expert (negative for none), first row, end of the expert's rows; block_rows at
 // most 64. order int32 [rows]: row r of out is of row order[r] / top_k of x; none for row r.
-void marlin_gemm_grouped(TensorView x, TensorView codes, Optional<TensorView> scales,
-                         Optional<TensorView> row_factors, TensorView blocks,
-                         Optional<TensorView> order, TensorView out, String format,
-                         int64_t columns_per_scale, int64_t block_rows, int64_t top_k,
-                         int64_t row_tiles, int64_t splits) {
+void marlin_gemm_grouped(TensorView x, Optional<TensorView> x_scales, TensorView codes,
+                         Optional<TensorView> scales, Optional<TensorView> row_factors,
+                         TensorView blocks, Optional<TensorView> order, TensorView out,
+                         String format, int64_t columns_per_scale, int64_t block_rows,
+                         int64_t top_k, int64_t row_tiles, int64_t splits) {
   check_cuda(x, "x", 2);
   gemm::WeightOnlyArgs args = {};
-  const bool is_bf16 = set_operands(args, x, out);
   const gemm::WeightCode code = code_of(format);
+  const bool is_bf16 = set_operands(args, x, x_scales, out, code);
   VLLM_CHECK(codes.ndim() == 6, "codes: given shape " << shape_name(codes)
                                                       << "; accepted: 6 dimensions, experts first");
   args.weight = weight_of(codes, scales, row_factors, code, columns_per_scale, codes.size(0),
@@ -222,6 +250,8 @@ void marlin_widen(TensorView codes, Optional<TensorView> scales, Optional<Tensor
              "first_row: given " << first_row << " with " << out.size(0) << " rows of " << n
                                  << "; accepted: a multiple of 16, and rows of the weight");
   const gemm::WeightCode code = code_of(format);
+  VLLM_CHECK(code != gemm::WeightCode::kW4a8,
+             "format: given \"w4a8\"; accepted: \"fp8\", \"nvfp4\", \"int4\"");
   const gemm::WeightOnlyWeight weight =
       weight_of(codes, scales, row_factors, code, columns_per_scale, 0, n, out.size(1));
   const DeviceGuard guard(out);

@@ -1,5 +1,6 @@
 // y[M, N] = x[M, K] * W[N, K]^T for x in bf16 or fp16 and W in FP8, NVFP4 or int4, which is widened
 // in registers: for tokens so few that a kernel is limited by reading W once, and for some more.
+// For x in E4M3, scaled per token, and W in int4: for any number.
 //
 // W is the operand of 16 rows of mma.sync, tokens the one of 8 columns. A tile of W is 16 rows x 64
 // columns; its codes are stored so that every lane loads 16 bytes and has its part of four products
@@ -17,30 +18,34 @@
 namespace vllm::gemm {
 
 // Of each lane, for so few tokens that a warp loads them itself.
-template <typename Format, typename T, int kTokenTiles>
+template <typename Format, typename X, int kTokenTiles>
 struct HeldTokens {
-  const T* x;
+  using Eight = typename EightOf<X>::type;
+
+  const X* x;
   int k;
   int rows[kTokenTiles];  // where the row of this lane's token begins; negative for none
 
-  __device__ __forceinline__ void load(int column_tile, uint4 (&held)[kTokenTiles][2]) const {
+  __device__ __forceinline__ void load(int column_tile, Eight (&held)[kTokenTiles][2]) const {
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
       const int column =
           column_tile * kTileColumns + Format::column(threadIdx.x % 4, i % 2);  // k % 8 == 0
       held[i / 2][i % 2] = rows[i / 2] < 0 || column >= k
-                               ? make_uint4(0, 0, 0, 0)
-                               : *reinterpret_cast<const uint4*>(x + rows[i / 2] + column);
+                               ? Eight{}
+                               : *reinterpret_cast<const Eight*>(x + rows[i / 2] + column);
     }
   }
 };
 
 // Adds the products of one tile of columns. Sums of one scale are multiplied by it together.
-template <typename Format, typename T, typename Tiles, int kScaleSteps, int kTokenTiles,
-          int kRowTiles>
+template <typename Format, typename T, typename Tiles, int kScaleSteps, typename Eight,
+          int kTokenTiles, int kRowTiles>
 __device__ __forceinline__ void multiply_held(const typename Tiles::Loaded& loaded,
-                                              const uint4 (&held)[kTokenTiles][2],
+                                              const Eight (&held)[kTokenTiles][2],
                                               float (&sums)[kRowTiles][kTokenTiles][4]) {
+  using X = typename Format::template Activation<T>;
+  constexpr int kProducts = Format::kProducts;
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
     float own[kTokenTiles][4] = {};
@@ -50,13 +55,13 @@ __device__ __forceinline__ void multiply_held(const typename Tiles::Loaded& load
       typename ScaleOf<Format>::type scales[2];
       Tiles::scales_of(loaded, r, half, scales);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kProducts; ++i) {
         uint32_t a[4];
-        Format::template widen<T>(loaded.codes[r], half * 2 + i, scales, a);
+        Format::template widen<T>(loaded.codes[r], half * kProducts + i, scales, a);
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
-          const uint4& x = held[tile][half];
-          mma<T>(sum[tile], a, word(x, 2 * i), word(x, 2 * i + 1));
+          const Eight& x = held[tile][half];
+          mma<X>(sum[tile], a, word(x, 2 * i), word(x, 2 * i + 1));
         }
       }
       if constexpr (!Format::kScalesWeights) {
@@ -73,11 +78,11 @@ __device__ __forceinline__ void multiply_held(const typename Tiles::Loaded& load
 }
 
 // Tiles of columns in flight, by the registers that they take.
-template <typename Format, int kTokenTiles, int kRowTiles, int kScaleSteps>
+template <typename Format, typename X, int kTokenTiles, int kRowTiles, int kScaleSteps>
 constexpr int depth() {
   constexpr int kScales = Format::kScalesWeights ? 1 : 2 * kScaleSteps;
   constexpr int kWeight = kRowTiles * (4 * Format::kLoads + kScales);
-  constexpr int kTokens = kTokenTiles <= 2 ? 8 * kTokenTiles : 0;
+  constexpr int kTokens = kTokenTiles <= 2 ? 4 * sizeof(X) * kTokenTiles : 0;
   constexpr int kDepth = (kTokenTiles <= 2 ? 80 : kTokenTiles <= 8 ? 30 : 0) / (kWeight + kTokens);
   return kDepth > 4 ? 4 : kDepth < 2 ? 2 : kDepth;
 }
@@ -86,14 +91,15 @@ constexpr int depth() {
 template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
 __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles))
     weight_only_kernel(const __grid_constant__ WeightOnlyArgs args) {
+  using X = typename Format::template Activation<T>;
   using Tiles = RowTiles<Format, T, kRowTiles, kScaleSteps>;
   constexpr int kRowWarps = row_warps(kTokenTiles);
   constexpr int kSharing = kWeightOnlyWarps / kRowWarps;
-  constexpr int kDepth = depth<Format, kTokenTiles, kRowTiles, kScaleSteps>();
+  constexpr int kDepth = depth<Format, X, kTokenTiles, kRowTiles, kScaleSteps>();
   constexpr bool kHoldsTokens = kTokenTiles <= 2;
   constexpr int kTokens = 8 * kTokenTiles, kWarpRows = kTileRows * kRowTiles;
   constexpr int kRoundTiles = kTokenTiles < 4 ? kTokenTiles : 4;
-  using Staged = StagedTokens<Format, T, kHoldsTokens ? kWeightOnlyThreads / 8 : kTokens, kSharing>;
+  using Staged = StagedTokens<Format, X, kHoldsTokens ? kWeightOnlyThreads / 8 : kTokens, kSharing>;
   using Partial = float[kWeightOnlyWarps][kRoundTiles * 8][kWarpRows + 1];
   constexpr int kStagedBytes = kHoldsTokens ? 0 : Staged::kBytes;
   constexpr int kPartialBytes = sizeof(Partial);
@@ -131,17 +137,20 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
   // W does not depend on the kernel before this one, x does: what precedes overlaps its end.
   cudaGridDependencySynchronize();
 #endif
-  const auto row_of = [&](int token) {  // where it begins in x; negative for none
-    if (token >= end) return -1;
-    return (args.order != nullptr ? args.order[token] / args.top_k : token) * args.ldx;
+  const auto row_of = [&](int token) {  // of x
+    return args.order != nullptr ? args.order[token] / args.top_k : token;
+  };
+  const auto start_of = [&](int token) {  // where its row begins; negative for none
+    return token < end ? row_of(token) * args.ldx : -1;
   };
 
   float sums[kRowTiles][kTokenTiles][4] = {};
   if constexpr (kHoldsTokens) {
-    HeldTokens<Format, T, kTokenTiles> tokens = {static_cast<const T*>(args.x), weight.k, {}};
+    using Held = HeldTokens<Format, X, kTokenTiles>;
+    Held tokens = {static_cast<const X*>(args.x), weight.k, {}};
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) tokens.rows[t] = row_of(first_token + t * 8 + group);
-    uint4 held[kDepth][kTokenTiles][2] = {};
+    for (int t = 0; t < kTokenTiles; ++t) tokens.rows[t] = start_of(first_token + t * 8 + group);
+    typename Held::Eight held[kDepth][kTokenTiles][2] = {};
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       if (first + d * stride < weight.column_tiles) tokens.load(first + d * stride, held[d]);
@@ -159,10 +168,10 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
       }
     }
   } else {
-    Staged tokens = {reinterpret_cast<uint4*>(memory), static_cast<const T*>(args.x), weight.k, {}};
+    Staged tokens = {reinterpret_cast<uint4*>(memory), static_cast<const X*>(args.x), weight.k, {}};
 #pragma unroll
     for (int j = 0; j < Staged::kRows; ++j) {
-      tokens.rows[j] = row_of(first_token + threadIdx.x / 8 + j * Staged::kRowsAtOnce);
+      tokens.rows[j] = start_of(first_token + Staged::token(j));
     }
     const int num_steps = (weight.column_tiles - first_of_block + stride - 1) / stride;
 #pragma unroll
@@ -198,7 +207,8 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
     if (weight.row_factors != nullptr) {
       sum *= weight.row_factors[static_cast<int64_t>(expert) * weight.n + row];
     }
-    if constexpr (Format::kScalesWeights) sum *= Format::template kFactor<T>;
+    sum *= Format::template kFactor<T>;
+    if constexpr (Format::kScalesTokens) sum *= args.x_scales[row_of(token)];
     if (args.bias != nullptr) sum += args.bias[row];
     static_cast<T*>(args.out)[token * args.ldo + row] = Pairs<T>::from_float(sum);
   };

@@ -6,7 +6,8 @@
 
 namespace vllm::gemm {
 
-enum class WeightCode { kFp8, kNvfp4, kInt4 };
+// kW4a8: int4 by activations in E4M3.
+enum class WeightCode { kFp8, kNvfp4, kInt4, kW4a8 };
 
 // Rows and columns of W in a tile: what one warp multiplies at a time.
 constexpr int kTileRows = 16;
@@ -26,9 +27,10 @@ struct WeightOnlyWeight {
 
 struct WeightOnlyArgs {
   WeightOnlyWeight weight;
-  const void* x;      // [m, k] bf16 or fp16, rows ldx elements apart
-  const float* bias;  // [n] or null
-  void* out;          // [m, n] of x's type, rows ldo elements apart
+  const void* x;          // [m, k] bf16 or fp16, of kW4a8 E4M3; rows ldx elements apart
+  const float* x_scales;  // [m] of E4M3, else null
+  const float* bias;      // [n] or null
+  void* out;              // [m, n] bf16 or fp16, x's type unless that is E4M3; rows ldo apart
   int m, ldx;
   int64_t ldo;
   // Experts, or null: int32 [3, num_blocks], for each block of at most block_rows rows its expert
@@ -67,12 +69,17 @@ struct WeightOnlyShape {
 WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
                                   int num_sms, bool has_clusters);
 
-// Returns cudaErrorInvalidValue for a shape that was not compiled.
+// Returns cudaErrorInvalidValue for a shape that was not compiled; `code` is not kW4a8.
 cudaError_t launch_weight_only(const WeightOnlyArgs& args, WeightCode code, bool is_bf16,
                                WeightOnlyShape shape, bool has_clusters, cudaStream_t stream);
 
+// The same for kW4a8; null in a build for no architecture with FP8 products (8.9 and later).
+[[gnu::weak]] cudaError_t launch_w4a8(const WeightOnlyArgs& args, bool is_bf16,
+                                      WeightOnlyShape shape, bool has_clusters,
+                                      cudaStream_t stream);
+
 // out [num_rows, k] = rows first_row and on of the weight, scales multiplied in; first_row is a
-// multiple of 16.
+// multiple of 16; `code` is not kW4a8.
 cudaError_t launch_weight_only_widen(const WeightOnlyWeight& weight, WeightCode code, bool is_bf16,
                                      int first_row, int num_rows, void* out, cudaStream_t stream);
 

@@ -1,8 +1,9 @@
-// Stored codes of weights as operands of mma.sync: pairs of bf16 or fp16 in a 32-bit register.
+// Stored codes of weights as operands of mma.sync: pairs of bf16 or fp16 in a 32-bit register, or
+// four E4M3.
 //
 // A 16-byte load of a lane holds exactly what its next products want, so that widening is shifts,
-// masks and one multiplication. An m16n8k16 wants four registers of its 16x16 tile of W from lane
-// (group, quad): two neighbouring columns each, of rows group, group + 8, group, group + 8.
+// masks and one multiplication. A product wants four registers of its tile of W, 16x16 or 16x32,
+// from lane (group, quad): neighbouring columns each, of rows group, group + 8, group, group + 8.
 #pragma once
 #include "weight_only_ptx.cuh"
 
@@ -49,11 +50,25 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// `scales`: of rows group and group + 8, in the form of the format. `product`: 0 to 3, of the 64
-// columns of a tile. Results: the registers of that product.
+// Of eight columns of activations, 16 or 8 bytes.
+__device__ __forceinline__ uint32_t word(const uint2& v, int i) { return i == 0 ? v.x : v.y; }
+
+// What the formats have in common. Activation: the type of x, for outputs of type T. kProducts: of
+// the 32 columns of half a tile. kFactor: what results lack.
+struct WeightOnly {
+  template <typename T>
+  using Activation = T;
+  template <typename T>
+  static constexpr float kFactor = 1.0f;
+  static constexpr int kProducts = 2;
+  static constexpr bool kScalesTokens = false;
+};
+
+// `scales`: of rows group and group + 8, in the form of the format. `product`: of those of a tile.
+// Results: the registers of that product.
 
 // Sixteen columns of a lane lie together: the group of 16 that shares a scale.
-struct Nvfp4 {
+struct Nvfp4 : WeightOnly {
   static constexpr int kLoads = 1;
   static constexpr bool kScalesWeights = true;
   static constexpr int kOddChunks = 1;  // weight_only_tokens.cuh
@@ -100,7 +115,7 @@ struct Nvfp4 {
   }
 };
 
-struct Fp8 {
+struct Fp8 : WeightOnly {
   static constexpr int kLoads = 2;
   static constexpr bool kScalesWeights = false;
   static constexpr int kOddChunks = 4;
@@ -134,7 +149,7 @@ struct Fp8 {
 };
 
 // The last four bits of a float32 scale are the zero point; the scale is what comes before them.
-struct Int4 {
+struct Int4 : WeightOnly {
   static constexpr int kLoads = 1;
   static constexpr bool kScalesWeights = false;
   static constexpr int kOddChunks = 4;
@@ -162,6 +177,34 @@ struct Int4 {
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = masked_or(v >> 4 * i, twice(15u), kPlus);
       out[i] = fma_pairs<T>(code, Pairs<T>::kOne, minus[i % 2]);
+    }
+  }
+};
+
+// Int4 by activations in E4M3, scaled per token. E4M3 is linear from 0 to 16 * 2^-9, subnormal
+// numbers and first normal ones: a byte that is |w - z| stands for 2^-9 times that, exactly.
+struct Int4ByFp8 : Int4 {
+  template <typename T>
+  using Activation = E4m3;
+  template <typename T>
+  static constexpr float kFactor = 512.0f;
+  static constexpr int kProducts = 1;
+  static constexpr bool kScalesTokens = true;
+  static constexpr int kOddChunks = 2;
+
+  // A byte of codes has one of row group + 8 above one of row group; words are of four columns.
+  template <typename T>
+  static __device__ __forceinline__ void widen(const uint4 (&codes)[1], int product,
+                                               const float (&scales)[2], uint32_t (&out)[4]) {
+    constexpr uint32_t kBytes = 0x01010101u;
+    uint32_t zeros[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) zeros[i] = (__float_as_uint(scales[i]) & 15u) * kBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t code = word(codes[0], product * 2 + i / 2) >> 4 * (i % 2) & 15u * kBytes;
+      const uint32_t is_below = ~(code + (128u * kBytes - zeros[i % 2]));  // by bit 7 of each byte
+      out[i] = masked_or(is_below, 128u * kBytes, distances(code, zeros[i % 2]));
     }
   }
 };

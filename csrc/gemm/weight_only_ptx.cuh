@@ -42,6 +42,9 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t b, uint32_t c
   return d;
 }
 
+// |a - b| of each byte.
+__device__ __forceinline__ uint32_t distances(uint32_t a, uint32_t b) { return __vabsdiffu4(a, b); }
+
 // a * b + c of both numbers in a register, rounded once, subnormal numbers kept.
 template <typename T>
 __device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c);
@@ -60,9 +63,15 @@ __device__ __forceinline__ uint32_t fma_pairs<__half>(uint32_t a, uint32_t b, ui
   return d;
 }
 
-// d += A[16, 16] * B[16, 8] by the lanes of a warp: of lane (group, quad), `a` holds columns
-// 2 * quad and on of rows group and group + 8, then columns 2 * quad + 8 and on of both; b0 and b1
-// the same rows of column group; d columns 2 * quad and on of rows group and group + 8.
+// A number of activations that are quantised.
+struct E4m3 {
+  uint8_t bits;
+};
+
+// d += A[16, 8 n] * B[8 n, 8] by the lanes of a warp, for n numbers in a register: of lane (group,
+// quad), `a` holds columns n * quad and on of rows group and group + 8, then those 4 n columns
+// later of both; b0 and b1 the same rows of column group; d columns 2 * quad and on of rows group
+// and group + 8.
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1);
@@ -82,6 +91,17 @@ __device__ __forceinline__ void mma<__half>(float (&d)[4], const uint32_t (&a)[4
                                             uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// From 8.9 on; 9.0 has no such instruction, and takes both apart into fp16.
+template <>
+__device__ __forceinline__ void mma<E4m3>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kWeightOnlyThreads)
   for (int i = 0; i < 2; ++i) {
     const int row = min(first_row + tile_row + group + i * 8, weight.n - 1);
     factors[i] = weight.row_factors == nullptr ? 1.0f : weight.row_factors[row];
-    if constexpr (Format::kScalesWeights) factors[i] *= Format::template kFactor<T>;
+    factors[i] *= Format::template kFactor<T>;
   }
   const int stride = gridDim.y * kWeightOnlyWarps;
   for (int column_tile = blockIdx.y * kWeightOnlyWarps + warp; column_tile < weight.column_tiles;

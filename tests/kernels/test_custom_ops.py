@@ -356,7 +356,6 @@ def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_support_follows_the_manifest(manifest):
     manifest(
         {
-            "cutlass_fp8_gemm": ["90a", "120f"],
             "sm90_fp8_block_gemm": ["90a", "compute_90"],
             "sm100_fp8_block_gemm": ["100f"],
             "sm100_nvfp4_gemm": ["100a"],
@@ -364,11 +363,15 @@ def test_support_follows_the_manifest(manifest):
         }
     )
     chips = (80, 89, 90, 100, 103, 120, 121)
-    assert [n for n in chips if ops.cutlass_scaled_mm_supports_fp8(n)] == [90, 120, 121]
     assert [n for n in chips if ops.cutlass_scaled_mm_supports_block_fp8(n)] == [90, 100, 103]
     assert [n for n in chips if ops.cutlass_scaled_mm_supports_fp4(n)] == [100, 121]
 
 
-def test_without_a_library_nothing_is_supported_and_cpu_tensors_still_work(manifest):
+def test_scales_per_tensor_and_channel_are_torchs_to_multiply():
+    chips = (75, 80, 89, 90, 100, 110, 120, 121)
+    assert [n for n in chips if ops.cutlass_scaled_mm_supports_fp8(n)] == [89, 90, 100, 120, 121]
+
+
+def test_without_a_library_nothing_of_ours_is_supported_and_cpu_tensors_still_work(manifest):
     assert not ops.cutlass_scaled_mm_supports_block_fp8(90)
     assert ops.scaled_fp8_quant(torch.ones(2, 4))[0].float().unique().tolist() == [448.0]

@@ -10,7 +10,7 @@ import torch
 from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
 
 from vllm.kernels import registry
-from vllm.kernels.problem import LinearProblem, MoEProblem, WeightFormat
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, WeightFormat
 from vllm.kernels.select import select
 from vllm.kernels.spec import Candidate, Device, Libs, Policy, Why
 from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
@@ -30,7 +30,7 @@ SIZES = [(16, 64), (48, 128), (40, 80), (129, 336)]
 # ---------------------------------------------------------------- layout
 
 
-@pytest.mark.parametrize("format_name", ["fp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("format_name", ["fp8", "nvfp4", "int4", "w4a8"])
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_codes_come_back_with_zeros_around_them(format_name, n, k):
     codes = torch.randint(0, 256 if format_name == "fp8" else 16, (n, k), dtype=torch.uint8)
@@ -141,6 +141,8 @@ def test_packed_weights_are_the_numbers_of_the_format(weight_format, shards):
     # Two scales of nvfp4 are rounded once or twice, by the order of their products.
     assert (found - wanted).abs().max() <= 2.0**-23 * wanted.abs().max()
     assert weight_format == "nvfp4" or torch.equal(found, wanted)
+    if weight_format.startswith("int4"):
+        assert torch.equal(widen_weight(pack_weight(tensors, by_fp8=True)), wanted)
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (40, 64), (16, 128), (100, 320)])
@@ -196,6 +198,25 @@ def test_the_backend_multiplies_what_it_packed(weight_format, num_tokens):
     assert error <= 8e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+@pytest.mark.parametrize("weight_format", ["int4-group[32]", "int4-group[128]"])
+def test_fp8_activations_are_rounded_per_token_as_the_emulation_of_that_chip_has_it(
+    weight_format, num_tokens
+):
+    tensors, wide = make_linear(weight_format, (48, 41), 256)
+    tensors.bias = torch.randn(89) / 100
+    problem = LinearProblem(89, 256, WeightFormat.parse(weight_format), parts=(48, 41))
+    winner = Candidate("marlin-w4a8", ActScheme.DYNAMIC_TOKEN)
+    x = torch.randn(num_tokens, 256).bfloat16() * torch.rand(num_tokens, 1)
+    found = registry.backend("marlin-w4a8").linear(problem, tensors, winner)(x.bfloat16())
+    assert found.shape == (num_tokens, 89) and found.dtype == torch.bfloat16
+    emulated = registry.backend("emulation").linear(problem, tensors, winner)(x.bfloat16())
+    assert (found.float() - emulated.float()).norm() <= 4e-3 * emulated.float().norm()
+    exact = x.bfloat16().float() @ wide.T + tensors.bias
+    lost = (found.float() - exact).norm() / exact.norm()
+    assert not num_tokens or 0.01 < lost < 0.05  # E4M3 has three bits
+
+
 def test_experts_are_packed_one_by_one():
     tensors, _ = make_moe("nvfp4", 3, 96, 48)
     packed = pack_experts((tensors.expert(i)[0] for i in range(3)), 3)
@@ -209,8 +230,8 @@ def test_experts_are_packed_one_by_one():
 # ---------------------------------------------------------------- who takes it
 
 
-def whys(problem, backend="marlin", device="sm_90"):
-    libs = Libs.parse("native=0.1+90a,triton=3.6")
+def whys(problem, backend="marlin", device="sm_90", libs="native=0.1+90a,triton=3.6"):
+    libs = Libs.parse(libs)
     specs = registry.specs(problem.family)
     decision = select(problem, Device.parse(device), libs, Policy(), specs)
     (found,) = [c for c in decision.candidates if c.backend == backend]
@@ -240,8 +261,9 @@ def test_sizes_and_groups_that_lanes_cannot_hold_are_of_the_shape(problem):
     assert whys(problem) == {Why.SHAPE}
 
 
-def test_fp8_activations_for_int4_have_no_code_here():
-    w4a8 = [s for s in registry.backend("marlin").SPECS if s.backend == "marlin-w4a8"]
-    assert w4a8 and not any(map(registry.has_code, w4a8))
-    own = [s for s in registry.backend("marlin").SPECS if s.backend == "marlin"]
-    assert all(map(registry.has_code, own))
+def test_code_for_fp8_activations_is_asked_for_by_its_own_name():
+    w4a8 = LinearProblem(
+        1000, 4096, WeightFormat.parse("int4-group[128]"), (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
+    )
+    for native, found in (("marlin_w4a8_gemm/89", set()), ("marlin_gemm/89", {Why.LIBRARY})):
+        assert whys(w4a8, "marlin-w4a8", "sm_89", f"native=0.1+{native}") == found

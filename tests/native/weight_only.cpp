@@ -3,6 +3,8 @@
 // Reads a file of a header (Header) and data, runs what it asks for, and writes the output part of
 // the data back into it. A program and not a library: only a program's thread-local memory lies at
 // one place of every thread, as emulated shared memory has to.
+#include <cuda_fp8.h>
+// Before what stands for a device's compiler.
 #include "emulated_cuda.h"
 // After it: what it defines stands for CUDA in them.
 #include <fstream>
@@ -10,6 +12,7 @@
 
 #include "weight_only.cu"
 #include "weight_only_launch.cuh"
+#include "weight_only_w4a8.cu"
 
 using namespace vllm::gemm;
 
@@ -17,7 +20,7 @@ using namespace vllm::gemm;
 struct Header {
   int64_t is_widen, code, is_bf16, has_clusters, row_tiles, splits;
   int64_t codes, scales, row_factors, n, k, column_tiles, groups, scale_rows, column_shift;
-  int64_t x, m, ldx, bias, out, ldo;
+  int64_t x, x_scales, m, ldx, bias, out, ldo;
   int64_t blocks, num_blocks, block_rows, order, top_k;
 };
 
@@ -34,7 +37,8 @@ int main(int, char** words) {
   args.weight.n = h.n, args.weight.k = h.k, args.weight.column_tiles = h.column_tiles;
   args.weight.groups = h.groups, args.weight.scale_rows = h.scale_rows;
   args.weight.column_shift = h.column_shift;
-  args.x = at(h.x), args.bias = floats(h.bias), args.out = at(h.out);
+  args.x = at(h.x), args.x_scales = floats(h.x_scales), args.bias = floats(h.bias),
+  args.out = at(h.out);
   args.m = h.m, args.ldx = h.ldx, args.ldo = h.ldo;
   args.blocks = ints(h.blocks), args.order = ints(h.order);
   args.num_blocks = h.num_blocks, args.block_rows = h.block_rows, args.top_k = h.top_k;
@@ -49,7 +53,9 @@ int main(int, char** words) {
     if (shape.row_tiles == 0) {
       shape = weight_only_shape(code, tokens, args.weight, 132, h.has_clusters);
     }
-    error = launch_weight_only(args, code, h.is_bf16, shape, h.has_clusters, nullptr);
+    error = code == WeightCode::kW4a8
+                ? launch_w4a8(args, h.is_bf16, shape, h.has_clusters, nullptr)
+                : launch_weight_only(args, code, h.is_bf16, shape, h.has_clusters, nullptr);
   }
   file.clear();
   file.seekp(h.out);

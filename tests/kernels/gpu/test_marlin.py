@@ -59,7 +59,7 @@ def poisoned(m, n, dtype=torch.bfloat16):
 def run(x, packed, bias=None, row_tiles=0, splits=0):
     out = poisoned(len(x), packed.num_rows, x.dtype)
     torch.ops.vllm.marlin_gemm(
-        x, packed.codes, packed.scales, packed.row_factors, bias, out, packed.format,
+        x, None, packed.codes, packed.scales, packed.row_factors, bias, out, packed.format,
         packed.columns_per_scale, row_tiles, splits,
     )  # fmt: skip
     return out
@@ -152,8 +152,9 @@ def test_rows_may_be_apart():
     x = torch.randint(-2, 3, (20, 512), device="cuda").bfloat16()[:, :256]
     out = poisoned(20, 400)
     torch.ops.vllm.marlin_gemm(
-        x, packed.codes, packed.scales, packed.row_factors, None, out[:, 200:], "nvfp4", 0, 0, 0
-    )
+        x, None, packed.codes, packed.scales, packed.row_factors, None, out[:, 200:], "nvfp4", 0, 0,
+        0,
+    )  # fmt: skip
     assert torch.equal(out[:, 200:], (x.double() @ wide.T).bfloat16())
     assert out[:, :200].isnan().all()
 
@@ -221,7 +222,7 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
     ).int()
     out = poisoned(60, n)
     torch.ops.vllm.marlin_gemm_grouped(
-        x, packed.codes, packed.scales, packed.row_factors, blocks, order, out, "nvfp4", 0,
+        x, None, packed.codes, packed.scales, packed.row_factors, blocks, order, out, "nvfp4", 0,
         block_rows, 2, 0, 0,
     )  # fmt: skip
     expected = poisoned(60, n)
@@ -241,9 +242,9 @@ def weight_and_input():
 def arguments(**changes):
     packed, x = weight_and_input()
     given = {
-        "x": x, "codes": packed.codes, "scales": packed.scales, "row_factors": None, "bias": None,
-        "out": poisoned(4, 64), "format": "int4", "columns_per_scale": 32, "row_tiles": 0,
-        "splits": 0,
+        "x": x, "x_scales": None, "codes": packed.codes, "scales": packed.scales,
+        "row_factors": None, "bias": None, "out": poisoned(4, 64), "format": "int4",
+        "columns_per_scale": 32, "row_tiles": 0, "splits": 0,
     }  # fmt: skip
     return given | {name: change(given[name]) for name, change in changes.items()}
 

@@ -41,11 +41,25 @@ void wait_for_copies() {
 
 inline uint32_t masked_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 
+inline uint32_t distances(uint32_t a, uint32_t b) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 8) {
+    const int distance = static_cast<int>(a >> shift & 255u) - static_cast<int>(b >> shift & 255u);
+    result |= static_cast<uint32_t>(std::abs(distance)) << shift;
+  }
+  return result;
+}
+
+struct E4m3 {
+  uint8_t bits;
+  explicit operator float() const { return __half2float(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)); }
+};
+
+// The lowest bits are the number's.
 template <typename T>
 double to_number(uint32_t bits) {
-  const auto half = static_cast<uint16_t>(bits);
   T number;
-  std::memcpy(&number, &half, 2);
+  std::memcpy(&number, &bits, sizeof(T));
   return static_cast<float>(number);
 }
 
@@ -69,9 +83,11 @@ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
+// For n numbers in a register: A is [16, 8 n], B [8 n, 8].
 template <typename T>
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated::Warp& warp = emulated::block->warps[threadIdx.x / 32];
+  constexpr int n = 4 / sizeof(T);
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   std::copy(a, a + 4, warp.a[lane]);
   warp.b[lane][0] = b0, warp.b[lane][1] = b1;
@@ -79,10 +95,10 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   for (int i = 0; i < 4; ++i) {
     const int row = group + i / 2 * 8, column = quad * 2 + i % 2;
     double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      const int place = k / 8, pair = k % 8 / 2, shift = k % 2 * 16;
-      const uint32_t own = warp.a[row % 8 * 4 + pair][place * 2 + row / 8];
-      sum += to_number<T>(own >> shift) * to_number<T>(warp.b[column * 4 + pair][place] >> shift);
+    for (int k = 0; k < 8 * n; ++k) {
+      const int place = k / (4 * n), other = k % (4 * n) / n, shift = k % n * (32 / n);
+      const uint32_t own = warp.a[row % 8 * 4 + other][place * 2 + row / 8];
+      sum += to_number<T>(own >> shift) * to_number<T>(warp.b[column * 4 + other][place] >> shift);
     }
     d[i] = static_cast<float>(sum);
   }

@@ -1,4 +1,4 @@
-"""Our own CUTLASS kernels: FP8 and NVFP4 GEMM, dense and grouped."""
+"""Our own CUTLASS kernels: FP8 block and NVFP4 GEMM, dense and grouped."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -54,12 +54,6 @@ def _nvfp4_parts(problem: Problem) -> list[Reason]:
 
 SPECS = (
     _Block(family="linear"),
-    _Spec(
-        family="linear",
-        native=("cutlass_fp8_gemm",),
-        formats=frozenset({"fp8-tensor", "fp8-channel"}),
-        act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
-    ),
     _Nvfp4(family="linear", check=_nvfp4_parts),
     _Block(
         family="moe",

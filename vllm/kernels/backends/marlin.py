@@ -1,11 +1,12 @@
 """Weight-only kernels: FP8, NVFP4 and int4 weights widened in registers, activations untouched; and
-int4 weights by FP8 activations (`marlin-w4a8`, declared only), where tensor cores take FP8 from
-registers.
+int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made for it, where
+tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
-128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. The kernel
-was run thread by thread on a CPU (tests/native/test_weight_only_gemm.py), and in this form not on
-hardware.
+128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. By FP8
+activations it multiplies any number: scales of groups leave nothing that torch's FP8 GEMM takes.
+The kernel was run thread by thread on a CPU (tests/native/test_weight_only_gemm.py), and in this
+form not on hardware.
 """
 
 from functools import partial
@@ -73,6 +74,8 @@ _W4A8 = partial(
     devices=frozenset({"sm_89", "sm_12x"}),
     formats=frozenset({"int4-group"}),
     act=frozenset({ActScheme.DYNAMIC_TOKEN}),
+    native=("marlin_w4a8_gemm",),
+    native_archs=frozenset({"89", "120", "120a", "120f", "121a"}),
 )
 
 SPECS = (
@@ -80,11 +83,8 @@ SPECS = (
     # Rows are sorted by expert, and put together again, by Triton kernels.
     _Spec(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
     _W4A8(family="linear"),
-    _W4A8(family="moe"),
+    _W4A8(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
 )
-
-# Formats that makers have code for: none of those of `marlin-w4a8`.
-MAKES = {"marlin-w4a8/linear": frozenset[str](), "marlin-w4a8/moe": frozenset[str]()}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
@@ -92,11 +92,12 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     from vllm._custom_weight_only import multiply, multiply_wide
     from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_weight
 
-    weight, bias = pack_weight(tensors), tensors.bias
+    by_fp8 = winner.act is ActScheme.DYNAMIC_TOKEN
+    weight, bias = pack_weight(tensors, by_fp8), tensors.bias
     most_tokens = MOST_TOKENS[problem.weight.element]
 
     def apply(x: "Tensor") -> "Tensor":
-        if x.shape[0] > most_tokens:
+        if x.shape[0] > most_tokens and not by_fp8:
             return multiply_wide(x, weight, bias, WIDE_BYTES)
         return multiply(x, weight, bias)
 
@@ -111,10 +112,10 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_experts
     from vllm.ops import torch_ops
 
-    num_experts = tensors.num_experts
+    num_experts, by_fp8 = tensors.num_experts, winner.act is ActScheme.DYNAMIC_TOKEN
     pairs = [tensors.expert(index) for index in range(num_experts)]
-    gate_up = pack_experts((pair[0] for pair in pairs), num_experts)
-    down = pack_experts((pair[1] for pair in pairs), num_experts)
+    gate_up = pack_experts((pair[0] for pair in pairs), num_experts, by_fp8)
+    down = pack_experts((pair[1] for pair in pairs), num_experts, by_fp8)
     silu_and_mul = torch_ops.silu_and_mul
     if tensors.down.is_cuda:
         from vllm.ops import cuda_ops

@@ -1,4 +1,5 @@
-"""torch's FP8 GEMM (`torch._scaled_mm`: cuBLASLt or CUTLASS) for scales per tensor and channel."""
+"""torch's FP8 GEMM (`torch._scaled_mm`) for scales per tensor and channel: cuBLASLt where one scale
+serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 
 from typing import TYPE_CHECKING
 

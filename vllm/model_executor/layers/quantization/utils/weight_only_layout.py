@@ -36,20 +36,22 @@ _E5M3_BIAS = 22
 # Axes of codes [N, K] within tiles: row halves (8 rows apart) and groups; eight columns as two
 # products, two pairs in each, two elements in each.
 _AXES = {"r": 2, "g": 8, "h": 2, "q": 4, "i": 2, "p": 2, "e": 2}
-_COLUMNS = {"nvfp4": "qhipe", "int4": "hqipe", "fp8": "hqipe"}
+_COLUMNS = {"nvfp4": "qhipe", "int4": "hqipe", "w4a8": "hqipe", "fp8": "hqipe"}
 # Order in memory. Of 4 bits: bytes of two rows, the first in the low nibble; then pairs, so that
-# the codes of a pair are 16 bits apart. Of 8 bits: rows 8 to 15 in the lower bytes.
-_PACKED = {"nvfp4": "gqhiepr", "int4": "gqhiepr", "fp8": "hgqiper"}
+# the codes of a pair are 16 bits apart, or for products of bytes as columns are. Of 8 bits: rows 8
+# to 15 in the lower bytes.
+_PACKED = {"nvfp4": "gqhiepr", "int4": "gqhiepr", "w4a8": "gqhiper", "fp8": "hgqiper"}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """[num_rows, num_columns], or with experts before every other dimension.
 
-    codes: uint8 [tiles of rows, tiles of columns, loads, 32, 16]. scales: of nvfp4, uint8 [tiles of
-    rows, tiles of columns, 32, 2] in the form of `e5m3_encode`; of others, float32 [tiles of rows,
-    groups of columns_per_scale columns, 16], with 1 for 16 where the rows of every tile have the
-    same, and None for 1 everywhere; of int4, the last four bits are the zero point, and no part of
+    format: fp8, nvfp4, int4, or w4a8 for int4 that E4M3 activations are multiplied by. codes: uint8
+    [tiles of rows, tiles of columns, loads, 32, 16]. scales: of nvfp4, uint8 [tiles of rows, tiles
+    of columns, 32, 2] in the form of `e5m3_encode`; of others, float32 [tiles of rows, groups of
+    columns_per_scale columns, 16], with 1 for 16 where the rows of every tile have the same, and
+    None for 1 everywhere; of int4 and w4a8, the last four bits are the zero point, and no part of
     the scale. row_factors: float32 [num_rows] or None for 1. w = element * scale * row factor.
     """
 
@@ -62,18 +64,21 @@ class PackedWeight:
     columns_per_scale: int = 0
 
 
-def pack_weight(tensors: LinearTensors) -> PackedWeight:
-    """ValueError for values and groups that the kernel cannot take."""
-    return _narrowed(_pack(tensors))
+def pack_weight(tensors: LinearTensors, by_fp8: bool = False) -> PackedWeight:
+    """by_fp8: int4, to be multiplied by activations in E4M3. ValueError for values and groups that
+    the kernel cannot take."""
+    return _narrowed(_pack(tensors, by_fp8))
 
 
-def pack_experts(experts: Iterable[LinearTensors], num_experts: int) -> PackedWeight:
+def pack_experts(
+    experts: Iterable[LinearTensors], num_experts: int, by_fp8: bool = False
+) -> PackedWeight:
     """The same for weights of equal sizes, stacked. Only one is held unpacked at a time."""
     stacked: PackedWeight | None = None
     parts = ("codes", "scales", "row_factors")
     for index, expert in enumerate(experts):
         try:
-            packed = _pack(expert)
+            packed = _pack(expert, by_fp8)
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
         if stacked is None:
@@ -91,8 +96,9 @@ def pack_experts(experts: Iterable[LinearTensors], num_experts: int) -> PackedWe
     return _narrowed(stacked)
 
 
-def _pack(tensors: LinearTensors) -> PackedWeight:
+def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
     name = tensors.format.element
+    assert name == "int4" or not by_fp8
     num_rows, num_columns = tensors.weight.shape[0], tensors.weight.shape[1]
     if name == "fp8":
         codes = tensors.weight.view(torch.uint8)
@@ -108,6 +114,7 @@ def _pack(tensors: LinearTensors) -> PackedWeight:
     codes = unpack_e2m1(tensors.weight)
     assert tensors.scales is not None
     if name == "int4":
+        name = "w4a8" if by_fp8 else name
         packed = PackedWeight(name, num_rows, num_columns, pack_codes(codes, name), None, None)
         marked = _with_zero_points(tensors.scales.float(), tensors.zero_points)
         return _with_group_scales(packed, marked, tensors.block_k)
@@ -249,7 +256,7 @@ def widen_weight(packed: PackedWeight) -> Tensor:
     else:
         scales = _rows_of_group_scales(packed)
         values = codes.view(torch.float8_e4m3fn).float() if packed.format == "fp8" else codes
-        if packed.format == "int4":
+        if packed.format in ("int4", "w4a8"):
             bits = scales.view(torch.int32)
             values, scales = codes - (bits & 15), (bits & ~15).view(torch.float32)
         values = values * scales
