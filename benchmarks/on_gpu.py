@@ -47,7 +47,17 @@ class Part:
 PARTS = (
     Part("tests", 480, "tests/gpu_tests.py --out {out}/tests.txt"),
     Part("sanitizer", 60, "tests/kernels/gpu/sanitize.py"),
-    Part("gemm", 120, "benchmarks/kernels/bench_fp8_block_gemm.py --minutes 2 --out {out}"),
+    Part(
+        "gemm",
+        120,
+        "benchmarks/kernels/bench_fp8_block_gemm.py --minutes 2 --peers deep_gemm --out {out}",
+    ),
+    # Compiles for a minute or two before the first size.
+    Part(
+        "gemm_all",
+        240,
+        "benchmarks/kernels/bench_fp8_block_gemm.py --minutes 4 --out {out}/with_flashinfer",
+    ),
     Part(
         "profiles",
         60,

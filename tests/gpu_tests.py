@@ -134,7 +134,9 @@ class Job:
         words = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "gpu", str(self.file)]
         words += ["-p", "gpu_tests", "-p", "no:cacheprovider"]
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        env = {"OMP_NUM_THREADS": "2", **os.environ, "GPU_TESTS": json.dumps(job),
+        # Without that cuBLAS variable older torch refuses deterministic products.
+        env = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+               "GPU_TESTS": json.dumps(job),
                "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
         begin = time.monotonic()
         if STOPPED.is_set() or begin >= end:

@@ -178,7 +178,8 @@ def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
         yield lambda wrapper=wrapper, cache=cache: wrapper.run(inputs.query, cache)
 
 
-def measure(dtype: torch.dtype, has_flashinfer: bool) -> list[Row]:
+def measure(dtype: torch.dtype, has_flashinfer: bool, keep: Callable[[list[Row]], None]) -> None:
+    """keep: called after each case with all rows so far."""
     copied = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s, cache {dtype}")
     print(
@@ -201,7 +202,7 @@ def measure(dtype: torch.dtype, has_flashinfer: bool) -> list[Row]:
             )
         del inputs, providers
         torch.cuda.empty_cache()
-    return rows
+        keep(rows)
 
 
 def main() -> None:
@@ -214,11 +215,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         os.environ["TRITON_CACHE_DIR"] = empty
         print_compile_times(dtype)
-    rows = measure(dtype, arguments.flashinfer)
-    if arguments.out:
-        name = "attention_fp8.json" if arguments.fp8 else "attention.json"
-        rows_json = [asdict(row) for row in rows]
-        write_results(arguments.out, name, cache=str(dtype), rows=rows_json)
+    name = "attention_fp8.json" if arguments.fp8 else "attention.json"
+
+    def keep(rows: list[Row]) -> None:
+        if arguments.out:
+            rows_json = [asdict(row) for row in rows]
+            write_results(arguments.out, name, cache=str(dtype), rows=rows_json)
+
+    measure(dtype, arguments.flashinfer, keep)
 
 
 if __name__ == "__main__":

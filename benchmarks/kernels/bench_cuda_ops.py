@@ -195,10 +195,16 @@ def main() -> None:
     cases = [case for t in tokens for case in layer_cases(t)]
     cases += [case for s in (1, 64, 256) for case in sampling_cases(s)]
     print(f"{torch.cuda.get_device_name()}\n{'case':<28}{'rows':>6}{'us':>9}{'GB/s':>7}  of copy")
-    rows = []
+    rows: list[Row] = []
+
+    def keep(**more: dict) -> None:
+        if arguments.out:
+            write_results(arguments.out, "cuda_ops.json", rows=[asdict(r) for r in rows], **more)
+
     for case in cases:
         row = measure(case, num_replays)
         rows.append(row)
+        keep()
         print(
             f"{row.case:<28}{row.num_rows:>6}{row.microseconds:>9.2f}{row.gb_s:>7.0f}"
             f"{row.of_copy:>9.1%}{'' if row.is_cold else '  warm'}",
@@ -207,13 +213,7 @@ def main() -> None:
     hosts = host_times()
     for name, us in hosts.items():
         print(f"host: {name:<40}{us:>7.2f} us")
-    if arguments.out:
-        write_results(
-            arguments.out,
-            "cuda_ops.json",
-            rows=[asdict(row) for row in rows],
-            host_microseconds=hosts,
-        )
+    keep(host_microseconds=hosts)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,10 @@ def providers(case: Case, has_others: bool) -> Iterator[tuple[str, Callable]]:
             yield "triton", triton_groups
 
 
-def measure(shapes: list[tuple[int, int]], num_replays: int) -> list[Row]:
+def measure(
+    shapes: list[tuple[int, int]], num_replays: int, keep: Callable[[list[Row]], None]
+) -> list[Row]:
+    """keep: called after each shape with all rows so far."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     large = 1 << 30
     large_gb_s = large / copy_microseconds(large, 2, num_replays) / 1e3
@@ -226,6 +229,7 @@ def measure(shapes: list[tuple[int, int]], num_replays: int) -> list[Row]:
                 )
         del buffers
         torch.cuda.empty_cache()
+        keep(rows)
     return rows
 
 
@@ -241,13 +245,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, ours alone")
     arguments = parser.parse_args()
     shapes = QUICK_SHAPES if arguments.quick else SHAPES
-    rows = measure(shapes, 5 if arguments.quick else 21)
+
+    def keep(rows: list[Row]) -> None:
+        if arguments.out:
+            write_results(arguments.out, "fp8_quant.json", rows=[asdict(row) for row in rows])
+
+    rows = measure(shapes, 5 if arguments.quick else 21, keep)
     slow = [row for row in rows if row.provider == "ours" and row.m >= 1024 and row.of_copy < 0.9]
     print(f"\nours under 90 % of an equal copy at M >= 1024: {len(slow)}")
     for row in slow:
         print(f"  {row.case} M={row.m} K={row.k}: {row.of_copy:.1%}")
-    if arguments.out:
-        write_results(arguments.out, "fp8_quant.json", rows=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def main() -> None:
     for num_tokens in arguments.tokens:
         found[num_tokens] = own = measure(layers, num_tokens)
         print(f"{num_tokens:>7}" + "".join(f"{own[name]:>10.1f}" for name in WAYS), flush=True)
-    if arguments.out:
-        write_results(arguments.out, "shared_expert.json", model=MODEL, microseconds=found)
+        if arguments.out:
+            write_results(arguments.out, "shared_expert.json", model=MODEL, microseconds=found)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
     humming = library_state("humming")
+    version = None if humming is None else str(humming)
     print(f"humming {'is not installed' if humming is None else humming}")
     copy = copy_bandwidth()
     print(f"copy {copy / 1e12:.2f} TB/s; most tokens of the kernel {MOST_TOKENS}")
@@ -77,11 +78,10 @@ def main() -> None:
                 show(row)
             del case
             torch.cuda.empty_cache()
-    if args.out:
-        version = None if humming is None else str(humming)
-        write_results(
-            args.out, "weight_only.json", copy_bytes_per_s=copy, humming=version, rows=rows
-        )
+            if args.out:  # what is measured is kept if the rest is cut off
+                write_results(
+                    args.out, "weight_only.json", copy_bytes_per_s=copy, humming=version, rows=rows
+                )
 
 
 def copy_bandwidth() -> float:

@@ -27,7 +27,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_cli(
-    *words: str, timeout: float = 60, **variables: str
+    *words: str, timeout: float = 180, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*COMMAND, *words],
@@ -74,7 +74,7 @@ class RunningServer:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -152,7 +152,7 @@ class RunningServer:
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 40) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

@@ -54,11 +54,11 @@ def test_a_request_that_waits_leaves_the_queue_with_its_client(server: RunningSe
     server.send_completion(waiting)
     wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
     vanish(waiting)
-    wait_until(lambda: server.metric("vllm:num_requests_waiting") == 0, 3)
+    wait_until(lambda: server.metric("vllm:num_requests_waiting") == 0, 20)
     assert server.metric("vllm:num_requests_running") == 64
     for connection in running:
         vanish(connection)
-    wait_until(lambda: is_idle(server), 5)
+    wait_until(lambda: is_idle(server), 30)
 
 
 def test_hundreds_of_clients_that_never_read_stall_nobody(server: RunningServer) -> None:
@@ -80,7 +80,7 @@ def test_hundreds_of_clients_that_never_read_stall_nobody(server: RunningServer)
         assert server.complete(max_tokens=4)["usage"]["completion_tokens"] == 4
         wait_until(lambda: is_idle(server), 40)
         assert server.memory() - before < NUM_SILENT * 200_000
-    wait_until(lambda: is_idle(server), 10)
+    wait_until(lambda: is_idle(server), 30)
 
 
 def test_silent_connections_are_only_connections(server: RunningServer) -> None:

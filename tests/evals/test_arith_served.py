@@ -59,7 +59,7 @@ def score(server: RunningServer, data: Path, results: Path, num_questions: int) 
         *("--no-checksum", "--num-shots", "1", "--num-questions", str(num_questions)),
         *("--save-results", str(results)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(results.read_text())
     assert result["num_answered"] == num_questions
@@ -138,7 +138,7 @@ def test_answers_until_the_server_is_killed_are_saved(data, tmp_path):
         asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         wait_until(lambda: server.metric("vllm:request_success_total") >= 8)
         server.process.kill()
-        output, _ = asking.communicate(timeout=60)
+        output, _ = asking.communicate(timeout=180)
     assert asking.returncode == 1
     assert "STOPPED EARLY" in output
     saved = json.loads(results.read_text())

@@ -44,7 +44,7 @@ def items(count: int) -> list[Item]:
 def run_script(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, str(SCRIPT), *words],
-        capture_output=True, text=True, timeout=60, env=environment(),
+        capture_output=True, text=True, timeout=240, env=environment(),
     )  # fmt: skip
 
 

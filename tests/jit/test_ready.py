@@ -70,7 +70,7 @@ def test_kernels_are_compiled_side_by_side(tmp_path, monkeypatch, libraries):
     calls = [Needed(libraries(f"beside{i}").call(SIZES), True) for i in range(2)]
     begin = time.monotonic()
     make_ready(warm, calls, 60)
-    assert compiler.num_runs == 6 and time.monotonic() - begin < 4
+    assert compiler.num_runs == 6 and time.monotonic() - begin < 5.5
 
 
 def test_compilers_take_half_of_the_cores_and_fit_into_memory():

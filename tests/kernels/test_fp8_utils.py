@@ -333,24 +333,3 @@ def test_activations_get_powers_of_two_by_default_where_deep_gemm_needs_them():
         assert is_power_of_two(per_token_group_quant_fp8(x, 128)[1]).all()
     with machine(Gpu(90), STAND_INS):
         assert not is_power_of_two(per_token_group_quant_fp8(x, 128)[1]).any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ue8m0", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_gives_the_bits_of_the_cpu(ue8m0, dtype):
-    x = random_values(0, 300, 1000, dtype=dtype)
-    for cast in (
-        lambda x: per_token_group_quant_fp8(x, 128, use_ue8m0=ue8m0),
-        lambda x: per_token_group_quant_fp8_packed_for_deepgemm(x, 128),
-        lambda x: per_block_cast_to_fp8(x, use_ue8m0=ue8m0),
-        lambda x: requantised(*per_block_cast_to_fp8(x)),
-    ):
-        on_cpu, on_gpu = cast(x), cast(x.cuda())
-        assert np.array_equal(codes(on_gpu[0].cpu()), codes(on_cpu[0]))
-        assert torch.equal(on_gpu[1].cpu(), on_cpu[1])
-
-
-def requantised(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    requant_weight_ue8m0_inplace(q, scales)
-    return q, scales

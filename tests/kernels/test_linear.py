@@ -241,5 +241,5 @@ def test_a_forked_process_computes_too(num_threads):
     queue = context.Queue()
     child = context.Process(target=_linear_in_child, args=(packed, x, queue))
     child.start()
-    assert queue.get(timeout=30) == expected.tolist()
-    child.join(timeout=30)
+    assert queue.get(timeout=120) == expected.tolist()
+    child.join(timeout=120)

@@ -26,6 +26,6 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("threads", (2, 4, 16))
 def test_every_item_is_done_once_by_its_own_call(stress, threads):
     result = subprocess.run(
-        [str(stress), str(threads), "200000"], capture_output=True, text=True, timeout=60
+        [str(stress), str(threads), "200000"], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr

@@ -81,8 +81,14 @@ def test_results_are_written_when_it_is_stopped_and_the_rest_is_run_with_them(tm
 def test_it_finds_the_files_that_are_marked():
     names = {file.name for file in gpu_files()}
     assert {"test_block_gemm.py", "test_engine_on_gpu.py", "test_nccl_on_gpus.py"} <= names
-    assert {"test_gates.py", "test_fp8_utils.py"} <= names
+    assert {"test_gates.py", "test_architectures_on_gpu.py"} <= names
     assert not {"test_tokens.py", "test_gpu_runner.py", "test_triton_interpreted.py"} & names
+
+
+def test_files_for_a_gpu_need_no_library_for_tests_but_pytest():
+    """A machine with a GPU may have no more, and cannot fetch it."""
+    assert [file.name for file in gpu_files() if "import hypothesis" in file.read_text()] == []
+    assert [file.name for file in gpu_files() if "from hypothesis" in file.read_text()] == []
 
 
 def test_what_took_longest_begins_first():

@@ -65,7 +65,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm,
         if line.startswith(moment):
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "the same command goes on" in out, err
     assert "Traceback" not in err
     found = [json.loads(path.read_text())["rows"] for path in tables(tmp_path)]
