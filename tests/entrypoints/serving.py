@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-START_SECONDS = 60
+START_SECONDS = 150
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
