@@ -2,14 +2,14 @@
 
     python benchmarks/on_gpu.py [PART ...] [--list] [--out FOLDER] [--seconds S] [--archive FILE]
 
-Without PART: all that the GPUs of this machine are enough for. Results go to FOLDER, by default
-benchmarks/results/ and the chip's name; logs/PART.txt in it has what a command printed. A part that
-fails or takes twice its time spares the others; one that is not expected to end in time is not
-begun. Tables that `tune` measures serve the parts after it. --archive packs FOLDER anew after each
-part, for a machine from which one file is fetched. Needs the libraries of `vllm kernels list` that
-shall be compared, and a native library for this chip (make build-cuda). GSM8K=DIR: where its
-test.jsonl is, for `demo`; ARITH_BF16=DIR: the arithmetic model before it was quantised, if it is
-there (tests/evals/arith/train.py).
+Without PART: all that the GPUs of this machine are enough for, but for what is run by name alone.
+Results go to FOLDER, by default benchmarks/results/ and the chip's name; logs/PART.txt in it has
+what a command printed. A part that fails or takes twice its time spares the others; one that is
+not expected to end in time is not begun. Tables that `tune` measures serve the parts after it.
+--archive packs FOLDER anew after each part, for a machine from which one file is fetched. Needs
+the libraries of `vllm kernels list` that shall be compared, and a native library for this chip
+(make build-cuda). GSM8K=DIR: where its test.jsonl is, for `demo`; ARITH_BF16=DIR: the arithmetic
+model before it was quantised, if it is there (tests/evals/arith/train.py).
 """
 
 import argparse
@@ -35,16 +35,28 @@ OWN = {"VLLM_USE_DEEP_GEMM": "0"}
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: about what `python {command}` takes on an H200. {out}: the folder of results."""
+    """seconds: about what `python {command}` takes on an H200. {out}: the folder of results.
+    is_by_name: not run unless it is named."""
 
     name: str
     seconds: int
     command: str
     env: dict[str, str] = field(default_factory=dict)
     num_gpus: int = 1
+    is_by_name: bool = False
 
 
 PARTS = (
+    # FlashInfer's experts, for `tests` and `moe`: `on_gpu.py fused_moe tests moe` checks and
+    # times them. A guess from three of 182 sources, with 16 compilers at a time; what was built is
+    # there when it is run again.
+    Part(
+        "fused_moe",
+        1500,
+        "-m vllm.kernels.jit.flashinfer fused_moe_90",
+        {"MAX_JOBS": "16"},
+        is_by_name=True,
+    ),
     Part("tests", 480, "tests/gpu_tests.py --out {out}/tests.txt"),
     Part("sanitizer", 60, "tests/kernels/gpu/sanitize.py"),
     Part(
@@ -142,7 +154,8 @@ def main() -> int:
     wanted = [
         part
         for part in PARTS
-        if (part.name in args.parts or not args.parts) and (args.list or part.num_gpus <= num_gpus)
+        if (part.name in args.parts or not (args.parts or part.is_by_name))
+        and (args.list or part.num_gpus <= num_gpus)
     ]
     if args.list:
         for part in wanted:

@@ -73,11 +73,16 @@ def generate(count: int, seed: int = 0) -> list[Case]:
 # ---------------------------------------------------------------- who takes it
 
 
-def candidates(case: Case, device: Device, libs: Libs) -> dict[str, Candidate]:
-    """The backends that have code for the case and nothing to say against it."""
+def judged(case: Case, device: Device, libs: Libs) -> dict[str, Candidate]:
+    """Every backend, with all that speaks against it."""
     libs = Libs(libs.libs | {registry.built()})
     decision = select(case.problem, device, libs, Policy(), registry.specs("moe"))
-    return {c.backend: c for c in decision.candidates if not c.reasons}
+    return {c.backend: c for c in decision.candidates}
+
+
+def candidates(case: Case, device: Device, libs: Libs) -> dict[str, Candidate]:
+    """The backends that have code for the case and nothing to say against it."""
+    return {name: c for name, c in judged(case, device, libs).items() if not c.reasons}
 
 
 # ---------------------------------------------------------------- what goes in

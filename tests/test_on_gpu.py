@@ -14,7 +14,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from on_gpu import PARTS, Part, pack, run, words_of  # noqa: E402
 
-SHARED = {"vllm.entrypoints.cli.main": ROOT / "vllm/entrypoints/cli/kernels_tune.py"}
+SHARED = {
+    "vllm.entrypoints.cli.main": ROOT / "vllm/entrypoints/cli/kernels_tune.py",
+    "vllm.kernels.jit.flashinfer": ROOT / "vllm/kernels/jit/flashinfer.py",
+}
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
@@ -24,6 +27,16 @@ def test_the_script_of_a_part_exists_and_declares_its_flags(part: Part, tmp_path
     source = script.read_text()
     flags = {word for word in words if word.startswith("--")}
     assert not {flag for flag in flags if f'"{flag}"' not in source}
+
+
+def test_a_part_that_takes_long_is_run_by_its_name_alone() -> None:
+    def listed(*names: str) -> set[str]:
+        words = [sys.executable, ROOT / "benchmarks/on_gpu.py", *names, "--list", "--out", "/tmp"]
+        lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        return {line.split()[0] for line in lines.splitlines()}
+
+    assert listed("fused_moe", "moe") == {"fused_moe", "moe"}
+    assert listed() == {part.name for part in PARTS} - {"fused_moe"}
 
 
 def test_models_that_are_measured_are_known_by_name() -> None:

@@ -13,6 +13,8 @@ backends that ask for it; that is how the engine calls them. --parts times each 
 too. --layers times, for 1, 8 and 64 tokens, all kernels of a layer's mixture of experts in one
 captured graph, from the norm before it to the one after, as they are and with what saves launches
 left out: what they take beyond the sum of their parts is waits. Results are kept as they come.
+FlashInfer's experts are among them where their module is built
+(python -m vllm.kernels.jit.flashinfer fused_moe_90).
 --of shows the regret of results that are there already, with the tables of today, on any machine;
 --table adds them to a table of measured kernels (vllm/kernels/tuned).
 """
@@ -138,7 +140,7 @@ def print_regret(rows: Sequence[Row], device: Device, libs: Libs) -> None:
         us = {row.backend: row.quantised_us or row.microseconds for row in own}
         best = min(us, key=us.__getitem__)
         logs.append(math.log(us[name] / us[best]))
-        line = f"{model:<18}{num_tokens:>6}  takes {name:<10} best {best:<10}"
+        line = f"{model:<18}{num_tokens:>6}  takes {name:<19} best {best:<19}"
         print(f"{line}{us[name] / us[best] - 1:>7.1%}")
     print(f"regret, geometric mean: {math.exp(sum(logs) / len(logs)) - 1:.1%}")
 
@@ -197,7 +199,7 @@ def measure(tokens: Sequence[int], has_parts: bool, copied: float, results: Resu
         problem = problem_of(model)
         tensors = make_tensors(problem)
         kernels = kernels_of(problem, tensors)
-        head = f"{'backend':<12}{'tokens':>7}{'active':>8}{'us':>10}{'quantised':>10}{'GB/s':>8}"
+        head = f"{'backend':<19}{'tokens':>7}{'active':>8}{'us':>10}{'quantised':>10}{'GB/s':>8}"
         print(f"{problem}\n{head}{'of copy':>9}{'TFLOP/s':>9}")
         for num_tokens in tokens:
             calls = Calls(problem, num_tokens)
@@ -206,7 +208,7 @@ def measure(tokens: Sequence[int], has_parts: bool, copied: float, results: Resu
                 results.rows.append(row)
                 results.keep()
                 quantised = f"{row.quantised_us:>10.2f}" if row.quantised_us else f"{'-':>10}"
-                line = f"{backend:<12}{num_tokens:>7}{row.active:>8.1f}{row.microseconds:>10.2f}"
+                line = f"{backend:<19}{num_tokens:>7}{row.active:>8.1f}{row.microseconds:>10.2f}"
                 line += f"{quantised}{row.gb_per_s:>8.0f}{row.of_copy:>9.1%}{row.tflops:>9.1f}"
                 print(line, flush=True)
             if has_parts:

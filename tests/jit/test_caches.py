@@ -15,6 +15,7 @@ from machines import write_package
 from vllm.errors import ConfigError
 from vllm.kernels.jit import caches
 from vllm.kernels.jit.caches import fill, made_for, read_manifest, write_manifest
+from vllm.kernels.jit.flashinfer import build_module, prebuilt_modules
 from vllm.kernels.jit.nvcc import write_whole
 from vllm.kernels.spec import Device, Libs
 
@@ -230,6 +231,8 @@ watch_flashinfer()
 watch_flashinfer()
 from flashinfer.jit.core import JitSpec
 MONITOR.serve()
+import os
+assert os.environ["FLASHINFER_NO_DOWNLOAD"] == "1"  # a start fetches nothing
 path = JitSpec("decode").build_and_load()
 print(MONITOR.take(), path)
 """
@@ -294,3 +297,24 @@ def test_machines_with_other_places_for_kernels_may_share_a_model(tmp_path, monk
     assert facts_of(config) == here
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
     assert facts_of(config) != here
+
+
+def test_large_modules_are_found_where_they_were_built_or_shipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_KERNEL_CACHE", str(tmp_path / "kept"))
+    package = tmp_path / "flashinfer"
+    for folder in ("kept/flashinfer/0.6.13/90a/cached_ops/cuda13", "flashinfer/data/aot"):
+        for name in ("fused_moe_90", "fused_moe_120", "decode"):
+            if (folder.startswith("kept")) == (name == "fused_moe_90"):
+                (tmp_path / folder / name).mkdir(parents=True)
+                (tmp_path / folder / name / f"{name}.so").touch()
+    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_90", "fused_moe_120")
+    assert prebuilt_modules(package, "0.6.14") == ("fused_moe_120",)
+    files = ("jit_cache/fused_moe_100/fused_moe_100.so",)
+    write_package(tmp_path / "site", "flashinfer_jit_cache", files=files)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_100",)  # as the library looks
+
+
+def test_a_module_that_is_none_of_the_large_ones_is_not_built():
+    with pytest.raises(ConfigError, match="'decode': it takes fused_moe_90"):
+        build_module("decode")

@@ -48,7 +48,8 @@ Rows that differ in one column alone are merged. All reasons and origins follow 
 
 libs    none: torch, triton and our native library; deep_gemm: with the original DeepGEMM as well;
         deep_gemm+sm120: with one that carries SM120 kernels; flashinfer: with FlashInfer;
-        all: with the last two and humming-kernels; broken: all but torch are broken;
+        all: with the last two, large modules and binaries of FlashInfer, and humming-kernels;
+        broken: all but torch are broken;
         no native: all but ours
 """
 

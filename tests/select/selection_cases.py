@@ -46,21 +46,24 @@ _BASE = (
 _DEEP_GEMM = Lib("deep_gemm", "2.6")
 _DEEP_GEMM_SM120 = Lib("deep_gemm", "2.6", ("sm120",))
 _FLASHINFER = Lib("flashinfer", "0.6.13")
+_MODULES = ("fused_moe_90", "fused_moe_100", "fused_moe_103", "fused_moe_120")
+_WHOLE_FLASHINFER = (Lib("flashinfer", "0.6.13", _MODULES), Lib("flashinfer_cubin", "0.6.13"))
+_FLASHINFER_NAMES = tuple(lib.name for lib in _WHOLE_FLASHINFER)
 _HUMMING = Lib("humming", "0.1.19")
 LIBS: dict[str, Libs] = {
     "none": Libs.of(_BASE),
     "deep_gemm": Libs.of([*_BASE, _DEEP_GEMM]),
     "deep_gemm+sm120": Libs.of([*_BASE, _DEEP_GEMM_SM120]),
     "flashinfer": Libs.of([*_BASE, _FLASHINFER]),
-    "all": Libs.of([*_BASE, _DEEP_GEMM_SM120, _FLASHINFER, _HUMMING]),
+    "all": Libs.of([*_BASE, _DEEP_GEMM_SM120, *_WHOLE_FLASHINFER, _HUMMING]),
     "broken": Libs.of(
         [Lib("torch", "2.13.0")]
         + [
             Lib(name, broken="fails")
-            for name in ("triton", NATIVE, "deep_gemm", "flashinfer", "humming")
+            for name in ("triton", NATIVE, "deep_gemm", *_FLASHINFER_NAMES, "humming")
         ]
     ),
-    "no native": Libs.of([*_BASE[:2], _DEEP_GEMM_SM120, _FLASHINFER, _HUMMING]),
+    "no native": Libs.of([*_BASE[:2], _DEEP_GEMM_SM120, *_WHOLE_FLASHINFER, _HUMMING]),
 }
 
 

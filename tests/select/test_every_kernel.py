@@ -53,10 +53,16 @@ def questions():
     layers += [attention(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache, dtype=cache) for cache in ("fp16", "fp32")]
+    # FlashInfer comes with its binaries.
+    groups = [
+        [lib for lib in LIBS["all"].libs if lib.name.partition("_")[0] == name.partition("_")[0]]
+        for name in sorted(lib.name for lib in LIBS["all"].libs)
+        if name != "flashinfer_cubin"
+    ]
     libs = [
-        Libs.of(some)
-        for size in range(len(LIBS["all"].libs) + 1)
-        for some in combinations(sorted(LIBS["all"].libs, key=str), size)
+        Libs.of(lib for group in some for lib in group)
+        for size in range(len(groups) + 1)
+        for some in combinations(groups, size)
     ]
     return product(layers, DEVICES, libs)
 
@@ -118,4 +124,4 @@ def test_every_kernel_of_a_backend_is_registered():
 def test_minimum_versions_are_of_libraries_that_the_table_of_decisions_knows():
     known = {lib.name for lib in LIBS["all"].libs}
     assert {lib for spec in ALL_SPECS for lib, _ in spec.libs} <= known
-    assert {lib for spec in ALL_SPECS for _, lib, _ in spec.carries} <= known
+    assert {lib for spec in ALL_SPECS for _, lib, _ in spec.carries + spec.prebuilt} <= known

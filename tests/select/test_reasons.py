@@ -162,11 +162,12 @@ def test_a_head_size_that_a_kernel_lacks_is_a_shape_reason(head_dim, device, cho
 
 
 def test_attention_that_compiles_for_a_minute_serves_where_it_is_asked_for():
-    problem = attention(head_dim=128)
-    assert ask(problem, "90").chosen == "triton"
     wish = "--attention-backend flashinfer"
-    assert ask(problem, "90", wishes=wish).chosen == "flashinfer"
-    refused = ask(attention(head_dim=64), "90", wishes=wish)
+    for head_dim in (64, 128, 256):
+        problem = attention(head_dim=head_dim)
+        assert ask(problem, "90").chosen == "triton"
+        assert ask(problem, "90", wishes=wish).chosen == "flashinfer"
+    refused = ask(attention(head_dim=96), "90", wishes=wish)
     assert refused.chosen is None
     assert whys(refused, "flashinfer") == ["shape"]
 

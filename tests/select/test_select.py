@@ -14,7 +14,6 @@ QWEN3_5 = "qwen3_5_moe_text"
 # What each expert-free layer of Qwen3.5-35B-A3B-FP8 asks for, and its experts.
 DENSE = linear(n=9216, k=2048, parts=(8192, 512, 512))
 EXPERTS = moe()
-WITHOUT_TRTLLM = Libs(LIBS["all"].libs - {Lib("flashinfer", "0.6.13")})
 
 
 def outcome(decision) -> tuple[str | None, int]:
@@ -33,20 +32,16 @@ def test_on_sm_10x_the_model_rule_keeps_deep_gemm_from_qwen3_5(model, device):
     assert model in decision.origin.text
 
 
-def test_its_experts_obey_the_rule_where_deep_gemm_would_have_been_next():
-    decision = ask(EXPERTS, "100", WITHOUT_TRTLLM, model=QWEN3_5)
+def test_its_experts_obey_the_rule_too():
+    decision = ask(EXPERTS, "100", "all", model=QWEN3_5)
     assert outcome(decision) == ("cutlass", 5)
     assert whys(decision, "deep_gemm") == ["policy"]
-    assert outcome(ask(EXPERTS, "100", WITHOUT_TRTLLM, model="qwen3_moe")) == ("deep_gemm", 7)
-
-
-def test_where_experts_have_a_better_kernel_the_rule_decides_nothing():
-    assert outcome(ask(EXPERTS, "100", "all", model=QWEN3_5)) == ("flashinfer-trtllm", 7)
+    assert outcome(ask(EXPERTS, "100", "all", model="qwen3_moe")) == ("deep_gemm", 7)
 
 
 @pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_variable_set_to_1_overrides_the_rule(problem):
-    decision = ask(problem, "100", WITHOUT_TRTLLM, "VLLM_USE_DEEP_GEMM=1", QWEN3_5)
+    decision = ask(problem, "100", "all", "VLLM_USE_DEEP_GEMM=1", QWEN3_5)
     assert outcome(decision) == ("deep_gemm", 3)
     assert decision.origin.text == "VLLM_USE_DEEP_GEMM=1"
     assert decision.winner.scales == "ue8m0" and decision.winner.is_lossy
@@ -55,7 +50,7 @@ def test_the_variable_set_to_1_overrides_the_rule(problem):
 @pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_variable_set_to_0_means_never_and_decides(problem, model):
-    decision = ask(problem, "100", WITHOUT_TRTLLM, "VLLM_USE_DEEP_GEMM=0", model)
+    decision = ask(problem, "100", "all", "VLLM_USE_DEEP_GEMM=0", model)
     assert outcome(decision) == ("cutlass", 3)
     assert decision.origin.text == "VLLM_USE_DEEP_GEMM=0"
 
@@ -189,7 +184,7 @@ def test_a_layer_that_no_pattern_names_follows_the_next_rank():
 def test_a_variable_about_experts_leaves_dense_layers_to_the_other():
     wishes = "VLLM_USE_DEEP_GEMM=1 VLLM_MOE_USE_DEEP_GEMM=0"
     assert outcome(ask(DENSE, "100", wishes=wishes)) == ("deep_gemm", 3)
-    assert outcome(ask(EXPERTS, "100", WITHOUT_TRTLLM, wishes)) == ("cutlass", 3)
+    assert outcome(ask(EXPERTS, "100", "all", wishes)) == ("cutlass", 3)
     assert outcome(ask(DENSE, "100", wishes="VLLM_MOE_USE_DEEP_GEMM=0")) == ("deep_gemm", 7)
     alone = "VLLM_MOE_USE_DEEP_GEMM=1"
     assert outcome(ask(DENSE, "100", wishes=alone, model=QWEN3_5)) == ("cutlass", 5)
@@ -285,7 +280,7 @@ def test_on_unmet_fallback_takes_the_next_kernel_and_records_it():
 
 def test_a_fallback_never_goes_to_what_is_excluded():
     wish = "--linear-backend marlin --on-unmet fallback"
-    assert ask(DENSE, "100", "no native", wish, QWEN3_5).chosen == "flashinfer-cutlass"
+    assert ask(DENSE, "100", "no native", wish, QWEN3_5).chosen == "triton"
     decided = f"{wish} use_deep_gemm=True"
     assert ask(DENSE, "100", "no native", decided, QWEN3_5).chosen == "deep_gemm"
 

@@ -203,6 +203,19 @@ def test_our_cpu_kernels_pass_the_gate(weight, backend, tmp_path):
     assert all(0 <= error < 2e-4 for _, error in errors)
 
 
+def test_a_kernel_that_rounds_to_nvfp4_passes_the_gate_and_one_that_does_not_fails():
+    one = replace(job("cutlass"), problem=linear("nvfp4", n=160, k=256, dtype="bf16"))
+    worker = Worker(tune.TRIALS, "cpu", timeout=60)
+    try:
+        native = replace(one, candidate=Candidate("cutlass", ActScheme.NVFP4_GROUP16))
+        assert all(error < 6e-3 for _, error in worker.run(native)[: len(one.gate)])
+        widened = replace(one, candidate=Candidate("torch", ActScheme.NVFP4_GROUP16))
+        with pytest.raises(JobError, match="relative error"):
+            worker.run(widened)
+    finally:
+        worker.stop()
+
+
 def test_a_kernel_that_does_not_round_where_the_reference_does_fails_the_gate():
     problem = linear(n=256, k=256, dtype="bf16")
     worker = Worker(tune.TRIALS, "cpu", timeout=60)

@@ -69,6 +69,7 @@ def _needs(spec: KernelSpec) -> Iterable[str]:
         if name == NATIVE:
             need = f"native kernels for {archs}" if archs else "native kernels"
         carried = [_on(family, f"{arch} code") for family, lib, arch in spec.carries if lib == name]
+        carried += [_on(chips, module) for chips, lib, module in spec.prebuilt if lib == name]
         yield f"{need} (with {', '.join(carried)})" if carried else need
 
 

@@ -40,6 +40,7 @@ _RANKS = (
 )
 _HAS_RUN = {"cpu", "sm_90", "sm_9x"}
 _MARK = " †"
+_NEVER_RUN = {("linear", "humming"), ("moe", "flashinfer-cutlass")}  # on any chip
 
 _MODEL = "Qwen3.5-35B-A3B-FP8"
 _EXAMPLES: tuple[tuple[str, str], ...] = (
@@ -164,8 +165,11 @@ def _kernels() -> str:
     parts = [
         "## Kernels\n\nBest liked first. *Declared only*: what it supports is known, so that "
         "choices can be explained, but its code is not in this build, and it never runs."
-        f"{_MARK}: not run on hardware: there was none of this kind to run it on; what is declared "
-        "comes from the vendor's documents, and native code for it is compiled only."
+        f"{_MARK}: not run on hardware: there was none of this kind to run it on, or it has not "
+        "been run; what is declared comes from the vendor's documents, and native code for it is "
+        "compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` come after every kernel of "
+        "ours for that reason, and experts of the first need a module that is built beforehand "
+        "([cold-start.md](cold-start.md))."
     ]
     for family in registry.FAMILIES:
         rows = [_kernel_row(entry) for entry in catalog.entries(family)]
@@ -177,7 +181,7 @@ def _kernel_row(entry: catalog.Entry) -> tuple[str, ...]:
     cells = (
         [f"`{entry.backend}`"],
         entry.formats,
-        [chip if chip in _HAS_RUN else chip + _MARK for chip in entry.chips],
+        [_marked(entry, chip) for chip in entry.chips],
         entry.dtypes,
         entry.activations if entry.family in ("linear", "moe") else (),
         entry.needs,
@@ -186,6 +190,11 @@ def _kernel_row(entry: catalog.Entry) -> tuple[str, ...]:
         ["yes" if entry.is_built else catalog.DECLARED_ONLY],
     )
     return tuple(", ".join(cell) or "-" for cell in cells)
+
+
+def _marked(entry: catalog.Entry, chip: str) -> str:
+    has_run = chip in _HAS_RUN and (entry.family, entry.backend) not in _NEVER_RUN
+    return chip if has_run else chip + _MARK
 
 
 def _chips() -> str:

@@ -149,8 +149,8 @@ def _every_lib(device: Device) -> dict[str, Lib]:
     names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
     archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
     for spec in specs:
-        for family, name, arch in spec.carries:
-            if family == device.family:
+        for chips, name, arch in (*spec.carries, *spec.prebuilt):
+            if chips in (device.family, device.arch):
                 archs.setdefault(name, set()).add(arch)
     return {
         name: Lib(name, archs=tuple(sorted(archs.get(name, ()), key=arch_key)))

@@ -29,6 +29,7 @@ from vllm.kernels.spec import (
     Scales,
     Timings,
     Why,
+    missing_code,
     serves,
 )
 from vllm.kernels.tune_splits import best_split
@@ -183,11 +184,7 @@ def _machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> tuple[Reas
         reasons.append(Reason(Why.LIBRARY, "backend not in this build"))
     for name, minimum in spec.libs:
         reasons += _lib_reasons(name, minimum, libs)
-    for family, name, arch in spec.carries:
-        lib = libs.get(name)
-        if family == device.family and lib is not None and not lib.broken and arch not in lib.archs:
-            text = f"{name} {lib.version or '(any version)'} carries no {arch} kernels"
-            reasons.append(Reason(Why.DEVICE, text))
+    reasons += missing_code(spec, device, libs)
     if spec.native_archs and not reasons:
         reasons += _native_reasons(spec, device, libs)
     return tuple(reasons)

@@ -204,6 +204,8 @@ class KernelSpec:
     own CUDA kernel `native` (its name in arch_manifest.json) is compiled for; the native library
     must carry one that serves the chip. carries:
     (device family, library, architecture): on that family the library must list that architecture.
+    prebuilt: (device family or chip, library, module): there the library must list that module,
+    which takes too long to build at a first call.
     blocks: scale blocks of `-block` formats it takes; empty for any. scales: form of scales by
     device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a call,
     None for any number. compiles: which of COMPILERS makes its kernels where they run, "" for one
@@ -221,6 +223,7 @@ class KernelSpec:
     native: tuple[str, ...] = ()
     native_archs: frozenset[str] = frozenset()
     carries: tuple[tuple[str, str, str], ...] = ()
+    prebuilt: tuple[tuple[str, str, str], ...] = ()
     blocks: frozenset[tuple[int, int]] = frozenset()
     scales: tuple[tuple[str, Scales], ...] = ()
     n_align: int = 1
@@ -233,6 +236,22 @@ class KernelSpec:
     is_emulation: bool = False
     guarantees: frozenset[str] = frozenset()
     check: Callable[[Problem], list[Reason]] | None = None
+
+
+def missing_code(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason]:
+    """What libraries that work here lack of what `spec` wants of them on this chip."""
+    here = {lib.name: lib for lib in libs.libs if not lib.broken}
+    reasons = []
+    for family, name, arch in spec.carries:
+        if family == device.family and name in here and arch not in here[name].archs:
+            version = here[name].version or "(any version)"
+            reasons.append(Reason(Why.DEVICE, f"{name} {version} carries no {arch} kernels"))
+    for chips, name, module in spec.prebuilt:
+        is_meant = chips in (device.family, device.arch) and name in here
+        if is_meant and module not in here[name].archs:
+            command = f"python -m vllm.kernels.jit.{name} {module}"
+            reasons.append(Reason(Why.LIBRARY, f"{name} has no {module} yet: {command} builds it"))
+    return reasons
 
 
 # ---------------------------------------------------------------- what was asked for

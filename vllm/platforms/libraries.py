@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from vllm import _native
+from vllm.kernels.jit.flashinfer import prebuilt_modules
 from vllm.kernels.jit.memory import find_nvcc
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
 from vllm.platforms import trial
@@ -27,6 +28,7 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "deep_gemm": ("sgl-deep-gemm", "deep-gemm"),
     "flashinfer": ("flashinfer-python",),
+    "flashinfer_cubin": ("flashinfer-cubin",),  # its binaries, which it would download otherwise
     "fla": ("flash-linear-attention", "fla-core"),
     "humming": ("humming-kernels",),
 }
@@ -188,6 +190,13 @@ def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
         raise RuntimeError(f"its layout of scales on {device} is not the documented one")
 
 
+# ---------------------------------------------------------------- FlashInfer
+
+
+def _flashinfer_modules(folder: Path) -> tuple[str, ...]:
+    return prebuilt_modules(folder, _distribution_version(*DISTRIBUTIONS["flashinfer"]))
+
+
 # ---------------------------------------------------------------- humming
 
 
@@ -205,7 +214,10 @@ def _try_humming(humming: ModuleType, archs: tuple[str, ...]) -> None:
     try_product()
 
 
-_ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {"deep_gemm": _deep_gemm_archs}
+_ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "deep_gemm": _deep_gemm_archs,
+    "flashinfer": _flashinfer_modules,
+}
 TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {
     "deep_gemm": _try_deep_gemm,
     "humming": _try_humming,

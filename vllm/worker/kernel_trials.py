@@ -19,7 +19,7 @@ from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors, scale_shape
 from vllm.kernels.tune_workers import Channel, Job
-from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
 from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
 from vllm.ops import torch_ops
@@ -175,8 +175,16 @@ def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) 
         if weight_format.element == "nvfp4":
             global_scales = torch.full((1,), 0.01, device=device)
             scales = scales.to(torch.float8_e4m3fn)
+            input_scale = None
+            if ActScheme.NVFP4_GROUP16 in problem.act:
+                input_scale = torch.tensor(_STATIC_SCALE / nvfp4_utils.E2M1_MAX, device=device)
             return LinearTensors(
-                weight_format, codes, (problem.n,), scales, global_scales=global_scales
+                weight_format,
+                codes,
+                (problem.n,),
+                scales,
+                input_scale=input_scale,
+                global_scales=global_scales,
             )
         return LinearTensors(weight_format, codes, (problem.n,), scales)
     weight = torch.randn(shape, generator=generator, device=device)
@@ -216,6 +224,10 @@ def _rounded(x: Tensor, candidate: Candidate, tensors: LinearTensors) -> Tensor:
         is_lossy = candidate.is_lossy
         q, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=is_lossy)
         return fp8_utils.dequantise_blocks(q, scales, (1, 128))
+    if act is ActScheme.NVFP4_GROUP16:
+        assert tensors.input_scale is not None
+        inverse = tensors.input_scale.reciprocal().reshape(1)
+        return nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, inverse), inverse)
     if act is ActScheme.STATIC_TENSOR:
         assert tensors.input_scale is not None
         scale = tensors.input_scale

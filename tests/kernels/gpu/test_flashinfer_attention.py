@@ -66,6 +66,13 @@ def test_it_attends(num_heads: int, num_kv_heads: int, options: dict, requests: 
     assert_close(attend(layer_of(batch), batch, host_of(batch)), batch.expected())
 
 
+@REQUESTS
+@pytest.mark.parametrize("dim", (64, 256))
+def test_heads_of_other_sizes_attend(dim: int, requests: list) -> None:
+    batch = Batch(requests, 16, 2, dim=dim)
+    assert_close(attend(layer_of(batch), batch, host_of(batch)), batch.expected())
+
+
 def test_layers_of_a_step_share_one_plan_and_the_next_step_has_its_own() -> None:
     steps = [Batch(requests) for requests in (MIXED, DECODES, MIXED[::-1], PROMPTS)]
     layers = [layer_of(batch) for batch in steps]

@@ -1,22 +1,34 @@
-"""FlashInfer: its DeepGEMM, CUTLASS and TensorRT-LLM paths for GEMM and MoE; paged attention."""
+"""FlashInfer: its DeepGEMM, CUTLASS and TensorRT-LLM paths for GEMM and MoE; paged attention.
+
+`flashinfer-deepgemm` and attention were run on an H100. All others are written for the public
+functions of version 0.6.13 and were not run on hardware: no kernel of ours comes after one of them
+in the default order (tests/kernels/gpu/test_flashinfer_kernels.py, test_moe_backends_on_gpu.py).
+Not supported: experts with one FP8 scale per tensor, since gate and up would have to share theirs,
+and TensorRT-LLM's experts in NVFP4, which take tokens of one scale for all experts.
+"""
 
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, AttentionProblem, LinearProblem, Problem
+from vllm.kernels.problem import ActScheme, AttentionProblem, LinearProblem, MoEProblem, Problem
 from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
+_READ = "0.6.13"  # the version whose functions were read
+_LIBS = (("flashinfer", _READ),)
+# TensorRT-LLM's kernels come as binaries, which the library would fetch from the net at a first
+# call. Nothing is fetched while we serve (`vllm.kernels.jit.flashinfer`): a package brings them.
+_CUBIN_LIBS = (("flashinfer", _READ), ("flashinfer_cubin", _READ))
 _Spec = partial(
     KernelSpec,
-    libs=(("flashinfer", "0.6"),),
+    libs=_LIBS,
     compiles="flashinfer",
     dtypes=frozenset({"bf16", "fp16"}),
 )
@@ -29,66 +41,144 @@ _Block = partial(
     dtypes=frozenset({"bf16"}),
     k_align=128,
 )
-_Nvfp4 = partial(
-    _Spec, formats=frozenset({"nvfp4"}), act=frozenset({ActScheme.NVFP4_GROUP16}), k_align=32
-)
-_Tensor = partial(
-    _Spec,
-    formats=frozenset({"fp8-tensor"}),
-    act=frozenset({ActScheme.STATIC_TENSOR, ActScheme.DYNAMIC_TENSOR}),
-    k_align=16,
-)
+_Nvfp4 = partial(_Spec, formats=frozenset({"nvfp4"}), act=frozenset({ActScheme.NVFP4_GROUP16}))
 _DEEPGEMM, _CUTLASS, _TRTLLM = "flashinfer-deepgemm", "flashinfer-cutlass", "flashinfer-trtllm"
+
+# Modules of `cutlass_fused_moe`: more than a hundred sources of CUTLASS each, which nobody waits
+# for at a first call. They come prebuilt (`python -m vllm.kernels.jit.flashinfer fused_moe_90`).
+_MOE_SM90 = (("sm_9x", "flashinfer", "fused_moe_90"),)
+_MOE_BLACKWELL = (
+    ("sm_100", "flashinfer", "fused_moe_100"),
+    ("sm_103", "flashinfer", "fused_moe_103"),
+    ("sm_12x", "flashinfer", "fused_moe_120"),
+)
+_HEAD_SIZES = (64, 128, 256)
+_TRTLLM_MOST_EXPERTS_OF_A_TOKEN = 32
 
 
 def _head_size(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
-    if problem.head_dim != 128:
-        return [Reason(Why.SHAPE, f"head_dim = {problem.head_dim}: run for 128 alone")]
+    if problem.head_dim not in _HEAD_SIZES:
+        text = f"head_dim = {problem.head_dim}: the wrappers take {_HEAD_SIZES}"
+        return [Reason(Why.SHAPE, text)]
     return []
+
+
+def _nvfp4_parts(align: int, problem: Problem) -> list[Reason]:
+    """Merged parts have global scales of their own, and so may become products of their own."""
+    assert isinstance(problem, LinearProblem)
+    cut = [size for size in problem.parts if size % align]
+    text = f"part of {cut[0]} rows is not a multiple of {align}" if cut else ""
+    return [Reason(Why.SHAPE, text)] if cut else []
+
+
+def _least_k(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, LinearProblem)
+    return [Reason(Why.SHAPE, f"K = {problem.k} is less than 256")] if problem.k < 256 else []
+
+
+def _routing(problem: Problem) -> list[Reason]:
+    """What TensorRT-LLM's routing kernels ask of numbers, on each rank."""
+    assert isinstance(problem, MoEProblem)
+    num_experts, top_k = problem.num_experts // problem.cut_experts, problem.top_k
+    reasons = []
+    if num_experts % 4:
+        reasons.append(Reason(Why.SHAPE, f"{num_experts} experts are not a multiple of 4"))
+    most = min(num_experts - 1, _TRTLLM_MOST_EXPERTS_OF_A_TOKEN)
+    if top_k > most:
+        reasons.append(Reason(Why.SHAPE, f"a token has {top_k} experts, and it takes up to {most}"))
+    return reasons
 
 
 SPECS = (
     # fp8_blockscale_gemm_sm90: quantises bf16 activations itself, swaps A and B for few tokens
-    _Block(backend=_DEEPGEMM, family="linear", devices=_SM90, n_align=64),
+    _Block(
+        backend=_DEEPGEMM,
+        family="linear",
+        devices=_SM90,
+        libs=(("flashinfer", "0.6"),),
+        n_align=64,
+    ),
     # gemm_fp8_nt_groupwise
     _Block(backend=_CUTLASS, family="linear", devices=_SM100 | _SM12X, n_align=128),
-    _Block(backend=_TRTLLM, family="linear", devices=_SM100, n_align=128),
+    _Block(
+        backend=_TRTLLM,
+        family="linear",
+        devices=_SM100,
+        libs=_CUBIN_LIBS,
+        n_align=128,
+        check=_least_k,
+    ),
     # mm_fp4
-    _Nvfp4(backend=_CUTLASS, family="linear", devices=_SM100 | _SM12X, n_align=32),
-    _Nvfp4(backend=_TRTLLM, family="linear", devices=_SM100, n_align=128),
-    # trtllm_fp8_block_scale_moe, trtllm_fp4_block_scale_moe, trtllm_fp8_per_tensor_scale_moe
-    _Block(backend=_TRTLLM, family="moe", devices=_SM100),
-    _Nvfp4(backend=_TRTLLM, family="moe", devices=_SM100),
-    _Tensor(backend=_TRTLLM, family="moe", devices=_SM100),
+    _Nvfp4(
+        backend=_CUTLASS,
+        family="linear",
+        devices=_SM100 | _SM12X,
+        n_align=32,
+        k_align=32,
+        check=partial(_nvfp4_parts, 32),
+    ),
+    _Nvfp4(
+        backend=_TRTLLM,
+        family="linear",
+        devices=_SM100,
+        libs=_CUBIN_LIBS,
+        dtypes=frozenset({"bf16"}),
+        n_align=128,
+        k_align=64,
+        repacks=True,
+        check=partial(_nvfp4_parts, 128),
+    ),
     # cutlass_fused_moe: block scales on Hopper only
-    _Block(backend=_CUTLASS, family="moe", devices=_SM90),
-    _Nvfp4(backend=_CUTLASS, family="moe", devices=_SM100 | _SM12X),
-    _Tensor(backend=_CUTLASS, family="moe", devices=_SM90 | _SM100),
-    # Batch{Prefill,Decode}WithPagedKVCacheWrapper: FlashAttention 3 for prompts, 2 for the rest
+    _Block(backend=_CUTLASS, family="moe", devices=_SM90, prebuilt=_MOE_SM90, repacks=True),
+    _Nvfp4(
+        backend=_CUTLASS,
+        family="moe",
+        devices=_SM100 | _SM12X,
+        prebuilt=_MOE_BLACKWELL,
+        k_align=64,
+        repacks=True,
+    ),
+    # trtllm_fp8_block_scale_routed_moe
+    _Block(
+        backend=_TRTLLM,
+        family="moe",
+        devices=_SM100,
+        libs=_CUBIN_LIBS,
+        repacks=True,
+        check=_routing,
+    ),
+    # Batch{Prefill,Decode}WithPagedKVCacheWrapper: FlashAttention 3 for prompts, 2 for the rest.
+    # Heads of 64 and of 256 were not run (tests/kernels/gpu/test_flashinfer_attention.py).
     _Spec(
         backend="flashinfer",
         family="attention",
         devices=_SM90,
+        libs=(("flashinfer", "0.6"),),
         formats=frozenset({"bf16", "fp8"}),
         dtypes=frozenset({"bf16"}),
         check=_head_size,
     ),
 )
 
-# Formats that `linear` has code for: the kernel for Hopper alone.
-MAKES = {"linear": frozenset(), f"{_DEEPGEMM}/linear": frozenset({"fp8-block"})}
-
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes the weight as it is stored; each call quantises x [M, K] inside. The first compiles."""
+    """Takes the weight as it is stored, but for the scales of NVFP4, and all of it for
+    TensorRT-LLM's path; each call quantises x [M, K]. The first compiles."""
     from vllm.kernels.jit.flashinfer import watch_flashinfer
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops import flashinfer_linear
 
     watch_flashinfer()
+    path = winner.backend.removeprefix("flashinfer-")
+    if problem.format == "nvfp4":
+        return flashinfer_linear.nvfp4_kernel(tensors, path)
+    if path != "deepgemm":
+        make = partial(flashinfer_linear.block_kernel, path=path)
+        return fitted_kernel(tensors, winner.fit, make)
     gemm = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
 
-    def make(tensors: "LinearTensors") -> "LinearKernel":
+    def make_deepgemm(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
         assert scales is not None
 
@@ -98,7 +188,22 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
         return apply
 
-    return fitted_kernel(tensors, winner.fit, make)
+    return fitted_kernel(tensors, winner.fit, make_deepgemm)
+
+
+def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
+    """Lays the weights out once, up before gate; a call hands over the router's choice. Nothing of
+    it waits for the device."""
+    from vllm.kernels.jit.flashinfer import watch_flashinfer
+    from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
+    from vllm.ops import flashinfer_moe
+
+    watch_flashinfer()
+    if winner.fit is not None:
+        tensors = padded_experts(tensors)
+    if winner.backend == _TRTLLM:
+        return flashinfer_moe.TrtllmBlockExperts(tensors)
+    return flashinfer_moe.CutlassExperts(tensors)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

@@ -32,6 +32,7 @@ OWN_VARIABLES = {
     "TRITON_CACHE_DIR": TRITON,
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer_workspace",
+    "TRTLLM_DG_CACHE_DIR": "flashinfer_deep_gemm",  # of its FP8 block products for Hopper
 }
 BUNDLED = (TRITON, NVCC, FLASHINFER)
 _LIBRARIES = ("deep_gemm", "flashinfer", "torch", "triton")

@@ -1,25 +1,48 @@
-"""FlashInfer's modules, which it builds with nvcc and ninja: kept, shared, and watched."""
+"""FlashInfer's modules, which it builds with nvcc and ninja: kept, shared, and watched.
+
+    python -m vllm.kernels.jit.flashinfer fused_moe_90
+
+builds one that no first call should wait for, into VLLM_KERNEL_CACHE, where starts find it; on the
+chip it is for, or elsewhere with FLASHINFER_CUDA_ARCH_LIST=9.0a. MAX_JOBS bounds the compilers.
+"""
 
 import contextlib
+import sys
 import time
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm.kernels.jit.caches import flashinfer_modules
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.kernels.jit.caches import FLASHINFER, flashinfer_modules, use_caches
+from vllm.kernels.jit.memory import find_nvcc
 from vllm.kernels.jit.monitor import MONITOR, Compilation
 from vllm.kernels.jit.nvcc import write_whole
+
+# Modules that the library does not build in the time that somebody waits for a first call, and what
+# of `flashinfer.jit.fused_moe` makes them.
+LARGE_MODULES = {
+    f"fused_moe_{arch}": f"gen_cutlass_fused_moe_sm{arch}_module" for arch in (90, 100, 103, 120)
+}
+# Its own variables. It runs the second for its FP8 block products, and looks for none.
+_NO_DOWNLOAD, _NVCC = "FLASHINFER_NO_DOWNLOAD", "TRTLLM_DG_NVCC_COMPILER"
 
 
 @cache
 def watch_flashinfer() -> None:
-    """To be called before a function of FlashInfer is.
+    """To be called before a function of FlashInfer is. It fetches nothing from the net after that,
+    unless its own variable for that is set.
 
     A module that was built is copied to where FlashInfer looks for prebuilt ones: from its own
     folder it takes one only after ninja has looked at all sources, which takes seconds. Where a
     package with prebuilt modules is installed, they are used instead.
     """
+    for name, value in ((_NO_DOWNLOAD, "1"), (_NVCC, find_nvcc())):
+        if value and envs.foreign(name) is None:
+            envs.set_for_children(name, value)
     env: Any = import_module("flashinfer.jit.env")
     core: Any = import_module("flashinfer.jit.core")
     if not env.FLASHINFER_AOT_DIR.exists():
@@ -48,3 +71,44 @@ def _publish(built: Path, place: Path) -> None:
     if built.exists() and not place.exists():
         with contextlib.suppress(OSError):  # the module serves without a copy
             write_whole(place, built.read_bytes(), mode=0o755)
+
+
+# ---------------------------------------------------------------- large modules
+
+
+def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
+    """Those of LARGE_MODULES that are there: in the package flashinfer-jit-cache where that is
+    installed, else in the folder `package` of the library itself or where we keep them. Imports
+    nothing."""
+    jit_cache = find_spec("flashinfer_jit_cache")
+    if jit_cache is not None and jit_cache.origin is not None:
+        places = [(Path(jit_cache.origin).parent, "**")]
+    else:
+        kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
+        places = [(package / "data" / "aot", ""), (kept, f"{version}/*/cached_ops/cuda*")]
+    return tuple(
+        name
+        for name in LARGE_MODULES
+        if any(any(place.glob(f"{below}/{name}/{name}.so".lstrip("/"))) for place, below in places)
+    )
+
+
+def build_module(name: str) -> Path:
+    """Builds one of LARGE_MODULES where it is not there; its file."""
+    if name not in LARGE_MODULES:
+        raise ConfigError(f"no module {name!r}: it takes {', '.join(LARGE_MODULES)}")
+    use_caches()
+    watch_flashinfer()
+    spec: Any = getattr(import_module("flashinfer.jit.fused_moe"), LARGE_MODULES[name])()
+    if not spec.is_aot:
+        spec.build(verbose=True)
+    path: Path = spec.get_library_path()
+    return path
+
+
+if __name__ == "__main__":
+    try:
+        for module in sys.argv[1:] or sys.exit(__doc__):
+            print(build_module(module))
+    except ConfigError as error:
+        sys.exit(str(error))
