@@ -153,18 +153,8 @@ class ModelRunner:
             for _ in range(2)
         ]
         self._graphs: CudaGraphs | None = None
-        is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
         if self.device.type == "cuda":
-            with (
-                torch.inference_mode(),
-                report.phase("small step" if is_eager else "CUDA graphs"),
-                naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
-            ):
-                if is_eager:  # kernels of few tokens compile at a first call
-                    self._decode_once(1)
-                    torch.cuda.synchronize()
-                else:
-                    self._graphs = CudaGraphs(self._decode_once, scheduler.max_num_seqs)
+            self._make_decoding_ready(config, report)
 
     def _begin_warm_up(self, selection: Selection) -> None:
         """While weights are read, compilers run."""
@@ -187,6 +177,20 @@ class ModelRunner:
         self.model.compute_logits(hidden[:num_seqs])
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+    def _make_decoding_ready(self, config: VllmConfig, report: StartupReport) -> None:
+        """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
+        is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
+        with (
+            torch.inference_mode(),
+            report.phase("small step" if is_eager else "CUDA graphs"),
+            naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
+        ):
+            if is_eager:
+                self._decode_once(1)
+                torch.cuda.synchronize()
+            else:
+                self._graphs = CudaGraphs(self._decode_once, config.scheduler_config.max_num_seqs)
 
     def _decode_once(self, size: int) -> Tensor:
         self._parallel.token_counts = (size,) * self._parallel.data.size
