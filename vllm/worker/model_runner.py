@@ -128,9 +128,6 @@ class ModelRunner:
                 self.num_blocks = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
                 )
-        # Not of the largest step, whose numbers mean nothing.
-        debugs = config.model_config.debug_numerics
-        self._watch = NumericsWatch(self.model) if debugs else None
         self.config = config = fit_max_model_len(config, self.num_blocks)
         scheduler = config.scheduler_config
         self.batch = InputBatch(
@@ -155,6 +152,9 @@ class ModelRunner:
         self._graphs: CudaGraphs | None = None
         if self.device.type == "cuda":
             self._make_decoding_ready(config, report)
+        # Not of steps before requests, whose numbers mean nothing.
+        debugs = config.model_config.debug_numerics
+        self._watch = NumericsWatch(self.model) if debugs else None
 
     def _begin_warm_up(self, selection: Selection) -> None:
         """While weights are read, compilers run."""
