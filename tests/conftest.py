@@ -1,9 +1,17 @@
-"""Checkpoints that tests share; each is written once a session."""
+"""Checkpoints that tests share, each written once a session; the same examples in every run."""
 
+import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tiny_models import build_model, make_tokenizer
+
+# A gate that draws new examples each time fails changes that have nothing to do with it. To look
+# for more: HYPOTHESIS_PROFILE=explore.
+hypothesis.settings.register_profile("gate", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
 @pytest.fixture(scope="session")
