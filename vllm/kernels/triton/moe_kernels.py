@@ -2,7 +2,8 @@
 """Device code of the products in `moe.py`: names in capitals are compile-time constants.
 
 A tile is [BLOCK_N rows of a weight, BLOCK_M tokens of one expert]: with weights as the left operand
-the tensor cores need at least 64 rows of them, and as few as 8 tokens.
+the tensor cores need at least 64 rows of them, and as few as 8 tokens. (Triton 3.6
+takes wgmma from 16 on, and the older mma for 8.)
 
 Rows of inputs past the last token of an expert are read at the place of its first, so that nothing
 unwritten is read; the results of such rows are not stored.

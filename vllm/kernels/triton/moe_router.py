@@ -39,10 +39,11 @@ def choose_experts(
     num_splits, num_blocks = triton.cdiv(hidden, BLOCK_K), triton.cdiv(num_tokens, ROWS)
     shape = (num_splits, num_tokens, constants["E_PAD"])
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    num_warps = 8 if constants["E_PAD"] >= 512 else 4  # four would spill registers
     gate_kernel[(num_splits, triton.cdiv(num_experts, BLOCK_E), num_blocks)](
         x, weight, constants.pop("bias"), partial, arrival_counters(x.device), *results,
         num_tokens, x.stride(0), constants.pop("factor"), HIDDEN=hidden, BLOCK_K=BLOCK_K,
-        BLOCK_E=BLOCK_E, ROWS=ROWS, num_warps=4, **constants,
+        BLOCK_E=BLOCK_E, ROWS=ROWS, num_warps=num_warps, **constants,
     )  # fmt: skip
     return results
 
