@@ -129,7 +129,7 @@ def test_plain_torch_serves_the_same_model(checkpoint, monkeypatch, tmp_path):
 def test_states_of_more_requests_than_memory_holds_are_refused_with_a_number(checkpoint, tmp_path):
     sizes = {"linear_key_head_dim": 256, "linear_value_head_dim": 256}  # 3 MiB a request
     folder = write(checkpoint("qwen3_5"), tmp_path / "large", **sizes)
-    with pytest.raises(ConfigError, match=r"--max-num-seqs 1048576: .* GiB.*lower it to at most"):
+    with pytest.raises(ConfigError, match=r"--max-num-seqs 1048576: .* GiB.*lower --max-num-seqs to at most"):
         load(folder, load_format="dummy", max_num_seqs=1 << 20)
 
 
@@ -149,8 +149,36 @@ def test_prefix_caching_is_off_and_says_so_once(checkpoint, caplog):
     inputs = [{"prompt_token_ids": prompts()[3]}]
     for _ in range(2):
         assert llm.generate(inputs, params, use_tqdm=False)[0].num_cached_tokens == 0
-    with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_5_text keeps recurrent"):
-        load(checkpoint("qwen3_5"), enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize("num_kept", [1, 16])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_states_that_are_kept_change_no_token(checkpoint, name, num_kept):
+    """Turns of conversations with one beginning, several at a time in a cache that is too small."""
+    system, *turns = prompts((150, 140, 40, 9, 170, 33, 65))
+    plain = load(checkpoint(name))
+    kept = load(checkpoint(name), enable_prefix_caching=True, num_state_snapshots=num_kept,
+                max_num_batched_tokens=100, max_model_len=512, num_gpu_blocks_override=70,
+                max_num_seqs=3)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    num_cached = 0
+    for _ in range(2):
+        texts = [[*system, *turn] for turn in turns]
+        for _ in range(2):
+            inputs = [{"prompt_token_ids": text} for text in texts]
+            expected = plain.generate(inputs, params, use_tqdm=False)
+            found = kept.generate(inputs, params, use_tqdm=False)
+            num_cached += sum(output.num_cached_tokens for output in found)
+            for one, other in zip(expected, found):
+                assert one.outputs[0].token_ids == other.outputs[0].token_ids
+                assert one.outputs[0].logprobs == other.outputs[0].logprobs
+            texts = [[*t, *o.outputs[0].token_ids, 5, 6] for t, o in zip(texts, found)]
+    assert num_cached > (2000 if num_kept == 16 else 100)
+
+
+def test_a_number_of_states_to_keep_has_to_be_one(checkpoint):
+    with pytest.raises(ConfigError, match="--num-state-snapshots 0: at least 1 is needed"):
+        load(checkpoint("qwen3_5"), enable_prefix_caching=True, num_state_snapshots=0)
 
 
 # ---------------------------------------------------------------- layouts of checkpoints

@@ -12,7 +12,8 @@ class CacheConfig:
     """block_size in tokens. num_blocks None: sized from memory when the model is loaded.
 
     gpu_memory_utilization: share of a GPU's memory to use; without meaning on the CPU, where
-    VLLM_CPU_KVCACHE_SPACE says how many GiB.
+    VLLM_CPU_KVCACHE_SPACE says how many GiB. num_state_snapshots: recurrent states that are kept
+    for later requests where enable_prefix_caching.
     """
 
     block_size: int = 16
@@ -20,6 +21,7 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    num_state_snapshots: int = 32
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -31,6 +33,11 @@ class CacheConfig:
             raise ConfigError(f"--block-size {self.block_size}: it takes multiples of 16")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"--num-gpu-blocks-override {self.num_blocks}: at least 2 are needed")
+        if self.num_state_snapshots < 1:
+            raise ConfigError(
+                f"--num-state-snapshots {self.num_state_snapshots}: at least 1 is needed; "
+                f"--no-enable-prefix-caching keeps none"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: it takes 0 to 1"

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -45,10 +45,15 @@ class VllmConfig:
         object.__setattr__(self, "quant_config", self._with_model_rule())
         if self.model_config.hf_config is not None:
             check_parallel(self.parallel_config, self.model_config.hf_text_config)
-        if self.model_config.has_recurrent_states and self.cache_config.enable_prefix_caching:
-            # A state holds all tokens of its request: others that begin alike cannot share it.
-            cache_config = replace(self.cache_config, enable_prefix_caching=False)
-            object.__setattr__(self, "cache_config", cache_config)
+
+    @property
+    def snapshot_slots(self) -> range:
+        """Slots of recurrent states that are kept for later requests, after those of running ones
+        (1 to max_num_seqs; 0 is nobody's)."""
+        has_states, cache = self.model_config.has_recurrent_states, self.cache_config
+        count = cache.num_state_snapshots if has_states and cache.enable_prefix_caching else 0
+        first = self.scheduler_config.max_num_seqs + 1
+        return range(first, first + count)
 
     def _with_model_rule(self) -> "QuantizationConfig | None":
         """An undecided `use_deep_gemm` becomes False for a model that loses accuracy by it.

@@ -80,8 +80,13 @@ class EngineArgs:
     )
     gpu_memory_utilization: float = _arg(0.9, "Share of a GPU's memory to use.", type=float)
     enable_prefix_caching: bool | None = _arg(
-        None, "Reuse the KV cache of equal prompt beginnings (on by default).",
+        None, "Reuse the KV cache of equal prompt beginnings (on by default, but for models with "
+        "recurrent states).",
         action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
+    num_state_snapshots: int = _arg(
+        CacheConfig.num_state_snapshots, "Recurrent states kept for prompts that begin alike, with "
+        "--enable-prefix-caching.", type=int,
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
     debug_numerics: bool = _arg(
@@ -158,12 +163,11 @@ class EngineArgs:
             group.add_argument(*names, default=f.default, **options)
 
     def _wants_prefix_caching(self, model_config: ModelConfig) -> bool:
-        if self.enable_prefix_caching and model_config.has_recurrent_states:
-            raise ConfigError(
-                f"--enable-prefix-caching: {model_config.model_type} keeps recurrent states, which "
-                f"requests that begin alike cannot share; leave the flag out"
-            )
-        return self.enable_prefix_caching is not False
+        """By default not where states are recurrent: to keep some takes memory, and a step more
+        for each prompt."""
+        if self.enable_prefix_caching is None:
+            return not model_config.has_recurrent_states
+        return self.enable_prefix_caching
 
     def create_engine_config(self) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError."""
@@ -199,6 +203,7 @@ class EngineArgs:
                 kv_cache_dtype=self.kv_cache_dtype,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self._wants_prefix_caching(model_config),
+                num_state_snapshots=self.num_state_snapshots,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

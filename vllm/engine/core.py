@@ -12,6 +12,7 @@ from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.engine.scheduler import Scheduler, Step
+from vllm.engine.state_snapshots import StateSnapshots
 from vllm.engine.structured_output import StructuredOutputs
 from vllm.executor.base import Address, Launched, make_executor
 from vllm.logger import get_logger
@@ -48,12 +49,14 @@ class EngineCore:
         self.lock_step = lock_step
         self.executor = make_executor(config, meeting)
         self.config = config = self.executor.config
+        snapshots = config.snapshot_slots
         self.scheduler = Scheduler(
             config.scheduler_config,
             self.executor.num_blocks,
             config.cache_config.block_size,
             config.model_config.max_model_len,
             config.cache_config.enable_prefix_caching,
+            StateSnapshots(snapshots) if snapshots else None,
         )
         self.grammars = StructuredOutputs(config.model_config)
         self._arrivals: dict[str, float] = {}

@@ -30,9 +30,8 @@ class PrefixCache:
         if not (self.enabled and request.reads_prefix_cache):
             return []
         num_blocks = (len(request.all_token_ids) - 1) // self.block_size
-        self._extend_hashes(request, num_blocks)
         blocks = []
-        for content in request.block_hashes[:num_blocks]:
+        for content in self.hashes(request, num_blocks):
             block = self.pool.find(content)
             if block is None:
                 break
@@ -50,14 +49,16 @@ class PrefixCache:
         first, last = num_before // self.block_size, request.num_computed_tokens // self.block_size
         if first == last:
             return
-        self._extend_hashes(request, last)
+        hashes = self.hashes(request, last)
         for i in range(first, last):
-            self.pool.remember(request.block_ids[i], request.block_hashes[i])
+            self.pool.remember(request.block_ids[i], hashes[i])
 
-    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Of its first blocks; it has that many full ones."""
         hashes, size = request.block_hashes, self.block_size
         while len(hashes) < num_blocks:
             start = len(hashes) * size
             tokens = array("q", request.all_token_ids[start : start + size])
             previous = hashes[-1] if hashes else b""
             hashes.append(sha256(previous + tokens.tobytes()).digest())
+        return hashes[:num_blocks]

@@ -66,6 +66,7 @@ class Request:
     num_scheduled_tokens: how many more the steps that run at this moment compute.
     num_pending_tokens: how many next tokens these steps give, not yet in all_token_ids.
     block_hashes: of the leading full blocks, as far as they were needed.
+    states_kept_after: numbers of tokens after which its recurrent state is to be kept for others.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class Request:
     num_cached_tokens: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    states_kept_after: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 

@@ -7,14 +7,19 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm.engine.block_pool import BlockPool
 from vllm.engine.prefix_cache import PrefixCache
 from vllm.engine.request import FinishReason, Request
+from vllm.engine.state_snapshots import StateSnapshots
 
 
 @dataclass(slots=True)
 class Admission:
-    """A request that joins the running batch, or rejoins it after it was preempted."""
+    """A request that joins the running batch, or rejoins it after it was preempted.
+
+    state_from: the slot that holds its recurrent state after `num_computed_tokens`; 0 for none.
+    """
 
     request: Request
     num_computed_tokens: int
+    state_from: int = 0
 
 
 @dataclass(slots=True)
@@ -23,6 +28,7 @@ class Step:
 
     num_tokens: how many tokens to compute, by request, in batch order. new_blocks: block ids
     that requests already in the batch got. dropped: ids that left the batch since the last step.
+    kept_states: slots to copy recurrent states to when they are computed, by request.
     token_counts: tokens that each data-parallel engine computes, where they do so in lock step;
     all_decode: each of these engines computes one token of each of its requests, their last.
     """
@@ -31,6 +37,7 @@ class Step:
     num_tokens: dict[str, int] = field(default_factory=dict)
     new_blocks: dict[str, list[int]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    kept_states: dict[str, int] = field(default_factory=dict)
     token_counts: tuple[int, ...] = ()
     all_decode: bool = False
 
@@ -58,13 +65,16 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         prefix_caching: bool,
+        snapshots: StateSnapshots | None = None,
     ):
+        """snapshots: of a model with recurrent states whose prefixes are cached."""
         assert num_blocks * block_size >= max_model_len, "one request must always fit"
         self.config = config
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, block_size, prefix_caching)
+        self.snapshots = snapshots
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -93,9 +103,13 @@ class Scheduler:
             # By content: one that was preempted has no blocks, but they may still be found.
             blocks = map(self.pool.find, request.block_hashes)
             self.pool.forget([block for block in blocks if block is not None])
+            if self.snapshots is not None:
+                self.snapshots.forget(request.block_hashes)
 
     def schedule(self) -> Step:
         step = Step()
+        if self.snapshots is not None:
+            self.snapshots.begin_step()
         preempted_before = self.num_preemptions
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         # Who was preempted just now may still be part of a running step, so must not be admitted.
@@ -113,7 +127,7 @@ class Scheduler:
             if num_pending and self._ends_by_length(request, num_pending):
                 index += 1
                 continue
-            num_tokens = min(request.num_unscheduled_tokens, budget)
+            num_tokens = self._num_tokens_now(request, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
             num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
             if num_new > 0:
@@ -125,8 +139,7 @@ class Scheduler:
                 blocks = self.pool.take(num_new)
                 request.block_ids += blocks
                 step.new_blocks[request.request_id] = blocks
-            step.num_tokens[request.request_id] = num_tokens
-            request.schedule(num_tokens)
+            self._take_up(step, request, num_tokens)
             budget -= num_tokens
             index += 1
         return budget
@@ -134,26 +147,64 @@ class Scheduler:
     def _admit_waiting(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            num_tokens = self._admit(request, budget)
-            if num_tokens == 0:
+            admission = self._admit(request)
+            if admission is None:
                 break
             self.waiting.popleft()
             self.running.append(request)
-            step.admitted.append(Admission(request, request.num_computed_tokens))
-            step.num_tokens[request.request_id] = num_tokens
-            request.schedule(num_tokens)
+            step.admitted.append(admission)
+            num_tokens = self._num_tokens_now(request, budget)
+            self._take_up(step, request, num_tokens)
             budget -= num_tokens
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Gives the request its blocks; returns the tokens to compute now, 0 if it must wait."""
+    def _take_up(self, step: Step, request: Request, num_tokens: int) -> None:
+        step.num_tokens[request.request_id] = num_tokens
+        request.schedule(num_tokens)
+        if self.snapshots is None or not request.states_kept_after:
+            return
+        end = request.num_computed_tokens + request.num_scheduled_tokens
+        if end in request.states_kept_after:
+            content = self.prefix_cache.hashes(request, end // self.block_size)[-1]
+            slot = self.snapshots.keep(content)
+            if slot is not None:
+                step.kept_states[request.request_id] = slot
+
+    def _num_tokens_now(self, request: Request, budget: int) -> int:
+        """Tokens to compute in this step: up to where its state is to be kept, if it is."""
+        num_tokens = min(request.num_unscheduled_tokens, budget)
+        if not request.states_kept_after:
+            return num_tokens
+        start = request.num_computed_tokens + request.num_scheduled_tokens
+        stops = (stop - start for stop in request.states_kept_after if stop > start)
+        return min([num_tokens, *stops])
+
+    def _find_state(self, request: Request, cached: list[int]) -> tuple[list[int], int]:
+        """Those of the cached blocks after which the recurrent state is kept as well, and its slot;
+        notes where this request's are worth keeping.
+
+        That is at the end of what it knows, for one that goes on from there, and where the cached
+        blocks end, since two begin alike that far: a third may too.
+        """
+        request.states_kept_after = ()
+        if self.snapshots is None:
+            return cached, 0
+        num_blocks, slot = self.snapshots.find(request.block_hashes[: len(cached)])
+        whole = (len(request.all_token_ids) - 1) // self.block_size
+        ends = {n * self.block_size for n in (len(cached), whole) if n > num_blocks}
+        least = num_blocks * self.block_size + self.snapshots.least_tokens
+        request.states_kept_after = tuple(sorted(end for end in ends if end >= least))
+        return cached[:num_blocks], slot
+
+    def _admit(self, request: Request) -> Admission | None:
+        """Gives the request its blocks; None if it must wait."""
         known = len(request.all_token_ids)
-        cached = self.prefix_cache.match(request)
+        cached, state_from = self._find_state(request, self.prefix_cache.match(request))
         num_new = self._num_blocks_for(known) - len(cached)
         # A block for the next token of each running request stays free: without it, whatever is
         # admitted into the last blocks is preempted at once.
         reserve = len(self.running)
         if self.pool.num_free - sum(map(self.pool.is_free, cached)) < num_new + reserve:
-            return 0
+            return None
         for block in cached:
             self.pool.share(block)
         request.block_ids = cached + self.pool.take(num_new)
@@ -161,7 +212,7 @@ class Scheduler:
         self.prefix_cache.count(known, request.num_computed_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
-        return min(known - request.num_computed_tokens, budget)
+        return Admission(request, request.num_computed_tokens, state_from)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -81,6 +81,9 @@ class InputBatch:
         self.token_ids[row, :num_tokens] = self.token_ids[last, :num_tokens]
         self.block_table[row, :num_blocks] = self.block_table[last, :num_blocks]
 
+    def state_slot(self, request_id: str) -> int:
+        return int(self.state_slots[self.row_of[request_id]])
+
     def append_blocks(self, request_id: str, blocks: list[int]) -> None:
         row = self.row_of[request_id]
         start = self.num_blocks[row]

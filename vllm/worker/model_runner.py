@@ -28,7 +28,7 @@ from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
 from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample, widened
-from vllm.worker.state_cache import allocate_states
+from vllm.worker.state_cache import allocate_states, copy_states, state_layers
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
@@ -143,6 +143,7 @@ class ModelRunner:
             self.device,
         )
         self._inputs.planners = planners(self.model)
+        self._state_layers = state_layers(self.model)
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.runs_ahead = self.device.type == "cuda"
         self._copies = [
@@ -258,6 +259,8 @@ class ModelRunner:
                     hidden = hidden[to_device(last[complete], self.device)]
                 logits = self.model.compute_logits(hidden)
         batch.num_computed[rows] = ends
+        kept = step.kept_states.items()
+        copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in kept])
         if len(complete) == 0:
             return self._without_tokens(prompt_logprobs)
         return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
@@ -359,6 +362,8 @@ class ModelRunner:
             self.batch.add(request, admission.num_computed_tokens)
             if request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0:
                 self._prompt_logprobs[request.request_id] = []
+        restored = [(a.state_from, a.request.request_id) for a in step.admitted if a.state_from]
+        copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
         for request_id, blocks in step.new_blocks.items():
             self.batch.append_blocks(request_id, blocks)
 

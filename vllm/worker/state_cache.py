@@ -1,5 +1,7 @@
 """The recurrent states of running requests: a slot each, of a size that no length changes."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -25,27 +27,40 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
     layers = state_layers(model)
     if not layers:
         return 0
-    num_seqs = config.scheduler_config.max_num_seqs
-    num_slots = num_seqs + 1  # the first is for rows that fill up a captured graph
+    num_seqs, num_kept = config.scheduler_config.max_num_seqs, len(config.snapshot_slots)
+    num_slots = num_seqs + 1 + num_kept  # the first is for rows that fill up a captured graph
     of_one = sum(layer.slot_bytes() for layer in layers)
     free = _free_memory(config, device)
     if num_slots * of_one > free:
-        fits = max(free // of_one - 1, 0)
+        fits = max(free // of_one - 1 - num_kept, 0)
+        kept = f" and --num-state-snapshots {num_kept}" if num_kept else ""
         raise ConfigError(
-            f"--max-num-seqs {num_seqs}: the recurrent states of so many requests need "
+            f"--max-num-seqs {num_seqs}{kept}: so many recurrent states need "
             f"{num_slots * of_one / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB of memory are free; "
-            f"lower it to at most {fits}, less what the KV cache needs"
+            f"lower --max-num-seqs to at most {fits}, less what the KV cache needs"
         )
     for layer in layers:
         layer.allocate(num_slots, device)
     logger.info(
-        "Recurrent states: %d requests of %.2f MiB each, %.2f GiB. Prefix caching is off: a state "
-        "holds all tokens of its request, and others that only begin alike cannot share it",
+        "Recurrent states: %d requests of %.2f MiB each, %.2f GiB. %s",
         num_seqs,
         of_one / (1 << 20),
         num_slots * of_one / _GIB,
+        f"{num_kept} of earlier prompts are kept for those that begin alike"
+        if num_kept
+        else "Prefix caching is off: a state holds all tokens of its request; with "
+        "--enable-prefix-caching copies are kept for others that begin alike",
     )
     return num_slots * of_one
+
+
+def copy_states(layers: Iterable[GatedDeltaNet], pairs: Iterable[tuple[int, int]]) -> None:
+    """Copies states of all layers: pairs of slots, from and to."""
+    pairs = list(pairs)
+    for layer in layers if pairs else ():
+        for states in (layer.conv_state, layer.state):
+            for source, target in pairs:
+                states[target].copy_(states[source])
 
 
 def _free_memory(config: VllmConfig, device: torch.device) -> int:
