@@ -129,7 +129,9 @@ def test_plain_torch_serves_the_same_model(checkpoint, monkeypatch, tmp_path):
 def test_states_of_more_requests_than_memory_holds_are_refused_with_a_number(checkpoint, tmp_path):
     sizes = {"linear_key_head_dim": 256, "linear_value_head_dim": 256}  # 3 MiB a request
     folder = write(checkpoint("qwen3_5"), tmp_path / "large", **sizes)
-    with pytest.raises(ConfigError, match=r"--max-num-seqs 1048576: .* GiB.*lower --max-num-seqs to at most"):
+    with pytest.raises(
+        ConfigError, match=r"--max-num-seqs 1048576: .* GiB.*lower --max-num-seqs to at most"
+    ):
         load(folder, load_format="dummy", max_num_seqs=1 << 20)
 
 
