@@ -15,7 +15,12 @@ from machines import write_package
 from vllm.errors import ConfigError
 from vllm.kernels.jit import caches
 from vllm.kernels.jit.caches import fill, made_for, read_manifest, write_manifest
-from vllm.kernels.jit.flashinfer import build_module, prebuilt_modules
+from vllm.kernels.jit.flashinfer import (
+    build_module,
+    check_large_module,
+    copy_large_modules,
+    prebuilt_modules,
+)
 from vllm.kernels.jit.nvcc import write_whole
 from vllm.kernels.spec import Device, Libs
 
@@ -299,20 +304,44 @@ def test_machines_with_other_places_for_kernels_may_share_a_model(tmp_path, monk
     assert facts_of(config) != here
 
 
-def test_large_modules_are_found_where_they_were_built_or_shipped(tmp_path, monkeypatch):
+def write_modules(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / f"{name}.so").write_text(f"code of {name}")
+
+
+def test_large_modules_are_found_where_the_library_looks_for_them(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_KERNEL_CACHE", str(tmp_path / "kept"))
-    package = tmp_path / "flashinfer"
-    for folder in ("kept/flashinfer/0.6.13/90a/cached_ops/cuda13", "flashinfer/data/aot"):
-        for name in ("fused_moe_90", "fused_moe_120", "decode"):
-            if (folder.startswith("kept")) == (name == "fused_moe_90"):
-                (tmp_path / folder / name).mkdir(parents=True)
-                (tmp_path / folder / name / f"{name}.so").touch()
-    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_90", "fused_moe_120")
-    assert prebuilt_modules(package, "0.6.14") == ("fused_moe_120",)
-    files = ("jit_cache/fused_moe_100/fused_moe_100.so",)
-    write_package(tmp_path / "site", "flashinfer_jit_cache", files=files)
+    package, kept = tmp_path / "flashinfer", "kept/flashinfer/0.6.13/90a/cached_ops/cuda13"
+    write_modules(tmp_path / kept, "fused_moe_90", "decode")
+    (tmp_path / kept / "fused_moe_100").mkdir()
+    (tmp_path / kept / "fused_moe_100" / "fused_moe_100.so").touch()  # a disk was full
+    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_90",)
+    assert prebuilt_modules(package, "0.6.14") == ()
+    write_modules(package / "data" / "aot", "fused_moe_120")
+    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_120",)
+    write_package(tmp_path / "site", "flashinfer_jit_cache")
+    write_modules(tmp_path / "site" / "flashinfer_jit_cache" / "aot", "fused_moe_103")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_100",)  # as the library looks
+    assert prebuilt_modules(package, "0.6.13") == ("fused_moe_103",)
+
+
+def test_a_bundle_is_made_with_the_large_modules_that_are_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_KERNEL_CACHE", str(tmp_path / "kept"))
+    below = "flashinfer/0.6.13/90a/cached_ops/cuda13"
+    write_modules(tmp_path / "kept" / below, "fused_moe_90", "decode")
+    copy_large_modules(tmp_path / "staging")
+    copied = [path for path in (tmp_path / "staging").rglob("*") if path.is_file()]
+    assert copied == [tmp_path / "staging" / below / "fused_moe_90" / "fused_moe_90.so"]
+    assert copied[0].read_text() == "code of fused_moe_90"
+
+
+def test_a_large_module_for_other_chips_is_refused_before_a_call_builds_it(monkeypatch, tmp_path):
+    pytest.importorskip("flashinfer", reason="asks the library where it looks")
+    monkeypatch.setenv("VLLM_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    with pytest.raises(ConfigError, match=r"fused_moe_90 is here, but not as .*: python -m vllm"):
+        check_large_module("fused_moe_90")
 
 
 def test_a_module_that_is_none_of_the_large_ones_is_not_built():

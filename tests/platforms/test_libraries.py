@@ -116,6 +116,15 @@ def test_metadata_is_read_without_importing_anything(folder):
     assert not is_usable("humming")  # importing it does raise
 
 
+def test_binaries_of_another_version_break_the_library_that_they_are_for(folder):
+    for module, version in (("flashinfer", "0.6.13"), ("flashinfer_cubin", "0.6.14")):
+        write_package(folder, module)
+        write_distribution(folder, DISTRIBUTIONS[module][0], version)
+    for name in ("flashinfer", "flashinfer_cubin"):
+        broken = installed_libs().get(name).broken
+        assert "flashinfer-python 0.6.13 refuses flashinfer-cubin 0.6.14 beside it" in broken
+
+
 def test_the_torch_that_runs_is_listed(folder):
     import torch
 

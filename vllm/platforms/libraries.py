@@ -8,6 +8,7 @@ import, and fail, fault or hang at its first call.
 import re
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -36,8 +37,16 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
 
 def installed_libs() -> Libs:
     """What package metadata says is here. Imports nothing; a broken library looks installed."""
-    found = (_installed(module, names) for module, names in DISTRIBUTIONS.items())
-    return Libs.of([lib for lib in found if lib is not None])
+    every = (_installed(module, names) for module, names in DISTRIBUTIONS.items())
+    found = {lib.name: lib for lib in every if lib is not None}
+    own, binaries = found.get("flashinfer"), found.get("flashinfer_cubin")
+    if own is not None and binaries is not None and own.version != binaries.version:
+        text = (
+            f"flashinfer-python {own.version} refuses flashinfer-cubin {binaries.version} beside "
+            f"it: install equal versions, or only the first"
+        )
+        found |= {lib.name: replace(lib, broken=text) for lib in (own, binaries)}
+    return Libs.of([*found.values()])
 
 
 def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:

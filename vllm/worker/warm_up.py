@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from vllm import envs
+from vllm.distributed.expert_exchange import AllToAll
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.jit.monitor import MONITOR
@@ -40,8 +41,10 @@ def finish_warm_up(
         found.finish(envs.VLLM_KERNEL_COMPILE_SECONDS)
         MONITOR.made += found.compiled
     for layer in _compiling_layers(model):
-        # Experts get the tokens of all engines in lock step together.
+        # Experts get the tokens of all engines in lock step together, or a row for each of theirs.
         most = max_tokens * (parallel.data.size if isinstance(layer, FusedMoE) else 1)
+        if isinstance(layer, FusedMoE) and isinstance(layer.exchange, AllToAll):
+            most *= layer.problem.top_k
         for num_tokens in token_counts(most):
             _call(layer, num_tokens)
     torch.cuda.synchronize()
@@ -89,6 +92,8 @@ def _call(layer: Linear | FusedMoE, num_tokens: int) -> None:
     assert kernel is not None
     x = torch.zeros(num_tokens, problem.hidden, dtype=dtype, device="cuda")
     own = problem.num_experts // problem.cut_experts
-    ids = torch.arange(num_tokens * problem.top_k, device="cuda") % own
-    ids = ids.view(num_tokens, problem.top_k)
+    # Ranks that exchange rows hand over each of a token's experts by itself.
+    top_k = 1 if isinstance(layer.exchange, AllToAll) else problem.top_k
+    ids = torch.arange(num_tokens * top_k, device="cuda") % own
+    ids = ids.view(num_tokens, top_k)
     kernel(x, torch.ones_like(ids, dtype=torch.float32), ids)

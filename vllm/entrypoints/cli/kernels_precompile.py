@@ -22,6 +22,7 @@ from vllm.kernels.jit.caches import (
     read_manifest,
     write_manifest,
 )
+from vllm.kernels.jit.flashinfer import copy_large_modules
 
 # A batch of these lengths has long prompts, short ones and ones of a token, then decodes.
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8
@@ -66,6 +67,7 @@ def run_precompile(args: argparse.Namespace) -> int:
             model = _model_folder(args.model, Path(folder))
             engine_args = EngineArgs.from_cli_args(args, model)
             engine_args.load_format, engine_args.skip_tokenizer_init = "dummy", True
+            copy_large_modules(staging)
             num_late = _compile(engine_args, staging)
             fit_for = made_for(device, probe_libs())
             for path in staging.iterdir():

@@ -194,15 +194,20 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Lays the weights out once, up before gate; a call hands over the router's choice. Nothing of
     it waits for the device."""
-    from vllm.kernels.jit.flashinfer import watch_flashinfer
+    from vllm.kernels.jit.flashinfer import check_large_module, watch_flashinfer
     from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
     from vllm.ops import flashinfer_moe
+    from vllm.platforms.installed import installed_device
 
     watch_flashinfer()
     if winner.fit is not None:
         tensors = padded_experts(tensors)
     if winner.backend == _TRTLLM:
         return flashinfer_moe.TrtllmBlockExperts(tensors)
+    device = installed_device()
+    chips = {device.family, device.arch}
+    (module,) = (name for chip, _, name in (*_MOE_SM90, *_MOE_BLACKWELL) if chip in chips)
+    check_large_module(module)
     return flashinfer_moe.CutlassExperts(tensors)
 
 

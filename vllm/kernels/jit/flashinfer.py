@@ -81,16 +81,36 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
     installed, else in the folder `package` of the library itself or where we keep them. Imports
     nothing."""
     jit_cache = find_spec("flashinfer_jit_cache")
+    place, below = package / "data" / "aot", ""
     if jit_cache is not None and jit_cache.origin is not None:
-        places = [(Path(jit_cache.origin).parent, "**")]
-    else:
-        kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
-        places = [(package / "data" / "aot", ""), (kept, f"{version}/*/cached_ops/cuda*")]
+        place, below = Path(jit_cache.origin).parent, "**/"
+    elif not place.exists():
+        place, below = envs.VLLM_KERNEL_CACHE / FLASHINFER, f"{version}/*/cached_ops/cuda*/"
     return tuple(
         name
         for name in LARGE_MODULES
-        if any(any(place.glob(f"{below}/{name}/{name}.so".lstrip("/"))) for place, below in places)
+        if any(file.stat().st_size for file in place.glob(f"{below}{name}/{name}.so"))
     )
+
+
+def check_large_module(name: str) -> None:
+    """ConfigError where a first call would build it after all: one that was found by its name may
+    be of another CUDA, or for other chips."""
+    spec: Any = getattr(import_module("flashinfer.jit.fused_moe"), LARGE_MODULES[name])()
+    if not spec.is_aot:
+        raise ConfigError(
+            f"flashinfer's {name} is here, but not as {spec.aot_path}, of this CUDA and for these "
+            f"chips, where it is looked for: python -m vllm.kernels.jit.flashinfer {name} builds "
+            f"it, or choose another --moe-backend"
+        )
+
+
+def copy_large_modules(root: Path) -> None:
+    """To another VLLM_KERNEL_CACHE, which shall be found complete."""
+    kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
+    for name in LARGE_MODULES:
+        for file in kept.glob(f"**/{name}/{name}.so"):
+            write_whole(root / FLASHINFER / file.relative_to(kept), file.read_bytes(), mode=0o755)
 
 
 def build_module(name: str) -> Path:
@@ -112,3 +132,5 @@ if __name__ == "__main__":
             print(build_module(module))
     except ConfigError as error:
         sys.exit(str(error))
+    except (ImportError, OSError, RuntimeError) as error:  # no library, ninja, nvcc or chip
+        sys.exit(f"{' '.join(sys.argv[1:])} cannot be built here: {type(error).__name__}: {error}")
