@@ -337,9 +337,9 @@ def test_a_bundle_is_made_with_the_large_modules_that_are_here(tmp_path, monkeyp
 
 
 def test_a_large_module_for_other_chips_is_refused_before_a_call_builds_it(monkeypatch, tmp_path):
-    pytest.importorskip("flashinfer", reason="asks the library where it looks")
     monkeypatch.setenv("VLLM_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    pytest.importorskip("flashinfer", reason="asks the library where it looks")
     with pytest.raises(ConfigError, match=r"fused_moe_90 is here, but not as .*: python -m vllm"):
         check_large_module("fused_moe_90")
 
