@@ -182,16 +182,18 @@ class ModelRunner:
     def _make_decoding_ready(self, config: VllmConfig, report: StartupReport) -> None:
         """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
         is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
+        max_num_seqs = config.scheduler_config.max_num_seqs
         with (
             torch.inference_mode(),
-            report.phase("small step" if is_eager else "CUDA graphs"),
+            report.phase("small steps" if is_eager else "CUDA graphs"),
             naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
         ):
             if is_eager:
-                self._decode_once(1)
+                for size in {1, min(2, max_num_seqs)}:  # strides of one row may be any
+                    self._decode_once(size)
                 torch.cuda.synchronize()
             else:
-                self._graphs = CudaGraphs(self._decode_once, config.scheduler_config.max_num_seqs)
+                self._graphs = CudaGraphs(self._decode_once, max_num_seqs)
 
     def _decode_once(self, size: int) -> Tensor:
         self._parallel.token_counts = (size,) * self._parallel.data.size
