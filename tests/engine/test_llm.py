@@ -1,9 +1,12 @@
 """`LLM`: what users of the Python interface see."""
 
+import numpy as np
 import pytest
+import torch
 from tiny_models import make_tokenizer
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -287,6 +290,40 @@ def test_sampling_params_out_of_range_name_the_field(field, value):
 def test_an_unknown_engine_argument_is_refused_with_a_suggestion(text_checkpoint):
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         LLM(text_checkpoint, max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("max_model_len", "x", "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
+        ("seed", 1.5, "a whole number"),
+        ("gpu_memory_utilization", "0.9", "a number"),
+        ("hf_overrides", "x", "a dict"),
+        ("enforce_eager", "no", "True or False"),
+        ("quantization", 8, "a text"),
+        ("kernel", [3], "a text or a list of texts"),
+        ("served_model_name", {"a": 1}, "a text or a list of texts"),
+        ("dump_decisions", 3, "a path"),
+        ("tokenizer", "", "is empty: leave it out"),
+        ("model", None, "a text"),
+    ],
+)
+def test_an_engine_argument_of_another_type_is_refused_by_name(
+    text_checkpoint, argument, value, says
+):
+    with pytest.raises(ConfigError, match=f"{argument}.*{says}"):
+        LLM(**{"model": text_checkpoint, argument: value})
+
+
+def test_engine_arguments_may_be_numbers_of_numpy_types_of_torch_paths_and_none(text_checkpoint):
+    args = EngineArgs.from_keywords(
+        model=text_checkpoint, max_num_seqs=np.int64(3), gpu_memory_utilization=1,
+        dtype=torch.bfloat16, seed=None,
+    )  # fmt: skip
+    taken = (args.model, args.max_num_seqs, args.gpu_memory_utilization, args.dtype, args.seed)
+    assert taken == (str(text_checkpoint), 3, 1.0, "torch.bfloat16", 0)
+    assert type(args.max_num_seqs) is int
 
 
 def test_a_grammar_that_is_complete_ends_a_request_even_before_min_tokens(llm):

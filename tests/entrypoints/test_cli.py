@@ -53,6 +53,10 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
         (["serve", "a", "b"], "too many arguments: b"),
         (["serve", "--port", "99999"], "'99999' is not a port"),
         (["serve", "--allowed-origins", "*"], "is not a JSON list"),
+        (["serve", "--nonsense"], "unknown flag --nonsense\n"),  # `--` is like that of --seed
+        (["serve", "--api-key", ""], "--api-key: it is empty"),
+        (["serve", "--root-path", "llm"], "'llm' is not a path such as /llm"),
+        (["serve", "--port", "0", ""], "model is empty: give a folder"),
         (["bench", "serve", "--num-prompt", "1"], "did you mean --num-prompts?"),
         (["bench", "serve", "--random-range-ratio", "2"], "it takes 0 to below 1"),
         (["bench", "serve", "--metric-percentiles", "x"], "it takes numbers from 0 to 100"),

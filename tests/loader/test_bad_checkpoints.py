@@ -279,10 +279,31 @@ def test_code_that_comes_with_a_model_does_not_run_unless_trusted(folder):
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"hf_overrides": {"a.b": 1}}, "nested"),
         ({"load_format": "pickle"}, "--load-format"),
+        ({"block_size": 1 << 40}, "--block-size .* no room"),
+        ({"num_gpu_blocks_override": 1 << 40}, "--num-gpu-blocks-override .* GiB of memory are"),
+        ({"seed": 1 << 64}, "--seed"),
+        ({"revision": "main"}, "--revision main .* is a folder"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_it_takes(folder, options, says):
     refused(folder, says, ConfigError, **options)
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_size": -1}, {"hidden_size": "x"},
+                                       {"model_type": 1}, {"architectures": 1}])  # fmt: skip
+def test_an_override_that_no_config_may_have_is_not_blamed_on_the_file(folder, overrides):
+    refused(folder, "config.json with --hf-overrides", hf_overrides=overrides)
+
+
+def test_an_override_of_a_field_that_does_not_exist_is_told(folder, caplog):
+    load(folder, hf_overrides={"hidden_sise": 3, "partial_rotary_factor": 1.0})
+    (told,) = [r.getMessage() for r in caplog.records if "--hf-overrides" in r.getMessage()]
+    assert "hidden_sise" in told and "did you mean hidden_size" in told
+
+
+def test_a_tokenizer_that_is_nowhere_is_refused_without_asking_the_hub(folder):
+    with pytest.raises(CheckpointError, match="--tokenizer nope: .*neither a folder"):
+        LLM(folder, tokenizer="nope")
 
 
 def test_an_unknown_backend_in_the_environment_is_refused(folder, monkeypatch):

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm.config.hf_config import read_config
+from vllm.config.hf_config import DEFAULTS, read_config
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.logger import get_logger
 from vllm.platforms.installed import installed_device
 from vllm.utils.hub import resolve_model
 
@@ -36,6 +37,14 @@ _SIZE_LIMITS = {
     "linear_value_head_dim": 256,
     "linear_conv_kernel_dim": 8,
 }
+
+
+# What a config may have beside what its class assumes values of.
+_LATER_FIELDS = ("rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor",
+                 "quantization_config", "torch_dtype", "text_config", "num_local_experts",
+                 "full_attention_interval")  # fmt: skip
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,20 +132,25 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Reads the model's config files; ConfigError or CheckpointError says what is wrong."""
         path = resolve_model(model, revision, weights=load_format != "dummy")
-        hf_config = load_hf_config(path, trust_remote_code, hf_overrides or {})
+        overrides = hf_overrides or {}
+        hf_config = load_hf_config(path, trust_remote_code, overrides)
         text_config = hf_config.get_text_config()
         generation = _read_json(path / "generation_config.json", required=False)
         for ids in (generation.get("eos_token_id"), getattr(text_config, "eos_token_id", None)):
             _check_eos(path, ids)
-        _check_sizes(path, text_config)
+        _check_sizes(_source(path, overrides), text_config)
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"--seed {seed} is out of range: it takes -2**63 to 2**63 - 1")
         names = [served_model_name] if isinstance(served_model_name, str) else served_model_name
         if names and not all(name.strip() for name in names):
             raise ConfigError("--served-model-name '': it takes names that are not empty")
         return cls(
             model=model,
-            tokenizer=tokenizer or str(path),
+            tokenizer=str(
+                _tokenizer_folder(tokenizer) if tokenizer and not skip_tokenizer_init else path
+            ),
             path=path,
-            served_model_name=tuple(names or [model]),
+            served_model_name=tuple(dict.fromkeys(names or [model])),
             hf_config=hf_config,
             hf_text_config=text_config,
             dtype=_resolve_dtype(dtype, text_config),
@@ -158,11 +172,37 @@ def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any
     raw = _read_json(path / "config.json", required=True)
     if "model_type" not in raw:
         raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
-    _check_kinds(path, raw)
+    merged = _merged(raw, overrides)
+    _check_kinds(_source(path, overrides), merged)
     if unknown := [key for key in overrides if "." in key]:
         raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
-    config = read_config(_merged(raw, overrides))
-    return config or _read_by_transformers(path, raw, trust_remote_code, overrides)
+    config = read_config(merged) or _read_by_transformers(path, raw, trust_remote_code, overrides)
+    _warn_of_unknown_fields(raw, overrides)
+    return config
+
+
+def _warn_of_unknown_fields(raw: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """A field that neither the file nor any model's config has is a mistake, or one that this
+    version does not know: the model is loaded without regard to it."""
+    known = {*raw, *_LATER_FIELDS, *(name for fields in DEFAULTS.values() for name in fields)}
+    for name in overrides.keys() - known:
+        logger.warning(
+            "--hf-overrides sets %s, which config.json does not have: it may mean nothing%s",
+            name,
+            did_you_mean(name, known),
+        )
+
+
+def _source(path: Path, overrides: dict[str, Any]) -> str:
+    """Where a field of the config comes from, for messages."""
+    return f"{path / 'config.json'}{' with --hf-overrides' if overrides else ''}"
+
+
+def _tokenizer_folder(tokenizer: str) -> Path:
+    try:
+        return resolve_model(tokenizer, weights=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"--tokenizer {tokenizer}: {error}") from error
 
 
 def _check_eos(path: Path, ids: Any) -> None:
@@ -174,17 +214,15 @@ def _check_eos(path: Path, ids: Any) -> None:
         )
 
 
-def _check_kinds(path: Path, raw: dict[str, Any]) -> None:
+def _check_kinds(source: str, raw: dict[str, Any]) -> None:
     """Refuses fields of the wrong kind that are read before anything else looks at them."""
+    if not isinstance(raw["model_type"], str):
+        raise CheckpointError(f"{source}: model_type = {raw['model_type']!r} is no name")
     quantization, names = raw.get("quantization_config"), raw.get("architectures") or []
     if quantization is not None and not isinstance(quantization, dict):
-        raise CheckpointError(
-            f"{path / 'config.json'}: quantization_config = {quantization!r} is no JSON object"
-        )
+        raise CheckpointError(f"{source}: quantization_config = {quantization!r} is no JSON object")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(
-            f"{path / 'config.json'}: architectures = {names!r} is no list of names"
-        )
+        raise CheckpointError(f"{source}: architectures = {names!r} is no list of names")
 
 
 def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -206,12 +244,12 @@ def _read_by_transformers(
         _apply_overrides(config, overrides)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         raise CheckpointError(
-            f"{path / 'config.json'} (model_type {raw['model_type']!r}) cannot be read: {error}"
+            f"{_source(path, overrides)} (model_type {raw['model_type']!r}) cannot be read: {error}"
         ) from error
     except Exception as error:  # transformers validates with exception classes of its own
         if "Validation" not in type(error).__name__:
             raise
-        raise CheckpointError(f"{path / 'config.json'} is not valid: {error}") from error
+        raise CheckpointError(f"{_source(path, overrides)} is not valid: {error}") from error
     return config
 
 
@@ -242,20 +280,20 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
     return content
 
 
-def _check_sizes(path: Path, config: Any) -> None:
+def _check_sizes(source: str, config: Any) -> None:
     for name, limit in _SIZE_LIMITS.items():
         value = getattr(config, name, None)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
             raise CheckpointError(
-                f"{path / 'config.json'}: {name} = {value!r} is out of range (1 to {limit}); "
-                f"the file is corrupt"
+                f"{source}: {name} = {value!r} is out of range (1 to {limit}); correct it or fetch "
+                f"the checkpoint again"
             )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise CheckpointError(
-            f"{path / 'config.json'}: num_attention_heads = {heads} is not a multiple of "
+            f"{source}: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
 

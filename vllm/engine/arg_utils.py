@@ -3,10 +3,13 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 from vllm.config import (
     CacheConfig,
@@ -135,6 +138,11 @@ class EngineArgs:
         None, "File to write every kernel decision to, as JSON.", type=Path, metavar="FILE"
     )
 
+    def __post_init__(self) -> None:
+        """ConfigError for a value of a type that its field does not have."""
+        for f in dataclasses.fields(self):
+            setattr(self, f.name, _of_its_type(f, getattr(self, f.name)))
+
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineArgs":
         """From keyword arguments, as of `LLM(...)`; an unknown one is a ConfigError."""
@@ -235,3 +243,47 @@ class EngineArgs:
             distributed_executor_backend=self.distributed_executor_backend,
             distributed_timeout_seconds=self.distributed_timeout_seconds,
         )
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | PathLike)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+
+
+# Type of a field -> whether a value is of it, what makes it so, and what that is called. The
+# numbers of numpy are numbers.
+_TYPES: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
+    bool: (lambda value: isinstance(value, bool), bool, "True or False"),
+    int: (lambda value: _is_number(value, Integral), int, "a whole number"),
+    float: (lambda value: _is_number(value, Real), float, "a number"),
+    str: (_is_text, str, "a text"),
+    list[str]: (_are_texts, list, "a list of texts"),
+    Sequence[str]: (lambda value: isinstance(value, str) or _are_texts(value), lambda v: v,
+                    "a text or a list of texts"),
+    dict[str, Any]: (lambda value: isinstance(value, dict), dict, "a dict"),
+    Path: (_is_text, Path, "a path"),
+}  # fmt: skip
+
+
+def _of_its_type(f: "dataclasses.Field[Any]", value: Any) -> Any:
+    """`value` as the field's type has it; None is the default of any field that has one."""
+    if value is None and f.default is not dataclasses.MISSING:
+        return f.default
+    if isinstance(value, str) and not value.strip() and f.name != "served_model_name":
+        fix = "give a folder or a hub name" if f.name == "model" else "leave it out for the default"
+        raise ConfigError(f"{f.name} is empty: {fix}")
+    if f.name == "dtype" and str(value).startswith("torch."):
+        value = str(value)
+    kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
+    for kind in kinds:
+        if kind is not NoneType and _TYPES[kind][0](value):
+            return _TYPES[kind][1](value)
+    accepted = " or ".join(_TYPES[kind][2] for kind in kinds if kind is not NoneType)
+    raise ConfigError(f"{f.name}={value!r}: it takes {accepted}")

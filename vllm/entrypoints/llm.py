@@ -24,7 +24,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **engine_args: Any):
         report = begin_report()  # not with this process, which is the user's
-        args = EngineArgs.from_keywords(model=str(model), **engine_args)
+        args = EngineArgs.from_keywords(model=model, **engine_args)
         head_start.begin(args)
         with started_early(args), no_collections():
             from vllm.engine.llm_engine import LLMEngine

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm.errors import CheckpointError
+from vllm.errors import CheckpointError, ConfigError
 
 # Everything serving needs; never code, pickles or other frameworks' weights.
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
@@ -16,6 +16,11 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision} names a version on the hub, but {model} is a folder here, "
+                f"which has one version: leave it out"
+            )
         return path
     if path.exists():
         raise CheckpointError(

@@ -48,11 +48,32 @@ def allocate_kv_cache(
     elif num_blocks is None:
         num_blocks = _num_blocks_on_gpu(kernels, config, peak_bytes)
     num_blocks = int(agree(num_blocks))
+    _check_size(kernels, config, device, num_blocks)
     for kernel in kernels:
         kernel.allocate(num_blocks, block_size, device)
     size = num_blocks * sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
     logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
     return num_blocks
+
+
+def _check_size(
+    kernels: list[PagedAttention], config: VllmConfig, device: torch.device, num_blocks: int
+) -> None:
+    """ConfigError where the cache has no room for a block, or memory none for the cache."""
+    block_size = config.cache_config.block_size
+    gib = sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
+    if num_blocks < 2:
+        raise ConfigError(
+            f"--block-size {block_size}: a block takes {gib:.3g} GiB, and the KV cache has no room "
+            f"for 2 of them: lower it, or raise VLLM_CPU_KVCACHE_SPACE (GiB)"
+        )
+    free = (available_memory() if device.type == "cpu" else gpu_memory(1.0).free) / _GIB
+    if config.cache_config.num_blocks is not None and num_blocks * gib > free:
+        raise ConfigError(
+            f"--num-gpu-blocks-override {num_blocks}: blocks of {block_size} tokens take "
+            f"{num_blocks * gib:.1f} GiB, and {free:.1f} GiB of memory are free; take at most "
+            f"{int(free / gib)}"
+        )
 
 
 def fit_max_model_len(config: VllmConfig, num_blocks: int) -> VllmConfig:

@@ -34,12 +34,12 @@ def _add_server_flags(group: Any) -> None:
     text = group.add_argument
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
     text("--port", type=_port, default=8000, help="Port; 0 takes a free one (default: 8000).")
-    text("--api-key", nargs="+", action="extend", default=[], metavar="KEY",
+    text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action="store_true",
          help="Let a request bring its own chat template.")  # fmt: skip
-    text("--response-role", default="assistant", help="Role of chat answers.")
+    text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
          help="auto: sampling defaults as in generation_config.json; vllm: none.")  # fmt: skip
     text("--max-waiting", type=_count, help="Sequences that may wait; more get 503 (default: any).")
@@ -51,7 +51,7 @@ def _add_server_flags(group: Any) -> None:
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
     text("--allow-credentials", action="store_true", help="CORS credentials.")
-    text("--root-path", default="", help="Path prefix that a proxy strips.")
+    text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning", help="Of the web server.")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     raise_file_limit()
     listener = bind(args.host, args.port)
-    engine_args = EngineArgs.from_cli_args(args, args.model or _demo_model(args))
+    engine_args = EngineArgs.from_cli_args(args, _model(args))
 
     def on_ready(model_name: str) -> None:
         scheme = "https" if settings.ssl_certfile else "http"
@@ -125,7 +125,9 @@ def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
         ) from error
 
 
-def _demo_model(args: argparse.Namespace) -> str:
+def _model(args: argparse.Namespace) -> str:
+    if args.model is not None:
+        return str(args.model)
     from vllm.entrypoints.demo import demo_model_path
 
     with current_report().phase("demo model"):
@@ -184,6 +186,18 @@ def _number(kind: type[Number], text: str, low: float, high: float, accepts: str
     if value is None or not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
     return value
+
+
+def _text(text: str) -> str:
+    if not text.strip():  # as of a shell variable that is not set
+        raise argparse.ArgumentTypeError("it is empty; give a text or leave it out")
+    return text
+
+
+def _path_prefix(text: str) -> str:
+    if text and not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path such as /llm")
+    return text
 
 
 def _texts(text: str) -> tuple[str, ...]:
