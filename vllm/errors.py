@@ -2,19 +2,23 @@
 
 import difflib
 from collections.abc import Iterable
-from os.path import commonprefix
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the closest of `known`, or nothing when none is close."""
     names = list(known)
-    shared = len(commonprefix([name, *names]))  # `VLLM_` or `--`, which is like in all of them
-    ends = {other[shared:]: other for other in names}
-    near = [ends[end] for end in difflib.get_close_matches(name[shared:], ends, n=1, cutoff=0.6)]
+    ends = {_without_prefix(other): other for other in names}
+    close = difflib.get_close_matches(_without_prefix(name), ends, n=1, cutoff=0.6)
+    near = [ends[end] for end in close]
     longer = [other for other in names if other.lower().startswith(name.lower())]
     if not near and len(name) > 2 and len(longer) == 1:  # the beginning of one, and of no other
         near = longer
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _without_prefix(name: str) -> str:
+    """Without what all flags, or all variables, have in common, which makes none of them close."""
+    return name.removeprefix("--").removeprefix("VLLM_")
 
 
 class VllmError(Exception):

@@ -1,6 +1,7 @@
 """A checkpoint that is broken, hostile or not ours is refused with the reason."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -84,6 +85,27 @@ def test_an_index_that_points_outside_is_refused(folder):
     refused(folder, "outside its folder")
 
 
+@pytest.mark.parametrize(
+    "name", ["..", "x" * 5000 + ".safetensors", "a\0.safetensors", "", "b.bin"]
+)
+def test_an_index_that_names_no_file_of_weights_is_refused(folder, name):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(folder, r"no \*\.safetensors file")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_pipe_is_refused_and_not_waited_for(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(folder, "is no regular file")
+
+
+def test_a_link_to_nothing_is_told_as_such(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("blobs/gone")
+    refused(folder, r"model\.safetensors is a link to a file that is not there")
+
+
 @pytest.mark.parametrize("text", ["", "[1", '{"weight_map": 3}', "[]"])
 def test_an_unreadable_index_is_refused(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
@@ -153,6 +175,9 @@ def test_nan_among_fp8_weights_is_refused(fp8_folder):
     [
         ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
         ({}, "quant_method None"),
+        ({"quant_method": ["fp8"]}, "quant_method .*fp8.* is not supported"),
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert = 5"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "two positive sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "format 'e5m2'"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme 'magic'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two positive sizes"),
@@ -182,6 +207,19 @@ def test_an_unknown_architecture_lists_the_known_ones(folder):
     assert "LlamaForCausalLM" in refused(folder, "BertForMaskedLM is not supported")
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "opt", "mamba2", "of_no_transformers"])
+def test_a_model_of_another_kind_is_refused_by_its_architecture(folder, model_type):
+    config = {"model_type": model_type, "architectures": ["SomeModel"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, "architecture SomeModel is not supported; supported: LlamaForCausalLM")
+
+
+def test_a_model_type_that_does_not_fit_its_architecture_is_told(folder):
+    config = {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, "'gpt2' has no num_key_value_heads")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -193,6 +231,11 @@ def test_an_unknown_architecture_lists_the_known_ones(folder):
         ("intermediate_size", 10**12),
         ("max_position_embeddings", 10**15),
         ("head_dim", 10**6),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 1e30),
+        ("rope_parameters", {"rope_theta": "x"}),
+        ("rope_parameters", {"rope_theta": float("inf")}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": float("nan")}),
     ],
 )
 def test_absurd_sizes_are_refused_at_once(folder, field, value):
@@ -302,7 +345,7 @@ def test_an_override_of_a_field_that_does_not_exist_is_told(folder, caplog):
 
 
 def test_a_tokenizer_that_is_nowhere_is_refused_without_asking_the_hub(folder):
-    with pytest.raises(CheckpointError, match="--tokenizer nope: .*neither a folder"):
+    with pytest.raises(CheckpointError, match=r"--tokenizer nope: .*neither a folder"):
         LLM(folder, tokenizer="nope")
 
 

@@ -1,6 +1,7 @@
 """Which model is served, and what its own files say about it."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from vllm.config.hf_config import DEFAULTS, read_config
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.logger import get_logger
+from vllm.model_executor.models.registry import supported_architecture
 from vllm.platforms.installed import installed_device
 from vllm.utils.hub import resolve_model
 
@@ -38,6 +40,11 @@ _SIZE_LIMITS = {
     "linear_conv_kernel_dim": 8,
 }
 
+
+_NEEDED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "vocab_size", "max_position_embeddings")  # fmt: skip
+_ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",
+                 "partial_rotary_factor", "low_freq_factor", "high_freq_factor")  # fmt: skip
 
 # What a config may have beside what its class assumes values of.
 _LATER_FIELDS = ("rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor",
@@ -176,7 +183,10 @@ def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any
     _check_kinds(_source(path, overrides), merged)
     if unknown := [key for key in overrides if "." in key]:
         raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
-    config = read_config(merged) or _read_by_transformers(path, raw, trust_remote_code, overrides)
+    config = read_config(merged)
+    if config is None:
+        supported_architecture(merged.get("architectures") or [])  # told better than below
+        config = _read_by_transformers(path, raw, trust_remote_code, overrides)
     _warn_of_unknown_fields(raw, overrides)
     return config
 
@@ -265,6 +275,8 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
+        raise CheckpointError(f"{path} is no regular file; fetch the checkpoint again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -283,6 +295,11 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
 def _check_sizes(source: str, config: Any) -> None:
     for name, limit in _SIZE_LIMITS.items():
         value = getattr(config, name, None)
+        if value is None and name in _NEEDED_SIZES:
+            raise CheckpointError(
+                f"{source}: model_type {config.model_type!r} has no {name}, which the architecture "
+                f"that it names needs: one of the two is wrong"
+            )
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
@@ -290,12 +307,28 @@ def _check_sizes(source: str, config: Any) -> None:
                 f"{source}: {name} = {value!r} is out of range (1 to {limit}); correct it or fetch "
                 f"the checkpoint again"
             )
+    eps = getattr(config, "rms_norm_eps", 0)  # other norms are other models', refused by name
+    if not _is_finite(eps) or not 0 <= eps < 1:
+        raise CheckpointError(
+            f"{source}: rms_norm_eps = {eps!r} is out of range (0 to below 1); correct it or fetch "
+            f"the checkpoint again"
+        )
+    for name, value in (getattr(config, "rope_parameters", None) or {}).items():
+        if name in _ROPE_NUMBERS and (not _is_finite(value) or value <= 0):
+            raise CheckpointError(
+                f"{source}: {name} = {value!r} in rope_parameters: it takes a number above 0"
+            )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise CheckpointError(
             f"{source}: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}"
         )
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _resolve_dtype(dtype: str, config: Any) -> str:

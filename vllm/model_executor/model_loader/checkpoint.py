@@ -3,6 +3,7 @@
 import ctypes
 import json
 import mmap
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FILE_NAME = re.compile(r"[^/\0]{1,200}\.safetensors")
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -122,22 +124,34 @@ def _weight_files(path: Path) -> list[Path]:
             )
         raise CheckpointError(f"{path} holds no *.safetensors files: there are no weights to load")
     missing = [f.name for f in files if not f.exists()]
+    if missing and not index.exists():
+        raise CheckpointError(
+            f"{path}: {', '.join(missing[:5])} is a link to a file that is not there; fetch the "
+            f"checkpoint again"
+        )
     if missing:
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(files)} weight files that {INDEX_NAME} lists: "
             f"{', '.join(missing[:5])}; fetch the checkpoint again"
         )
+    for file in files:
+        if not file.is_file():  # to open a pipe would wait for a writer
+            raise CheckpointError(f"{file} is no regular file; fetch the checkpoint again")
     return files
 
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a readable index: {error!r}") from error
-    bad = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    bad = [name for name in names if not isinstance(name, str) or not _FILE_NAME.fullmatch(name)]
     if bad:
-        raise CheckpointError(f"{index} points outside its folder: {bad[0]!r}")
+        raise CheckpointError(
+            f"{index} points outside its folder, or to what is no *.safetensors file: {bad[0]!r}"
+        )
+    if not names:
+        raise CheckpointError(f"{index} lists no weights; fetch the checkpoint again")
     return [index.parent / name for name in sorted(names)]
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from vllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -22,13 +24,19 @@ _ARCHITECTURES = {
 }
 
 
-def model_class(architectures: Sequence[str]) -> type[nn.Module]:
+def model_class(architectures: Sequence[str]) -> "type[nn.Module]":
     """The class of the first supported architecture; CheckpointError names what is."""
+    name = supported_architecture(architectures)
+    module = import_module(f"vllm.model_executor.models.{_ARCHITECTURES[name]}")
+    cls: type[nn.Module] = getattr(module, name)
+    return cls
+
+
+def supported_architecture(architectures: Sequence[str]) -> str:
+    """The first of them that there is a model for; CheckpointError for none. Without torch."""
     for name in architectures:
         if name in _ARCHITECTURES:
-            module = import_module(f"vllm.model_executor.models.{_ARCHITECTURES[name]}")
-            cls: type[nn.Module] = getattr(module, name)
-            return cls
+            return name
     given = ", ".join(architectures) or "none (config.json has no architectures)"
     raise CheckpointError(
         f"architecture {given} is not supported; supported: {', '.join(_ARCHITECTURES)}"

@@ -224,7 +224,7 @@ def resolve_quantization(
     if stored is None:
         return methods[asked].at_load() if asked else None
     name = stored.get("quant_method")
-    if name not in methods:
+    if not isinstance(name, str) or name not in methods:
         raise CheckpointError(
             f"{model}: quant_method {name!r} is not supported; it takes {', '.join(methods)}, or a "
             f"checkpoint that is not quantised"

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError
 from vllm.kernels.problem import ActScheme, WeightFormat
-from vllm.model_executor.layers.quantization import LayerFormat, LayerNames, QuantizationConfig
+from vllm.model_executor.layers.quantization import (
+    LayerFormat,
+    LayerNames,
+    QuantizationConfig,
+    layers_listed,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -64,11 +69,10 @@ class Fp8Config(QuantizationConfig):
         fmt = config.get("fmt", "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(f"FP8 format {fmt!r} is not supported: it takes e4m3")
-        ignored = config.get("modules_to_not_convert") or config.get("ignored_layers")
         return cls(
             is_checkpoint_fp8_serialized=True,
             activation_scheme=config.get("activation_scheme", "dynamic"),
-            ignored_layers=ignored,
+            ignored_layers=layers_listed(config, "modules_to_not_convert", "ignored_layers"),
             weight_block_size=config.get("weight_block_size"),
             use_deep_gemm=config.get("use_deep_gemm"),
         )
@@ -113,6 +117,7 @@ class Fp8Config(QuantizationConfig):
 def _check_block(block: Sequence[int] | None) -> tuple[int, int] | None:
     if block is None:
         return None
-    if len(block) != 2 or not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
         raise CheckpointError(f"weight_block_size {block!r} is not two positive sizes")
     return (block[0], block[1])
