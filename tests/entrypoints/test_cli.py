@@ -5,6 +5,8 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from slowness import slowness
 
 import vllm
 from vllm.entrypoints.cli.bench_serve import Timing, percentile, summarise
+from vllm.entrypoints.cli.client import Api, ServerError
 from vllm.entrypoints.cli.http_client import HttpClient, HttpError
 from vllm.entrypoints.cli.main import SUBCOMMANDS
 
@@ -60,6 +63,10 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
         (["bench", "serve", "--num-prompt", "1"], "did you mean --num-prompts?"),
         (["bench", "serve", "--random-range-ratio", "2"], "it takes 0 to below 1"),
         (["bench", "serve", "--metric-percentiles", "x"], "it takes numbers from 0 to 100"),
+        (["bench", "serve", "--result-filename", "/nowhere/x"], "a file in a folder that exists"),
+        (["bench", "latency", "--num-iters", "0"], "--num-iters 0: it takes 1 or more"),
+        (["chat", "--url", "ftp://x/v1", "-q", "a"], "it takes an address such as http://"),
+        (["eval", "paired", "--a", "", "--b", "", "--prompts", "x", "--max-kl", "nan"], "--max-kl"),
         ([], "COMMAND"),
     ],
 )
@@ -111,7 +118,8 @@ def test_chat_prints_what_the_server_answers(server: RunningServer) -> None:
 
 def test_complete_prints_what_the_server_answers(server: RunningServer) -> None:
     expected = server.complete(prompt="ban", max_tokens=12)["choices"][0]["text"]
-    done = run_cli("complete", "--url", f"{server.url}/v1", "-q", "ban", "--max-tokens", "12",
+    url = server.url.removeprefix("http://")  # of which scheme and /v1 go without saying
+    done = run_cli("complete", "--url", url, "-q", "ban", "--max-tokens", "12",
                    "--temperature", "0")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected + "\n"
@@ -184,6 +192,13 @@ def test_bench_serve_fails_where_nothing_answers(server: RunningServer) -> None:
     ],
 )  # fmt: skip
 def test_an_answer_that_breaks_off_is_told_as_such(sent: bytes, error: str) -> None:
+    with answers(sent) as url, pytest.raises(HttpError, match=error):
+        asyncio.run(HttpClient.of(url).get_json("/v1/models"))
+
+
+@contextmanager
+def answers(sent: bytes) -> Iterator[str]:
+    """The address of a server that answers one request, with `sent`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -194,10 +209,32 @@ def test_an_answer_that_breaks_off_is_told_as_such(sent: bytes, error: str) -> N
 
         thread = threading.Thread(target=answer)
         thread.start()
-        client = HttpClient.of(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(HttpError, match=error):
-            asyncio.run(client.get_json("/v1/models"))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join()
+
+
+_OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize("body", [b'{"data": []}', b"[", b"5"])
+def test_a_server_that_lists_no_model_is_told(body: bytes) -> None:
+    with answers(_OK + b"\r\n" + body) as url, pytest.raises(ServerError, match="lists no model"):
+        Api(url, None).first_model()
+    with answers(_OK + b"\r\n" + body) as url, pytest.raises(HttpError):
+        asyncio.run(HttpClient.of(url).first_model())
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"\r\ndata: {}\n\n", "ended early"),
+        (b"\r\n<html>\n", "sends no events of JSON"),
+        (b"Transfer-Encoding: chunked\r\n\r\nff\r\ndata: {}\n\n", "broke off"),
+    ],
+)
+def test_a_stream_that_is_none_or_breaks_off_is_told(sent: bytes, says: str) -> None:
+    with answers(_OK + sent) as url, pytest.raises(ServerError, match=says):
+        list(Api(url, None).stream("/completions", {}))
 
 
 def test_percentiles_are_interpolated() -> None:

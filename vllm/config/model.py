@@ -153,9 +153,7 @@ class ModelConfig:
             raise ConfigError("--served-model-name '': it takes names that are not empty")
         return cls(
             model=model,
-            tokenizer=str(
-                _tokenizer_folder(tokenizer) if tokenizer and not skip_tokenizer_init else path
-            ),
+            tokenizer=str(_tokenizer_folder(tokenizer) if tokenizer else path),
             path=path,
             served_model_name=tuple(dict.fromkeys(names or [model])),
             hf_config=hf_config,

@@ -125,8 +125,8 @@ async def _evaluate(
 
     client = HttpClient.of(server.base_url, server.api_key)
     try:
-        model = server.model or (await client.get_json("/v1/models"))["data"][0]["id"]
-    except (HttpError, LookupError, TypeError) as error:
+        model = server.model or await client.first_model()
+    except HttpError as error:
         raise VllmError(f"{server.base_url} lists no model: {error}") from error
     answers: list[Answer] = []
     places = asyncio.Semaphore(limit)

@@ -191,7 +191,7 @@ class _Node:
         for key in self.fields():
             if key not in known:
                 hint = did_you_mean(key, known) or f"; it takes {', '.join(known)}"
-                raise self.error(f"unknown field {key!r}{hint}")
+                raise self.error(f"has the unknown field {key!r}{hint}")
 
     def text(self) -> str:
         return str(self._of(str, "a text"))

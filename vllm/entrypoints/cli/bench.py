@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import bench_serve
+from vllm.errors import ConfigError
 
 _PERCENTILES = (10, 50, 90, 99)
 
@@ -85,7 +86,9 @@ class _Batch:
     def __init__(self, args: argparse.Namespace):
         from vllm import LLM, SamplingParams
 
-        engine_args = EngineArgs.from_cli_args(args, args.model or _demo_model())
+        _check(args)
+        model = _demo_model() if args.model is None else args.model
+        engine_args = EngineArgs.from_cli_args(args, model)
         self._llm = LLM(**vars(engine_args))
         self._params = SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False
@@ -103,6 +106,17 @@ class _Batch:
         start = time.perf_counter()
         self._llm.generate(prompts, self._params, use_tqdm=False)
         return time.perf_counter() - start
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = vars(args)
+    for name in ("batch_size", "num_iters", "num_prompts", "input_len", "output_len"):
+        if given.get(name, 1) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: it takes 1 or more")
+    if given.get("num_iters_warmup", 0) < 0:
+        raise ConfigError(f"--num-iters-warmup {args.num_iters_warmup}: it takes 0 or more")
+    if args.output_json:
+        bench_serve.check_writable("--output-json", args.output_json)
 
 
 def _demo_model() -> str:

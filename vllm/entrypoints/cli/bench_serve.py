@@ -117,7 +117,17 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: it takes 1 or more")
     for name in ("request_rate", "burstiness"):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')}: it takes a number above 0")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: it takes a number above 0"
+            )
+    if args.result_filename:
+        check_writable("--result-filename", args.result_filename)
+
+
+def check_writable(flag: str, path: str) -> None:
+    """ConfigError, before anything is measured, for what cannot be written afterwards."""
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ConfigError(f"{flag} {path}: it takes a file in a folder that exists")
 
 
 def _base_url(args: argparse.Namespace) -> str:
@@ -126,7 +136,7 @@ def _base_url(args: argparse.Namespace) -> str:
 
 async def _run(args: argparse.Namespace) -> tuple[list[Timing], float, str]:
     client = HttpClient.of(_base_url(args), args.api_key or envs.VLLM_API_KEY)
-    model = args.model or (await client.get_json("/v1/models"))["data"][0]["id"]
+    model = args.model or await client.first_model()
     jobs = _jobs(args, await _token_pool(client, model, args.seed))
     fields = {"model": model, "temperature": args.temperature, "ignore_eos": args.ignore_eos}
     # One request first: a wrong address or name ends here, and nothing is timed cold.

@@ -1,14 +1,16 @@
 """`vllm chat` and `vllm complete`: talk to a running server from a terminal."""
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm import envs
-from vllm.errors import VllmError
+from vllm.errors import ConfigError, VllmError
 
 _TIMEOUT_S = 600.0
 
@@ -86,7 +88,7 @@ def _inputs(quick: str | None) -> Iterator[str]:
         return
     while True:
         try:
-            text = input("> ")
+            text = input("> ").encode(errors="replace").decode()  # what was no UTF-8 is no text
         except EOFError:
             return
         if not text:
@@ -100,29 +102,49 @@ def _show(text: str | None) -> str:
 
 
 class Api:
-    """An OpenAI-compatible server at `url`, which ends in /v1."""
+    """An OpenAI-compatible server at `url`; http and /v1 where it names no scheme or no path."""
 
     def __init__(self, url: str, api_key: str | None):
-        self._url = url.rstrip("/")
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        path = parts.path.rstrip("/") or "/v1"
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(
+                f"--url {url!r}: it takes an address such as http://localhost:8000/v1"
+            )
+        self._url = f"{parts.scheme}://{parts.netloc}{path}"
         self._headers = {"Content-Type": "application/json"}
         if key := api_key or envs.VLLM_API_KEY:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:
         with self._open("/models", None) as response:
-            return str(json.load(response)["data"][0]["id"])
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ServerError(
+                    f"{self._url}/models lists no model ({error!r}): is it the address of an "
+                    f"OpenAI-compatible server? It takes one such as http://localhost:8000/v1"
+                ) from error
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Chunks of a streamed answer; ServerError if it ends with an error."""
         with self._open(path, body) as response:
-            for line in response:
+            for line in _lines(response, self._url):
                 data = line.removeprefix(b"data: ").strip()
-                if not data or data == b"[DONE]":
+                if data == b"[DONE]":
+                    return
+                if not data:
                     continue
-                chunk = json.loads(data)
+                try:
+                    chunk = json.loads(data)
+                except ValueError as error:
+                    raise ServerError(
+                        f"{self._url} sends no events of JSON: {data!r:.80}"
+                    ) from error
                 if "error" in chunk:
                     raise ServerError(f"{self._url}: {chunk['error']['message']}")
                 yield chunk
+        raise ServerError(f"{self._url}: the answer ended early; see the server's log")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -137,6 +159,13 @@ class Api:
                 f"no server answers at {self._url} ({reason}); start one with 'vllm serve' or "
                 f"give its address with --url"
             ) from error
+
+
+def _lines(response: Any, url: str) -> Iterator[bytes]:
+    try:
+        yield from response
+    except (http.client.HTTPException, OSError) as error:
+        raise ServerError(f"{url}: the answer broke off ({error}); see the server's log") from error
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:

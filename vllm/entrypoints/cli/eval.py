@@ -93,6 +93,10 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("num_questions", "max_tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    for name, most in (("max_kl", float("inf")), ("min_top1", 1), ("min_p", 1)):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: it takes 0 to {most}")
     if args.answers and args.gsm8k is None:
         raise ConfigError("--answers needs questions that have answers: give --gsm8k DIR")
     if args.min_p is not None and not args.answers:

@@ -34,6 +34,13 @@ class HttpClient:
         port = parts.port or (443 if is_tls else 80)
         return cls(parts.hostname or "localhost", port, is_tls, parts.path.rstrip("/"), headers)
 
+    async def first_model(self) -> str:
+        """The first that the server lists; HttpError for none."""
+        try:
+            return str((await self.get_json("/v1/models"))["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise HttpError(f"/v1/models lists no model ({error!r})") from error
+
     async def get_json(self, path: str) -> Any:
         return await self._json("GET", path, None)
 

@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
-    "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8."),
+    "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8, NVFP4 or int4."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
 }
 
