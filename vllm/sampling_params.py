@@ -88,7 +88,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.stop = list(self.stop)
         else:
             raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        ids = self.stop_token_ids
+        if ids is not None and not isinstance(ids, list | tuple | set | frozenset):
+            raise RequestError(
+                f"stop_token_ids must be a list of token ids, not {ids!r}", "stop_token_ids"
+            )
+        self.stop_token_ids = list(ids or [])
         self._check_types()
         self._check_ranges()
 
@@ -122,6 +127,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RequestError(f"{name} must be a number, not {value!r}", name)
+        for name in _BOOLS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name} must be True or False, not {getattr(self, name)!r}", name
+                )
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             raise RequestError(
                 f"logit_bias must be numbers by token id, not {self.logit_bias!r}", "logit_bias"
@@ -179,6 +189,13 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+)
+_BOOLS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
 )
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, MAX_CHOICES),

@@ -340,6 +340,7 @@ def test_a_grammar_that_is_complete_ends_a_request_even_before_min_tokens(llm):
         ({"prompt_token_ids": "abc"}, "prompt_token_ids takes token ids, not 'abc'"),
         ("\ud800", "no valid Unicode"),
         ([[1.5]], "token id 1.5"),
+        ({"prompt": "abc", "multi_modal_data": {"image": 1}}, "not .*multi_modal_data"),
     ],
 )
 def test_a_prompt_of_another_kind_is_refused(llm, prompt, says):
@@ -352,6 +353,8 @@ def test_a_prompt_of_another_kind_is_refused(llm, prompt, says):
     [
         ({"stop": 5}, "stop must be a text or a list of texts, not 5"),
         ({"stop": "a", "detokenize": False}, "stop texts need detokenize"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, not 5"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"logit_bias": [1]}, "numbers by token id"),
         ({"logit_bias": {5: "x"}}, "numbers by token id"),
         ({"structured_outputs": {"regex": "a"}}, "must be a StructuredOutputsParams"),

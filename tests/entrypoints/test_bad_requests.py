@@ -86,7 +86,7 @@ def test_a_field_that_cannot_be_served_is_refused(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "not valid JSON"),
+        (b"", "the body is empty"),
         (b"{", "not valid JSON"),
         (b'{"prompt": "a"} x', "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),

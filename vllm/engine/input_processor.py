@@ -59,6 +59,12 @@ class InputProcessor:
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            known = ("prompt", "prompt_token_ids")
+            others = [k for k, value in prompt.items() if value is not None and k not in known]
+            if others:
+                raise RequestError(
+                    f"a prompt object takes {' or '.join(known)}, not {others}", "prompt"
+                )
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
                 if isinstance(prompt, str):

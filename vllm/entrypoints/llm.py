@@ -103,8 +103,9 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        params = [given] * count if isinstance(given, SamplingParams) else list(given)
-        if not all(isinstance(param, SamplingParams) for param in params):
+        each = [given] if not isinstance(given, Sequence) else list(given)
+        params = each * count if isinstance(given, SamplingParams) else each
+        if not all(isinstance(param, SamplingParams) for param in each):
             raise RequestError(
                 f"sampling_params takes a SamplingParams or a list of them, not {given!r}"
             )

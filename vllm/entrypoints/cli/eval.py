@@ -17,7 +17,7 @@ from vllm.evals.paired import Answers, Budget, Comparison, compare, compare_answ
 if TYPE_CHECKING:
     from vllm.evals.measure import Configuration, Job, TokenIds
 
-_SETTING = re.compile(r"(VLLM_\w+)=(.*)", re.DOTALL)
+_SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -107,6 +107,7 @@ def _configuration(flag: str, text: str) -> "Configuration":
     """[VLLM_NAME=VALUE ...] then the arguments of `vllm serve`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli import serve
+    from vllm.entrypoints.cli.main import Parser
     from vllm.evals.measure import Configuration
 
     try:
@@ -120,7 +121,7 @@ def _configuration(flag: str, text: str) -> "Configuration":
             raise ConfigError(f"{flag}: unknown environment variable {match[1]}{hint}")
         variables.append((match[1], match[2]))
         words.pop(0)
-    parser = argparse.ArgumentParser(prog=f"vllm eval paired {flag}", allow_abbrev=False)
+    parser = Parser(prog=f"vllm eval paired {flag}")
     subparsers = parser.add_subparsers()
     serve.add_parser(subparsers)
     args, unknown = parser.parse_known_args(["serve", *words])

@@ -82,7 +82,7 @@ def as_api_error(error: Exception) -> ApiError:
 def status_error(status: int, method: str, path: str) -> ApiError:
     """The error for a status that routing decided on: no such path, or not with this method."""
     if status == HTTPStatus.NOT_FOUND:
-        return ApiError(404, f"no such path: {path}", code="not_found")
+        return ApiError(404, f"no such path: {path:.200}", code="not_found")
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         return ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
     return ApiError(status, HTTPStatus(status).phrase)

@@ -181,6 +181,8 @@ async def _read_body(request: Request, max_bytes: int) -> bytearray:
 
 
 def _parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    if not body.strip():
+        raise ApiError(400, "the body is empty: send a JSON object")
     try:
         value = msgspec.json.decode(body)  # strict: no NaN, no Infinity, no lone surrogates
     except RecursionError:

@@ -118,8 +118,10 @@ class Prompts:
         # A template is a program with errors of its own kinds; each means this request cannot be
         # rendered.
         except Exception as error:
+            is_broken = type(error).__name__ == "TemplateSyntaxError"  # of any messages
+            fix = "; start the server with --chat-template FILE" if is_broken else ""
             raise RequestError(
-                f"the chat template cannot render these messages: {error}", "messages"
+                f"the chat template cannot render these messages: {error}{fix}", "messages"
             ) from error
 
     def token_bytes(self, token_id: int, text: str) -> list[int]:
