@@ -53,6 +53,11 @@ def test_a_second_run_has_nothing_left_to_do_and_again_does_it(vllm, tmp_path):
     assert "2 kernels to measure" in vllm("tune", *SMALL, "--again", "--plan")[1]
 
 
+def test_a_backend_that_cannot_run_here_is_told(vllm):
+    out = vllm("tune", *SMALL, "--backend", "deep_gemm", "--plan")[1]
+    assert "no kernel that was asked for can run on cpu" in out
+
+
 @pytest.mark.parametrize("moment", ["checked", "[1/"])
 def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm, tmp_path, moment):
     words = ("tune", "--layer", "fp8-block:256x256", "--layer", "fp8-block:512x256",

@@ -80,6 +80,8 @@ def run_tune(args: argparse.Namespace) -> int:
     print(
         f"{len(jobs)} kernels to measure, {len(planned.jobs) - len(jobs)} are in {path}", flush=True
     )
+    if not planned.jobs and not planned.notes:
+        print(f"no kernel that was asked for can run on {device}; vllm kernels explain says why")
     if args.plan:
         for job in jobs:
             print(f"{job}  M = {', '.join(map(str, job.tokens))}")

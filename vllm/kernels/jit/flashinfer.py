@@ -117,6 +117,8 @@ def build_module(name: str) -> Path:
     """Builds one of LARGE_MODULES where it is not there; its file."""
     if name not in LARGE_MODULES:
         raise ConfigError(f"no module {name!r}: it takes {', '.join(LARGE_MODULES)}")
+    if find_spec("flashinfer") is None:
+        raise ConfigError("flashinfer is not installed here: pip install flashinfer-python")
     use_caches()
     watch_flashinfer()
     spec: Any = getattr(import_module("flashinfer.jit.fused_moe"), LARGE_MODULES[name])()
