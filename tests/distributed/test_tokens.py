@@ -116,7 +116,7 @@ def test_ranks_of_a_machine_share_its_memory_for_recurrent_states(checkpoint):
         size = layout.tensor_size
         options = {"skip_tokenizer_init": True, "max_num_seqs": 2**20, "load_format": "dummy"}
         options["hf_overrides"] = {"linear_value_head_dim": 256}
-        with pytest.raises(VllmError, match="states of so many requests") as caught:
+        with pytest.raises(VllmError, match="so many recurrent states need") as caught:
             LLM(folder, tensor_parallel_size=size, **options)
         needed[size] = float(
             re.search(r"and ([0-9.]+) GiB of memory are free", str(caught.value))[1]
@@ -150,9 +150,12 @@ def test_a_wait_for_a_gpu_whose_peer_is_stuck_ends():
             r"num_attention_heads = 6 .* tp = 4: take a divisor",
         ),
         ("llama", {"tensor_parallel_size": 0}, "--tensor-parallel-size 0"),
-        ("llama", {"tensor_parallel_size": "2"}, "--tensor-parallel-size '2'"),
-        ("llama", {"tensor_parallel_size": None}, "--tensor-parallel-size None"),
-        ("llama", {"pipeline_parallel_size": 2.0}, r"--pipeline-parallel-size 2\.0"),
+        ("llama", {"tensor_parallel_size": "2"}, "tensor_parallel_size='2': it takes a whole"),
+        (
+            "llama",
+            {"pipeline_parallel_size": 2.0},
+            r"pipeline_parallel_size=2\.0: it takes a whole",
+        ),
         ("llama", {"pipeline_parallel_size": 4}, "3 layers"),
         ("llama", {"enable_expert_parallel": True}, "has no experts"),
         ("llama", {"data_parallel_size": 2}, "vllm serve --data-parallel-size 2"),
@@ -164,8 +167,8 @@ def test_a_wait_for_a_gpu_whose_peer_is_stuck_ends():
             "uni runs one rank",
         ),
         ("llama", {"distributed_timeout_seconds": 0.0}, "--distributed-timeout-seconds"),
-        ("llama", {"distributed_timeout_seconds": "5"}, "--distributed-timeout-seconds .5."),
-        ("llama", {"distributed_executor_backend": 3}, "--distributed-executor-backend 3"),
+        ("llama", {"distributed_timeout_seconds": "5"}, "distributed_timeout_seconds='5'"),
+        ("llama", {"distributed_executor_backend": 3}, "distributed_executor_backend=3"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_before_anything_starts(checkpoint, name, options, words):
