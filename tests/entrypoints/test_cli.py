@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -206,13 +207,22 @@ def answers(sent: bytes) -> Iterator[str]:
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1 << 16)
+                # All of it: to close with unread bytes resets the connection.
+                request = connection.recv(1 << 16)
+                while not _is_whole(request):
+                    request += connection.recv(1 << 16)
                 connection.sendall(sent)
 
         thread = threading.Thread(target=answer)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join()
+
+
+def _is_whole(request: bytes) -> bool:
+    head, end, body = request.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
+    return bool(end) and len(body) >= (int(length[1]) if length else 0)
 
 
 _OK = b"HTTP/1.1 200 OK\r\n"

@@ -67,8 +67,10 @@ def _check_size(
             f"--block-size {block_size}: a block takes {gib:.3g} GiB, and the KV cache has no room "
             f"for 2 of them: lower it, or raise VLLM_CPU_KVCACHE_SPACE (GiB)"
         )
+    if config.cache_config.num_blocks is None:
+        return  # sized from what is free
     free = (available_memory() if device.type == "cpu" else gpu_memory(1.0).free) / _GIB
-    if config.cache_config.num_blocks is not None and num_blocks * gib > free:
+    if num_blocks * gib > free:
         raise ConfigError(
             f"--num-gpu-blocks-override {num_blocks}: blocks of {block_size} tokens take "
             f"{num_blocks * gib:.1f} GiB, and {free:.1f} GiB of memory are free; take at most "
