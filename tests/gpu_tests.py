@@ -1,6 +1,7 @@
 """All tests that need a GPU, several at a time on one: `make test-gpu`, or
 
-    python tests/gpu_tests.py [--out FILE] [--before FILE] [--only-failed FILE] [FILES ...]
+    python tests/gpu_tests.py [--out FILE] [--before FILE] [--only-failed FILE] [--logs FOLDER]
+        [FILES ...]
 
 Each file of tests is cut into parts that run in processes of their own; the parts that took longest
 in the results `--before` come first. FILE gets the machine, the versions, a line for each file, the
@@ -129,6 +130,7 @@ class Job:
 
     def run(self, folder: Path, end: float) -> Outcome:
         events = folder / f"{self.file.stem}-{self.index}.jsonl"
+        events.unlink(missing_ok=True)
         log = events.with_suffix(".log")
         job = {"index": self.index, "count": self.count, "only": self.only, "events": str(events)}
         words = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "gpu", str(self.file)]
@@ -246,6 +248,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-tests.txt")
     parser.add_argument("--before", type=Path, help="results to order by; those of this GPU if any")
     parser.add_argument("--only-failed", type=Path, help="results: run what did not pass there")
+    parser.add_argument("--logs", type=Path, help="folder: keep what each process printed")
     args = parser.parse_args()
     begin = time.monotonic()
     gpus, default_jobs = look_around()
@@ -260,9 +263,11 @@ def main() -> int:
     outcomes: dict[str, Outcome] = defaultdict(Outcome)
     head = f"{gpus}; {versions()}; {datetime.now(UTC).date().isoformat()}\ntests/gpu_tests.py"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
-        end = begin + 60 * args.minutes
-        running = {pool.submit(job.run, Path(folder), end): job for job in jobs}
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(num_jobs) as pool:
+        folder, end = args.logs or Path(scratch), begin + 60 * args.minutes
+        running = {pool.submit(job.run, folder, end): job for job in jobs}
         for count, future in enumerate(as_completed(running), 1):
             outcomes[name_of(running[future].file)].add(future.result())
             so_far = f"{count} of {len(jobs)} parts, {time.monotonic() - begin:.0f} s"
