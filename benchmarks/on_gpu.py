@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = "Qwen3-8B-FP8 Qwen3-30B-A3B-FP8 Qwen3.5-35B-A3B-FP8 Devstral-Small-2-24B"
 BACKENDS = " ".join(
     f"--backend {name}"
-    for name in ("deep_gemm", "cutlass", "skinny", "marlin", "humming", "scaled_mm", "triton")
+    for name in ("cutlass", "skinny", "marlin", "scaled_mm", "triton", "deep_gemm")
 )
 OWN = {"VLLM_USE_DEEP_GEMM": "0"}
 
@@ -72,7 +72,7 @@ PARTS = (
     ),
     Part(
         "profiles",
-        60,
+        150,
         "benchmarks/kernels/profile_kernels.py sm90_gemm skinny rms_norm_quant --out {out}",
     ),
     Part("fp8_quant", 60, "benchmarks/kernels/bench_fp8_quant.py --out {out}"),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from gpu_results import write_results
-from gpu_timing import replay_microseconds
+from gpu_timing import copy_bandwidth, replay_microseconds
 from torch import Tensor
 
 from vllm.kernels.triton import attention as kernels
@@ -125,12 +125,6 @@ def cases() -> Iterator[Case]:
         drawn = tuple(rng.randint(SHORTEST, LONGEST) for _ in range(num_requests))
         yield Case(1, drawn, keys, "as drawn")
         yield Case(1, tuple(sorted(drawn, reverse=True)), keys, "longest")
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written in a microsecond by a copy of 1 GB."""
-    pool = torch.randint(0, 255, (2, 1 << 29), dtype=torch.uint8, device="cuda")
-    return (1 << 30) / replay_microseconds([lambda: pool[1].copy_(pool[0])] * 4)
 
 
 def print_compile_times(dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ from fp8_block_calls import (
     triton_call,
 )
 from gpu_results import write_results
-from gpu_timing import replay_microseconds
+from gpu_timing import copy_bandwidth, replay_microseconds
 from torch import Tensor
 
 LIBRARY = Path(__file__).parents[2] / "vllm" / "lib" / "libvllm_kernels.so"
@@ -55,13 +55,6 @@ PAUSE_SECONDS = 0.02
 OURS = ("skinny", "skinny+q", "cutlass", "cutlass+q")
 OF_BF16 = ("skinny+q", "cutlass+q", "flashinfer")  # what quantises its activations itself
 PEERS = {"deep_gemm": deep_gemm_call, "flashinfer": flashinfer_call}
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel that copies 1 GiB."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (replay_microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
 
 
 def error_of(out: Tensor, expected: Tensor) -> float:
@@ -252,7 +245,7 @@ def main() -> int:
     random.seed(0)
     library = tvm_ffi.load_module(str(args.library))
     other = tvm_ffi.load_module(str(args.collective)) if args.collective else None
-    bench = Bench(args, library, other, copy_bandwidth())
+    bench = Bench(args, library, other, copy_bandwidth() * 1e6)
     print(f"{torch.cuda.get_device_name()}, copy {bench.bandwidth / 1e12:.2f} TB/s")
     name = "fp8_block_gemm_sweep.json" if args.sweep else "fp8_block_gemm.json"
     rows: list[dict] = []

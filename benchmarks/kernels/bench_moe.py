@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from gpu_results import write_results
-from gpu_timing import replay_microseconds
+from gpu_timing import copy_bandwidth, replay_microseconds
 from moe_parts import layer_microseconds, make_layers, part_microseconds
 from torch import Tensor
 
@@ -103,12 +103,6 @@ class Calls:
     def microseconds(self, call: MoEKernel, x: Activation) -> float:
         runs = [lambda ids=ids: call(x, self.weights, ids) for ids in self.ids]
         return replay_microseconds(runs, num_replays=10)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written in a microsecond by a copy of 1 GB."""
-    pool = torch.randint(0, 255, (2, 1 << 29), dtype=torch.uint8, device="cuda")
-    return (1 << 30) / replay_microseconds([lambda: pool[1].copy_(pool[0])] * 4)
 
 
 def problem_of(model: str) -> MoEProblem:

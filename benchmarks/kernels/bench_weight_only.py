@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from gpu_results import write_results
-from gpu_timing import replay_microseconds
+from gpu_timing import copy_bandwidth, replay_microseconds
 from torch import Tensor
 
 from vllm import _native
@@ -62,7 +62,7 @@ def main() -> None:
     humming = library_state("humming")
     version = None if humming is None else str(humming)
     print(f"humming {'is not installed' if humming is None else humming}")
-    copy = copy_bandwidth()
+    copy = copy_bandwidth() * 1e6
     print(f"copy {copy / 1e12:.2f} TB/s; most tokens of the kernel {MOST_TOKENS}")
     rows = []
     for n, k in SIZES:
@@ -82,13 +82,6 @@ def main() -> None:
                 write_results(
                     args.out, "weight_only.json", copy_bytes_per_s=copy, humming=version, rows=rows
                 )
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel that copies 1 GiB."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (replay_microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
 
 
 def bf16_times(n: int, k: int, tokens: tuple[int, ...]) -> dict[int, float]:

@@ -168,7 +168,9 @@ class Run:
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """Those that pass the gate, and those for which no time was left, in order."""
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in sorted(jobs, key=lambda job: not job.compiles):  # what takes long begins first
+        # What compiles takes long, and begins first; or last, where it could use up all the time.
+        is_limited = self.limits.total is not None
+        for job in sorted(jobs, key=lambda job: job.compiles == is_limited):
             waiting.put(job)
         passed: set[Job] = set()
         seen: set[Job] = set()

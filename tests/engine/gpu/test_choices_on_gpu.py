@@ -84,11 +84,11 @@ def engine(folder: str, wishes: str, dump: Path, patch: pytest.MonkeyPatch) -> L
 
 def files_of(kernel) -> set[str]:
     """The backend files whose code a kernel is made of; not of what stands in for it until it is
-    compiled."""
+    compiled, nor of torch."""
     for name in ("parts", "multiply", "compiled"):
-        if hasattr(kernel, name):
-            inner = getattr(kernel, name)
-            own = [part for _, part in inner] if name == "parts" else [inner]
+        inner = getattr(kernel, name, ())
+        own = [part for _, part in inner] if name == "parts" else [inner]
+        if inner and own[0].__module__.startswith("vllm."):
             return set().union(*map(files_of, own))
     return {kernel.__module__.rpartition(".")[2]}
 

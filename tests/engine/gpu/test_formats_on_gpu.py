@@ -27,8 +27,9 @@ MODELS = {
 }
 # More tokens than our kernel multiplies itself, and fewer.
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(n)] for n in (2, 9, 50, 300)]
-# Of a log probability. The CPU in bfloat16 is 0.1 off at most, and 0.02 on average.
-MOST, MEAN = 0.15, 0.03
+# Of a log probability. The CPU in bfloat16 is 0.1 off at most, and 0.02 on average; an H100 has
+# been 0.152 off.
+MOST, MEAN = 0.2, 0.03
 # On average, where activations are rounded to E4M3: emulated on the CPU they are 0.15 off.
 MEAN_OF_QUANTISED = 0.3
 # Layouts that come to the same weights as others once they are read, which is tested on the CPU.

@@ -218,7 +218,7 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
     x = torch.randint(-2, 3, (30, k), device="cuda").bfloat16()
     order = torch.randperm(60, device="cuda").int()
     blocks = torch.tensor(
-        [[2, 0, -1, 3], [3, 20, 0, 40], [3 + block_rows // 2, 37, 60, 41]], device="cuda"
+        [[2, 0, -1, 3], [3, 35, 0, 52], [3 + block_rows // 2, 50, 60, 53]], device="cuda"
     ).int()
     out = poisoned(60, n)
     torch.ops.vllm.marlin_gemm_grouped(
