@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Sm90Layout<kTileM, kTileN, kStages, kIsSplit>:
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       block.full[i].init(1 + 32);  // the bytes of TMA, and the scales of each lane
-      block.empty[i].init(Layout::kMathWarps * block.sharers);
+      block.empty[i].init(Layout::kMathWarps * kArrivingLanes * block.sharers);
     }
     cutlass::arch::fence_barrier_init();
   }

@@ -33,13 +33,27 @@ struct Block {
   int first_index, step;  // of tiles
 };
 
+// Lanes of a warp that arrive where a stage is given back. racecheck takes an arrival for that of
+// its own lane alone: a build for it lets all of them arrive (tests/kernels/gpu/sanitize.py).
+#ifdef VLLM_RACECHECK
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 // Gives a stage back to who fills it: a lane for each thread block does so for its whole warp,
 // whose reads __syncwarp puts before.
 template <class B>
 __device__ __forceinline__ void release_stage(const B& block, int stage) {
   const int lane = threadIdx.x % 32;
   __syncwarp();
-  if (lane < block.sharers) block.empty[stage].arrive(B::Layout::kSplits ? block.rank : lane);
+  if constexpr (kArrivingLanes > 1) {
+    for (int i = 0; i < block.sharers; ++i) {
+      block.empty[stage].arrive(B::Layout::kSplits ? block.rank : i);
+    }
+  } else if (lane < block.sharers) {
+    block.empty[stage].arrive(B::Layout::kSplits ? block.rank : lane);
+  }
 }
 
 }  // namespace vllm::gemm

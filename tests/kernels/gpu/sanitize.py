@@ -1,6 +1,13 @@
 """Runs compute-sanitizer over every native GPU kernel, on few and small shapes.
 
-    python tests/kernels/gpu/sanitize.py > benchmarks/results/h100/sanitizer.txt
+    make build-cuda TORCH_CUDA_ARCH_LIST=9.0a \
+        CMAKE_ARGS="-DCMAKE_CUDA_FLAGS=-DVLLM_RACECHECK -DVLLM_OUTPUT_DIR=$PWD/build/racecheck"
+    python tests/kernels/gpu/sanitize.py [FAMILY ...] > benchmarks/results/h100/sanitizer.txt
+
+The first library serves racecheck, where it is there: in its Hopper GEMM every lane of a warp
+arrives at the barrier that hands a stage back. Usually one lane does for all, which __syncwarp and
+wgmma's wait order, but racecheck takes that arrival for the lane's own, and the other lanes' reads
+of scales for unordered.
 
 Values are the business of the tests beside this file. Only kernels of this project are watched; the
 caching of GPU memory is off, so that each tensor is an allocation of its own. A launch that reaches
@@ -14,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,13 +33,8 @@ from vllm._custom_ops import ScaleLayout
 FP8 = torch.float8_e4m3fn
 SECONDS_PER_RUN = 100
 TOOLS = ("memcheck", "racecheck")
-NOTE = """\
-About races in the Hopper GEMM (sm90_gemm, grouped_gemm): one lane of a warp arrives at the barrier
-that hands a stage back, for all lanes, which __syncwarp and wgmma's wait before it order. Without
-the __syncwarp racecheck counted an arrival for its own lane alone, and took the other lanes' reads
-of scales for unordered; a copy in which every lane arrives had 0 hazards in sm90_gemm (H100,
-2026-11-22).
-"""
+ROOT = Path(__file__).parents[3]
+FOR_RACECHECK = ROOT / "build" / "racecheck"
 PLANTED_RACE = ("racecheck", "planted_error")  # a reach past the output is none
 # Of sm90_fp8_block.cu, which chooses them for larger sizes than a sanitizer gets through.
 TALL_TILINGS = [(256, 128, 1, False), (256, 128, 2, False)]
@@ -168,18 +171,19 @@ FAMILIES: dict[str, Callable[[], None]] = {
 # ---------------------------------------------------------------- the runs
 
 
-def launch(name: str) -> None:
-    """Under the sanitizer: all launches of one family."""
+def launch(name: str, folder: str) -> None:
+    """Under the sanitizer: all launches of one family, of the library in `folder`."""
+    _native.LIBRARY_DIR = Path(folder)
     torch.manual_seed(0)
     (planted_error if name == "planted_error" else FAMILIES[name])()
     torch.cuda.synchronize()
     print(f"launched {name}", flush=True)
 
 
-def watch(tool: str, name: str) -> str:
+def watch(tool: str, name: str, folder: Path) -> str:
     """One line: what the tool found in a family."""
     options = ("--tool", tool, "--kernel-name", "kernel_substring=vllm", "--print-limit", "3")
-    command = ["compute-sanitizer", *options, sys.executable, __file__, "--launch", name]
+    command = ["compute-sanitizer", *options, sys.executable, __file__, "--launch", name, folder]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -204,18 +208,21 @@ def watch(tool: str, name: str) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--launch"]:
-        launch(sys.argv[2])
+        launch(*sys.argv[2:])
         return
+    folders = dict.fromkeys(TOOLS, _native.LIBRARY_DIR)
+    if FOR_RACECHECK.exists():
+        folders["racecheck"] = FOR_RACECHECK
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
     print(version.stdout.strip().splitlines()[-1])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     print(f"kernels watched: those with `vllm` in their names; {SECONDS_PER_RUN} s each at most")
+    print(f"racecheck: library of {folders['racecheck'].relative_to(ROOT)}")
     wanted = sys.argv[1:] or [*FAMILIES, "planted_error"]
-    runs = [(t, name) for t in TOOLS for name in wanted if (t, name) != PLANTED_RACE]
+    runs = [(t, name, folders[t]) for t in TOOLS for name in wanted if (t, name) != PLANTED_RACE]
     with ThreadPoolExecutor(8) as pool:
         for line in pool.map(watch, *zip(*runs)):
             print(line, flush=True)
-    print(NOTE)
 
 
 if __name__ == "__main__":
