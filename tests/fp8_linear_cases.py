@@ -7,16 +7,18 @@ import torch
 from vllm.kernels import registry
 from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
 from vllm.kernels.select import select
-from vllm.kernels.spec import Device, Lib, Libs, Origin, Override, Policy
+from vllm.kernels.spec import NATIVE, Device, Lib, Libs, Origin, Override, Policy
 from vllm.kernels.tensors import LinearTensors
 from vllm.platforms.interface import DeviceCapability
 
 SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")
 H100 = Device("cuda", DeviceCapability(9, 0))
-LIBS = Libs.of([registry.built(), Lib("triton", "3.6.0"), Lib("torch", torch.__version__)])
+KERNELS = ("sm90_fp8_block_gemm/90a", "skinny_fp8_block_gemm/90a")
+LIBS = Libs.of([registry.built(), Lib("triton", "3.6.0"), Lib("torch", torch.__version__),
+                Lib(NATIVE, "0.1.0", KERNELS)])  # fmt: skip
 POLICIES = {
     name: Policy(overrides=(Override("linear", name, Origin(2, "test")),))
-    for name in ("triton", "scaled_mm", "emulation")
+    for name in ("triton", "scaled_mm", "emulation", "cutlass", "skinny")
 }
 
 
@@ -53,17 +55,21 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm())
 
 
-def check_plain_scales(m: int, scheme: str, scale: str, parts: tuple[int, ...], device: str):
-    """That `scaled_mm` computes a layer with a scale for each part or row as the format says; one
-    with dynamic activations may have an input scale, which is not looked at."""
+def check_plain_scales(
+    m: int, scheme: str, scale: str, parts: tuple[int, ...], device: str, backend: str = "scaled_mm"
+):
+    """That a kernel computes a layer with a scale for each part or row as the format says; one with
+    dynamic activations may have an input scale, which is not looked at."""
     problem, tensors = block_layer(parts, 512, has_bias=True, device=device)
     x = inputs(m, 512, device)
-    problem = replace(problem, weight=WeightFormat("fp8", scale), act=(ActScheme(scheme),))
+    problem = replace(
+        problem, weight=WeightFormat("fp8", scale), act=(ActScheme(scheme),), m_range=(1, max(1, m))
+    )
     tensors.format = problem.weight
     count = len(parts) if scale == "tensor" else problem.n
     tensors.scales = torch.rand(count, 1, device=device) * 1e-3 + 1e-4
     tensors.input_scale = torch.tensor(0.7, device=device)
-    y = make(problem, tensors, "scaled_mm")(x)
+    y = make(problem, tensors, backend)(x)
     assert y.shape == (m, problem.n)
     if m:
         assert relative(y, reference(x, tensors, scheme)) < 4e-3

@@ -92,6 +92,19 @@ inline cudaStream_t stream_of(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, tensor.device().device_id));
 }
 
+// float32 of each column of out; null where there is none.
+inline const float* check_columns(const tvm::ffi::Optional<TensorView>& given, const char* name,
+                                  const TensorView& out) {
+  if (!given.has_value()) return nullptr;
+  const TensorView& columns = given.value();
+  check_cuda(columns, name, 1, out, "out");
+  check_type(columns, name, kDLFloat, 32);
+  check_size(columns, name, 0, out.size(1), "columns of out");
+  check_contiguous(columns, name);
+  check_apart(out, "out", columns, name);
+  return static_cast<const float*>(data_of(columns));
+}
+
 inline void check_launch(cudaError_t error, const char* name) {
   if (__builtin_expect(error != cudaSuccess, 0)) {
     TVM_FFI_THROW(RuntimeError) << name << ": " << cudaGetErrorString(error);

@@ -69,16 +69,6 @@ gemm::Fp8BlockArgs check_block(const TensorView& a, const TensorView& a_scales, 
   return args;
 }
 
-void check_bias(const Optional<TensorView>& bias, const TensorView& out, gemm::Fp8BlockArgs& args) {
-  if (!bias.has_value()) return;
-  check_cuda(bias.value(), "bias", 1, out, "out");
-  check_type(bias.value(), "bias", kDLFloat, 32);
-  check_size(bias.value(), "bias", 0, args.n, "rows of b");
-  check_contiguous(bias.value(), "bias");
-  check_apart(out, "out", bias.value(), "bias");
-  args.bias = static_cast<const float*>(data_of(bias.value()));
-}
-
 // Major version of the compute capability.
 int generation_of(const TensorView& tensor) {
   int major = 0;
@@ -162,7 +152,7 @@ void cutlass_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, Ten
                             Optional<TensorView> bias, TensorView out) {
   check_cuda(b, "b", 2);
   gemm::Fp8BlockArgs args = check_block(a, a_scales, b, b_scales, out);
-  check_bias(bias, out, args);
+  args.bias = check_columns(bias, "bias", out);
   const DeviceGuard guard(a);
   if (generation_of(a) == 9) {
     launch_sm90(a, args, nullptr, "cutlass_fp8_block_gemm");
@@ -171,13 +161,25 @@ void cutlass_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, Ten
   }
 }
 
-// The same on Hopper with a tiling of the caller's choice: for measurements.
+// The same on Hopper with columns of the product multiplied by column_scales, float32 [n], before
+// the bias: for weights with a scale for each row.
+void sm90_fp8_channel_gemm(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
+                           TensorView column_scales, Optional<TensorView> bias, TensorView out) {
+  check_cuda(b, "b", 2);
+  gemm::Fp8BlockArgs args = check_block(a, a_scales, b, b_scales, out);
+  args.column_scales = check_columns(column_scales, "column_scales", out);
+  args.bias = check_columns(bias, "bias", out);
+  const DeviceGuard guard(a);
+  launch_sm90(a, args, nullptr, "sm90_fp8_channel_gemm");
+}
+
+// On Hopper with a tiling of the caller's choice: for measurements.
 void sm90_fp8_block_gemm(TensorView a, TensorView a_scales, TensorView b, TensorView b_scales,
                          Optional<TensorView> bias, TensorView out, int64_t tile_m, int64_t tile_n,
                          int64_t cluster, bool is_split) {
   check_cuda(b, "b", 2);
   gemm::Fp8BlockArgs args = check_block(a, a_scales, b, b_scales, out);
-  check_bias(bias, out, args);
+  args.bias = check_columns(bias, "bias", out);
   const gemm::Sm90Tiling tiling = {static_cast<int>(tile_m), static_cast<int>(tile_n),
                                    static_cast<int>(cluster), is_split};
   const DeviceGuard guard(a);
@@ -354,6 +356,7 @@ void cutlass_nvfp4_gemm_grouped(TensorView a, TensorView a_scales, TensorView b,
 }  // namespace vllm
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_fp8_block_gemm, vllm::cutlass_fp8_block_gemm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm90_fp8_channel_gemm, vllm::sm90_fp8_channel_gemm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm90_fp8_block_gemm, vllm::sm90_fp8_block_gemm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_fp8_block_gemm_grouped, vllm::cutlass_fp8_block_gemm_grouped);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cutlass_nvfp4_gemm, vllm::cutlass_nvfp4_gemm);

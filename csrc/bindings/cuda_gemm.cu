@@ -6,12 +6,11 @@
 namespace vllm {
 namespace {
 
-// out [m, n] = fp8(x [m, k]) * weight [n, k]^T (+ bias [n]), m <= 16. scales float32
-// [ceil(n / 128), ceil(k / 128)]. x in E4M3 comes with x_scales float32 [m, ceil(k / 128)].
-// row_tiles and warps: 0 for the measured choice.
-void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales, TensorView weight,
-                           TensorView scales, tvm::ffi::Optional<TensorView> bias, TensorView out,
-                           int64_t row_tiles, int64_t warps) {
+using tvm::ffi::Optional;
+
+void skinny_gemm(TensorView x, Optional<TensorView> x_scales, TensorView weight, TensorView scales,
+                 Optional<TensorView> column_scales, Optional<TensorView> bias, TensorView out,
+                 int64_t row_tiles, int64_t warps) {
   check_cuda(x, "x", 2);
   const int64_t m = x.size(0), k = x.size(1), n = weight.size(0);
   gemm::SkinnyArgs args = {};
@@ -52,14 +51,8 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
   check_apart(out, "out", x, "x");
   check_apart(out, "out", weight, "weight");
   check_apart(out, "out", scales, "scales");
-  if (bias.has_value()) {
-    check_cuda(bias.value(), "bias", 1, x, "x");
-    check_type(bias.value(), "bias", kDLFloat, 32);
-    check_size(bias.value(), "bias", 0, n, "rows of weight");
-    check_contiguous(bias.value(), "bias");
-    check_apart(out, "out", bias.value(), "bias");
-    args.bias = static_cast<const float*>(data_of(bias.value()));
-  }
+  args.column_scales = check_columns(column_scales, "column_scales", out);
+  args.bias = check_columns(bias, "bias", out);
   args.x = data_of(x);
   args.weight = static_cast<const uint8_t*>(data_of(weight));
   args.scales = static_cast<const float*>(data_of(scales));
@@ -75,7 +68,25 @@ void skinny_fp8_block_gemm(TensorView x, tvm::ffi::Optional<TensorView> x_scales
                "skinny_fp8_block_gemm");
 }
 
+// out [m, n] = fp8(x [m, k]) * weight [n, k]^T (+ bias [n]), m <= 16. scales float32
+// [ceil(n / 128), ceil(k / 128)]. x in E4M3 comes with x_scales float32 [m, ceil(k / 128)].
+// row_tiles and warps: 0 for the measured choice.
+void skinny_fp8_block_gemm(TensorView x, Optional<TensorView> x_scales, TensorView weight,
+                           TensorView scales, Optional<TensorView> bias, TensorView out,
+                           int64_t row_tiles, int64_t warps) {
+  skinny_gemm(x, x_scales, weight, scales, {}, bias, out, row_tiles, warps);
+}
+
+// The same of x in E4M3 with columns of the product multiplied by column_scales, float32 [n],
+// before the bias: for weights with a scale for each row.
+void skinny_fp8_channel_gemm(TensorView x, TensorView x_scales, TensorView weight,
+                             TensorView scales, TensorView column_scales, Optional<TensorView> bias,
+                             TensorView out) {
+  skinny_gemm(x, x_scales, weight, scales, column_scales, bias, out, 0, 0);
+}
+
 }  // namespace
 }  // namespace vllm
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(skinny_fp8_block_gemm, vllm::skinny_fp8_block_gemm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(skinny_fp8_channel_gemm, vllm::skinny_fp8_channel_gemm);

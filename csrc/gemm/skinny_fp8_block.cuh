@@ -252,9 +252,11 @@ __global__ void __launch_bounds__(kWarps * 32,
   for (int i = threadIdx.x; i < kTokens * kRows; i += kWarps * 32) {
     const int token = i / kRows, row = i % kRows, column = first_row + row;
     if (token >= args.m || column >= args.n) continue;
-    float sum = args.bias == nullptr ? 0.0f : args.bias[column];
+    float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += partial[w][token][row];
+    if (args.column_scales != nullptr) sum *= args.column_scales[column];
+    if (args.bias != nullptr) sum += args.bias[column];
     from_float(sum, static_cast<T*>(args.out) + token * args.ldo + column);
   }
 }

@@ -13,8 +13,9 @@ struct SkinnyArgs {
   const float* x_scales;  // [m, ceil(k / 128)] with strides x_scales_ld, x_scales_ldk; or null
   const uint8_t* weight;  // [n, k] E4M3, rows ldw bytes apart
   const float* scales;    // [ceil(n / 128), ceil(k / 128)], rows lds apart
-  const float* bias;      // [n] or null
-  void* out;              // [m, n] bf16 or fp16, rows ldo elements apart
+  const float* column_scales;  // [n] or null
+  const float* bias;           // [n] or null
+  void* out;                   // [m, n] bf16 or fp16, rows ldo elements apart
   int m, n, k;
   int64_t ldx, x_scales_ld, x_scales_ldk, ldw, lds, ldo;
 };

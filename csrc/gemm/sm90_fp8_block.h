@@ -7,16 +7,17 @@
 
 namespace vllm::gemm {
 
-// out[m, n] = (x * x_scales) [m, k] * (weight * scales) [n, k]^T + bias. Grouped: the rows
-// [offsets[e], offsets[e + 1]) of x meet weight[e]; other rows of out are not written.
+// out[m, n] = (x * x_scales) [m, k] * (weight * scales) [n, k]^T * column_scales + bias. Grouped:
+// the rows [offsets[e], offsets[e + 1]) of x meet weight[e]; other rows of out are not written.
 struct Fp8BlockArgs {
-  const uint8_t* x;        // [m, k] E4M3, rows ldx bytes apart; a multiple of 16
-  const float* x_scales;   // [m, ceil(k / 128)], strides x_scales_ld and x_scales_ldk
-  const uint8_t* weight;   // [num_experts, n, k] E4M3, rows ldw bytes apart; a multiple of 16
-  const float* scales;     // [num_experts, ceil(n / 128), ceil(k / 128)] contiguous
-  const float* bias;       // [n] or null
-  const int32_t* offsets;  // [num_experts + 1] on the GPU, ascending; null for one dense matrix
-  void* out;               // [m, n] bf16 or fp16, rows ldo elements apart
+  const uint8_t* x;            // [m, k] E4M3, rows ldx bytes apart; a multiple of 16
+  const float* x_scales;       // [m, ceil(k / 128)], strides x_scales_ld and x_scales_ldk
+  const uint8_t* weight;       // [num_experts, n, k] E4M3, rows ldw bytes apart; a multiple of 16
+  const float* scales;         // [num_experts, ceil(n / 128), ceil(k / 128)] contiguous
+  const float* column_scales;  // [n] or null
+  const float* bias;           // [n] or null
+  const int32_t* offsets;      // [num_experts + 1] on the GPU, ascending; null for one dense matrix
+  void* out;                   // [m, n] bf16 or fp16, rows ldo elements apart
   int m, n, k, num_experts;
   int64_t x_scales_ld, x_scales_ldk, ldx, ldw, ldo;
   bool is_bf16;

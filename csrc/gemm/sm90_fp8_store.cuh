@@ -33,6 +33,20 @@ __device__ __forceinline__ void store(const Fp8BlockArgs& args, int row, int col
   }
 }
 
+// Sums of `column` and the one after it, with the scales and the bias of theirs that are inside.
+__device__ __forceinline__ float2 finish(const Fp8BlockArgs& args, int column, float low,
+                                         float high) {
+  if (args.column_scales != nullptr) {
+    if (column < args.n) low *= args.column_scales[column];
+    if (column + 1 < args.n) high *= args.column_scales[column + 1];
+  }
+  if (args.bias != nullptr) {
+    if (column < args.n) low += args.bias[column];
+    if (column + 1 < args.n) high += args.bias[column + 1];
+  }
+  return make_float2(low, high);
+}
+
 // The 16 rows of a warp, through its own shared memory: lanes then write whole lines.
 template <int kTileN>
 __device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile& tile,
@@ -46,14 +60,10 @@ __device__ __forceinline__ void store_warp(const Fp8BlockArgs& args, const Tile&
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 2) {
       const int column = i / 4 * 8 + lane % 4 * 2, row = lane / 4 + i / 2 % 2 * 8;
-      float2 bias = make_float2(0.0f, 0.0f);
-      if (args.bias != nullptr) {
-        if (first_column + column < args.n) bias.x = args.bias[first_column + column];
-        if (first_column + column + 1 < args.n) bias.y = args.bias[first_column + column + 1];
-      }
       const float* pair = sums + part * kColumns / 2 + i;
+      const float2 done = finish(args, first_column + column, pair[0], pair[1]);
       *reinterpret_cast<uint32_t*>(staging + row * kPitch + column * 2) =
-          pack(pair[0] + bias.x, pair[1] + bias.y, args.is_bf16);
+          pack(done.x, done.y, args.is_bf16);
     }
     __syncwarp();
     constexpr int kVectors = kColumns / 8;
@@ -79,18 +89,14 @@ __device__ __forceinline__ void store_neighbours(const Fp8BlockArgs& args, const
 #pragma unroll
   for (int part = 0; part < kTileN / 32; ++part) {
     if (tile.column + part * 32 >= args.n) return;
-    float bias[8] = {};
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) bias[i] = args.bias[lane_column + part * 32 + i];
-    }
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       uint32_t packed[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = sums + part * 16 + i * 4 + below * 2;
-        packed[i] = pack(pair[0] + bias[2 * i], pair[1] + bias[2 * i + 1], args.is_bf16);
+        const float2 done = finish(args, lane_column + part * 32 + 2 * i, pair[0], pair[1]);
+        packed[i] = pack(done.x, done.y, args.is_bf16);
       }
       if (tile.writes(row + below * 8)) {
         *reinterpret_cast<uint4*>(out + below * 8 * args.ldo + part * 32) =
@@ -124,12 +130,6 @@ __device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile
   for (int i = rank * kThreads + threadIdx.x; i < num_rows * kVectors; i += cluster * kThreads) {
     const int row = skipped + i / kVectors, column = i % kVectors * 8;
     float sum[8] = {};
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (tile.column + column + j < args.n) sum[j] = args.bias[tile.column + column + j];
-      }
-    }
 #pragma unroll 4
     for (int source = 0; source < cluster; ++source) {
 #pragma unroll
@@ -140,9 +140,14 @@ __device__ __forceinline__ void store_split(const Fp8BlockArgs& args, const Tile
         sum[half * 4 + 2] += v.z, sum[half * 4 + 3] += v.w;
       }
     }
-    const uint4 values = {pack(sum[0], sum[1], args.is_bf16), pack(sum[2], sum[3], args.is_bf16),
-                          pack(sum[4], sum[5], args.is_bf16), pack(sum[6], sum[7], args.is_bf16)};
-    store(args, tile.row + row, tile.column + column, values);
+    uint32_t packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 done = finish(args, tile.column + column + 2 * j, sum[2 * j], sum[2 * j + 1]);
+      packed[j] = pack(done.x, done.y, args.is_bf16);
+    }
+    store(args, tile.row + row, tile.column + column,
+          make_uint4(packed[0], packed[1], packed[2], packed[3]));
   }
 }
 

@@ -27,6 +27,7 @@ ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(fam
 # and for splits that were measured.
 ONLY_BY_WISH = {
     ("linear", "skinny", "fp8-block"),
+    ("linear", "skinny", "fp8-channel"),
     ("linear", "flashinfer-trtllm", "fp8-block"),
     ("linear", "flashinfer-trtllm", "nvfp4"),
     ("linear", "emulation", "fp8-block"),
@@ -44,7 +45,7 @@ def questions():
     weights = [*FORMATS, "fp8-block[64x64]"]
     layers = [linear(weight) for weight in weights]
     layers += [linear(weight, n=4080) for weight in FORMATS]
-    layers += [linear("fp8-block", m_range=(1, 16))]
+    layers += [linear(weight, m_range=(1, 16)) for weight in ("fp8-block", "fp8-channel")]
     w4a8 = (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
     layers += [ask_for("int4-group[128]", act=w4a8) for ask_for in (linear, moe)]
     layers += [

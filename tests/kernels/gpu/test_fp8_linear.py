@@ -62,15 +62,20 @@ def test_rows_after_the_last_token_change_nothing():
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("scale", ["tensor", "channel"])
 @pytest.mark.parametrize("parts", [(256,), (320, 64, 64)])
-def test_tensors_and_channels_are_computed_as_the_format_says(m, scheme, scale, parts):
-    check_plain_scales(m, scheme, scale, parts, DEVICE)
+@pytest.mark.parametrize("backend", ["scaled_mm", "cutlass", "skinny"])
+def test_tensors_and_channels_are_computed_as_the_format_says(m, scheme, scale, parts, backend):
+    if backend != "scaled_mm" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper")
+    if backend == "skinny" and m > 16:
+        pytest.skip("at most 16 tokens")
+    check_plain_scales(m, scheme, scale, parts, DEVICE, backend)
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", ["triton", "scaled_mm"])
+@pytest.mark.parametrize("backend", ["triton", "scaled_mm", "cutlass"])
 def test_a_captured_graph_serves_other_tokens(backend):
     problem, tensors = block_layer((256,), 512, device=DEVICE)
-    if backend == "scaled_mm":
+    if backend != "triton":
         acts = (ActScheme.DYNAMIC_TOKEN,)
         problem = replace(problem, weight=WeightFormat("fp8", "channel"), act=acts)
         tensors.format, tensors.scales = problem.weight, torch.rand(256, 1, device=DEVICE)

@@ -1,10 +1,12 @@
-"""Our own CUTLASS kernels: FP8 block and NVFP4 GEMM, dense and grouped."""
+"""Our own CUTLASS kernels: FP8 block and NVFP4 GEMM, dense and grouped; on Hopper FP8 with a scale
+for each row too."""
 
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from vllm.kernels import channel_scales
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
 from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
 
@@ -54,6 +56,14 @@ def _nvfp4_parts(problem: Problem) -> list[Reason]:
 
 SPECS = (
     _Block(family="linear"),
+    _Spec(
+        family="linear",
+        native=("sm90_fp8_block_gemm",),
+        formats=channel_scales.FORMATS,
+        act=channel_scales.ACTS,
+        devices=frozenset({"sm_90"}),
+        native_archs=frozenset(_SM90),
+    ),
     _Nvfp4(family="linear", check=_nvfp4_parts),
     _Block(
         family="moe",
@@ -70,15 +80,19 @@ SPECS = (
 
 # Formats that `linear` and `moe` have code for.
 _MADE = frozenset({"fp8-block", "nvfp4"})
-MAKES = {"linear": _MADE, "moe": _MADE}
+MAKES = {"linear": _MADE | channel_scales.FORMATS, "moe": _MADE}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes an FP8 block weight as it is stored, or swizzles the scales of an NVFP4 one; each call
+    """Takes an FP8 weight as it is stored, or swizzles the scales of an NVFP4 one; each call
     quantises x [M, K] and multiplies."""
     if problem.format == "nvfp4":
         return _nvfp4_linear(tensors)
     from vllm import _native
+
+    if problem.format in channel_scales.FORMATS:
+        gemm = _native.load().sm90_fp8_channel_gemm
+        return channel_scales.channel_kernel(tensors, winner, gemm)
     from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel

@@ -1,10 +1,13 @@
-"""Our FP8 block GEMM for few tokens: quantisation and product in one kernel, limited by memory.
+"""Our FP8 GEMM for few tokens, limited by memory: of block scales, whose activations it quantises
+itself, and of a scale for each row.
 
 It serves at most 16 tokens, so it runs as the first part of a split (kernels/tune_table.py).
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.kernels import channel_scales
 from vllm.kernels.problem import ActScheme, LinearProblem
 from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Scales
 
@@ -15,28 +18,37 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 
+_Spec = partial(
+    KernelSpec,
+    backend="skinny",
+    family="linear",
+    devices=frozenset({"sm_90"}),
+    dtypes=frozenset({"bf16", "fp16"}),
+    libs=((NATIVE, ""),),
+    native=("skinny_fp8_block_gemm",),
+    native_archs=frozenset({"90", "90a"}),
+    k_align=16,
+    max_tokens=MAX_TOKENS,
+)
 SPECS = (
-    KernelSpec(
-        backend="skinny",
-        family="linear",
-        devices=frozenset({"sm_90"}),
+    _Spec(
         formats=frozenset({"fp8-block"}),
-        dtypes=frozenset({"bf16", "fp16"}),
         act=frozenset({ActScheme.DYNAMIC_GROUP128}),
-        libs=((NATIVE, ""),),
-        native=("skinny_fp8_block_gemm",),
-        native_archs=frozenset({"90", "90a"}),
         blocks=frozenset({(128, 128)}),
         scales=(("*", Scales.FLOAT32),),
-        k_align=16,
-        max_tokens=MAX_TOKENS,
     ),
+    _Spec(formats=channel_scales.FORMATS, act=channel_scales.ACTS),
 )
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes the weight as it is stored; x [M, K] is quantised inside the kernel."""
+    """Takes the weight as it is stored. x [M, K] is quantised inside the kernel, or before it where
+    each row of the weight has its scale."""
     from vllm import _native
+
+    if problem.format in channel_scales.FORMATS:
+        gemm = _native.load().skinny_fp8_channel_gemm
+        return channel_scales.channel_kernel(tensors, winner, gemm)
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
     gemm = _native.load().skinny_fp8_block_gemm
