@@ -3,7 +3,8 @@ mixture of experts in one captured graph."""
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.builtin_models import builtin_config
 from vllm.kernels.problem import MoEProblem
 from vllm.kernels.tensors import MoETensors
+from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
 from vllm.model_executor.models.llama import LlamaDecoderLayer
@@ -37,6 +39,7 @@ def part_microseconds(
 
     x [T, hidden]; ids [calls, T, top_k].
     """
+    from vllm.kernels.backends.torch import DenseKernel
     from vllm.kernels.triton import moe, moe_router, moe_rows
     from vllm.ops import cuda_ops
 
@@ -46,7 +49,7 @@ def part_microseconds(
     weights = torch.rand(len(x), problem.top_k, device=x.device)
     gates = torch.randn(len(ids), num_experts, hidden, device=x.device).bfloat16() / hidden**0.5
     linear = torch.nn.functional.linear
-    logits = linear(x, gates[0])
+    logits, routing = linear(x, gates[0]), Routing(num_experts, problem.top_k, True)
     sorted_rows = moe_rows.sort(ids[0], num_experts, block_m=plan.block_m)
     layout = moe_rows.Rows(num_pairs, is_row_major=True)
     between = torch.randn(num_pairs, 2 * problem.intermediate, device=x.device).bfloat16()
@@ -61,6 +64,9 @@ def part_microseconds(
         "norm, quantised and kept": lambda i: kept.add_rms_norm(x, residual, norm_weight, EPS),
         "router's product": lambda i: linear(x, gates[i]),
         "choice": lambda i: moe_router.route(logits, problem.top_k, True),
+        "product and choice by ours": lambda i: moe_router.choose_experts(
+            x, DenseKernel(gates[i], linear), routing
+        ),
         "sort": lambda i: moe_rows.sort(ids[i], num_experts, block_m=plan.block_m),
         "quantise": lambda i: moe_rows.quantise(x),
         "quantise into rows": lambda i: moe_rows.spread(x, sorted_rows.positions, layout),
@@ -121,6 +127,17 @@ def run_layer(
     return layer.input_layernorm.add(added, residual, getattr(layer.mixer, "reader", None))
 
 
+@contextmanager
+def most_split(num_tokens: int) -> Iterator[None]:
+    from vllm.kernels.triton import moe_router
+
+    before, moe_router.MOST_SPLIT = moe_router.MOST_SPLIT, num_tokens
+    try:
+        yield
+    finally:
+        moe_router.MOST_SPLIT = before
+
+
 @torch.inference_mode()
 def layer_microseconds(layers: Sequence[LlamaDecoderLayer], num_tokens: int) -> dict[str, float]:
     """A layer from the norm before its experts to the one after them, waits included: the time of a
@@ -136,9 +153,12 @@ def layer_microseconds(layers: Sequence[LlamaDecoderLayer], num_tokens: int) -> 
 
         return _alone(run, len(inputs))
 
-    return {
+    found = {
         "now": time(),
         "experts given floats": time(gives_floats=True),
         "sums apart from the norm": time(adds_up=True),
-        "both": time(gives_floats=True, adds_up=True),
     }
+    with most_split(-1):
+        found["product by torch"] = time()
+        found["all three"] = time(gives_floats=True, adds_up=True)
+    return found

@@ -64,3 +64,30 @@ def test_the_first_product_reads_nothing_before_the_wait(is_sorted):
     """It follows the kernel that chooses or sorts."""
     early, _ = ptx_of(gate_up_kernel, QUANTISED, is_sorted).split("griddepcontrol.wait", 1)
     assert "ld.global" not in early
+
+
+def test_the_router_reads_tokens_16_bytes_at_a_time():
+    """What it waits for: Triton has to know that 16 divides the stride of x."""
+    from vllm.kernels.triton.moe_router_kernels import split_product_kernel
+
+    types = {
+        "x": "*bf16",
+        "gate": "*bf16",
+        "parts": "*fp32",
+        "num_tokens": "i32",
+        "x_stride": "i32",
+    }
+    constants = {"HIDDEN": 2048, "BLOCK_K": 512, "NUM_EXPERTS": 128, "BLOCK_E": 16, "ROWS": 16,
+                 "PDL": True}  # fmt: skip
+    names = split_product_kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    # As a launch marks them: tensors are aligned, and a specialised integer that 16 divides.
+    unmarked = {p.name for p in split_product_kernel.params if p.do_not_specialize}
+    marked = [name for name in types if name not in unmarked]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in marked}
+    source = ASTSource(split_product_kernel, signature, constants, attrs)
+    options = {"num_warps": 4, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    _, late = ptx.split("griddepcontrol.wait", 1)
+    loads = [line for line in late.splitlines() if "ld.global" in line]
+    assert loads and all(".v4.b32" in line for line in loads)

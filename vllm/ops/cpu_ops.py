@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm import _native
-from vllm.model_executor.layers.fused_moe.router import route
+from vllm.model_executor.layers.fused_moe.router import choose_experts
 
-__all__ = ["route"]
+__all__ = ["choose_experts"]
 
 _library = _native.load()
 _linear_pack = _library.linear_pack

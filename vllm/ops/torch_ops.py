@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.fused_moe.router import route
+from vllm.model_executor.layers.fused_moe.router import choose_experts
 from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "route"]
+__all__ = ["causal_conv1d", "gated_delta_rule", "choose_experts"]
 
 USES_TORCH_THREADS = True
 LOGIT_DTYPES = (torch.float32,)

@@ -1,11 +1,13 @@
-"""The Triton router against plain torch."""
+"""The Triton router against plain torch: its choice by logits, and together with the product."""
 
 import pytest
 import torch
+from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
+from vllm.kernels.backends.torch import DenseKernel
 from vllm.kernels.triton import moe_router as kernels
-from vllm.model_executor.layers.fused_moe.router import route
+from vllm.model_executor.layers.fused_moe.router import Routing, route
 
 pytestmark = MARKS
 ROUTERS = {
@@ -21,6 +23,9 @@ ROUTERS = {
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+# ---------------------------------------------------------------- by logits
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])
@@ -52,15 +57,94 @@ def test_logits_that_are_nan_choose_experts_that_exist():
     assert bool(weights[0].isnan().all()) and bool(weights[1].isfinite().all())
 
 
+# ---------------------------------------------------------------- with the product
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    """Small enough that sums of products are exact in any order, and many of them equal."""
+    return torch.randint(-3, 4, shape, device=DEVICE).bfloat16()
+
+
+def chosen(
+    x: Tensor, gate: DenseKernel, top_k: int, renormalise: bool = True, bias=None, **options
+) -> tuple[Tensor, Tensor]:
+    """In memory that holds NaN before it is written."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        routing = Routing(len(gate.weight), top_k, renormalise, **options)
+        return kernels.choose_experts(x, gate, routing, bias)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("hidden", [512, 1040])
+@pytest.mark.parametrize("num_tokens", [0, 1, 37] if IS_INTERPRETED else [0, 1, 16, 37, 128, 129])
+@pytest.mark.parametrize("name", [name for name, (count, *_) in ROUTERS.items() if count > 1])
+def test_our_product_is_that_of_a_linear_layer(name, num_tokens, hidden):
+    count, top_k, options = ROUTERS[name]
+    options = {"renormalise": True} | options
+    if "bias" in name:
+        options["bias"] = torch.randn(count, device=DEVICE)
+    x = whole_numbers(num_tokens, hidden + 8)[:, :hidden]  # a view: rows lie apart
+    gate = DenseKernel(whole_numbers(count, hidden) / 32, multiply)
+    weights, ids = chosen(x, gate, top_k, **options)
+    wanted, expected = kernels.route(gate(x), top_k, **options)
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_token_is_routed_alike_in_any_company(dtype):
+    x = torch.randn(100, 2048, device=DEVICE).to(dtype)
+    gate = DenseKernel((torch.randn(128, 2048, device=DEVICE) / 45).to(dtype), multiply)
+    weights, ids = chosen(x, gate, 8)
+    for rows in (slice(0, 1), slice(17, 18), slice(40, 60), slice(99, 100)):
+        part, own_ids = chosen(x[rows], gate, 8)
+        assert torch.equal(own_ids, ids[rows])
+        # The interpreter's products are BLAS's, whose order of sums is its own.
+        tolerance = 1e-3 if IS_INTERPRETED else 0
+        torch.testing.assert_close(part, weights[rows], rtol=tolerance, atol=0)
+    exact = torch.softmax(x.double() @ gate.weight.double().T, -1).topk(8, -1).values
+    wanted = exact / exact.sum(-1, keepdim=True)
+    bound = 4 * torch.finfo(dtype).eps  # logits of up to 4, rounded once
+    torch.testing.assert_close(weights.double(), wanted, rtol=bound, atol=0)
+
+
+def test_a_token_that_is_nan_spoils_no_other():
+    x = torch.randn(20, 512, device=DEVICE).bfloat16()
+    gate = DenseKernel(torch.randn(40, 512, device=DEVICE).bfloat16() / 16, multiply)
+    wanted, expected = chosen(x, gate, 4)
+    x[3] = float("nan")
+    weights, ids = chosen(x, gate, 4)
+    assert bool(((ids >= 0) & (ids < 40)).all()) and bool(weights[3].isnan().all())
+    others = torch.arange(20, device=DEVICE) != 3
+    assert torch.equal(ids[others], expected[others])
+    assert torch.equal(weights[others], wanted[others])
+
+
+def test_a_gate_that_keeps_no_weight_is_called():
+    x, weight = whole_numbers(5, 512), whole_numbers(40, 512)
+    weights, ids = kernels.choose_experts(x, lambda x: multiply(x, weight), Routing(40, 4, True))
+    wanted, expected = kernels.route(multiply(x, weight), 4, True)
+    assert torch.equal(ids, expected) and torch.equal(weights, wanted)
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="CUDA graphs need a GPU")
 def test_a_captured_graph_routes_other_tokens():
-    logits = torch.randn(64, 128, device=DEVICE).bfloat16()
-    kernels.route(logits, 8, True)
+    x = torch.randn(64, 2048, device=DEVICE).bfloat16()
+    gate = DenseKernel(torch.randn(128, 2048, device=DEVICE).bfloat16() / 45, multiply)
+    routing = Routing(128, 8, True)
+    kernels.choose_experts(x, gate, routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weights, ids = kernels.route(logits, 8, True)
+        weights, ids = kernels.choose_experts(x, gate, routing)
     for _ in range(20):
-        logits.normal_()
+        x.normal_()
         graph.replay()
-        wanted, expected = kernels.route(logits, 8, True)
+        wanted, expected = kernels.choose_experts(x, gate, routing)
         assert torch.equal(ids, expected) and torch.equal(weights, wanted)

@@ -243,9 +243,14 @@ class ExpertRows(UnaddedRows):
                 scales, num_tokens, self.num_experts, eps, len(scales), *scales.stride(), K=hidden,
                 G_PAD=triton.next_power_of_2(groups), TOP_K=top_k, IS_SORTED=self.is_sorted,
                 FORM=(FLOAT32_CEIL_UE8M0 if is_ue8m0 else FLOAT32).value,
-                num_warps=4 if groups <= 32 else 8, **launch_dependent(residual.device),
+                num_warps=_warps_of(hidden), **launch_dependent(residual.device),
             )  # fmt: skip
         return QuantizedInput(q, scales[:num_tokens], residual.dtype, normed)
+
+
+def _warps_of(hidden: int) -> int:
+    """So many that a thread has eight columns of a row, 16 bytes."""
+    return min(max(int(triton.next_power_of_2(hidden)) // 256, 1), 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Qwen3MoeExperts(nn.Module):
         return self.experts
 
     def forward(self, x: Activation) -> Addend:
-        choice = self.ops.route(self.gate(source_of(x)), **self.routing.arguments())
+        choice = self.ops.choose_experts(source_of(x), self.gate.kernel, self.routing)
         return self.experts(x, *choice)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
+from vllm.kernels.tensors import LinearKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,13 @@ class Routing:
         """Of `route`, besides logits and bias."""
         names = ("top_k", "renormalise", "is_sigmoid", "num_groups", "kept_groups", "factor")
         return {name: getattr(self, name) for name in names}
+
+
+def choose_experts(
+    x: Tensor, gate: LinearKernel, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`route` of gate(x), for x [T, hidden]."""
+    return route(gate(x), bias=bias, **routing.arguments())
 
 
 def route(
