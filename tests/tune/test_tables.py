@@ -271,7 +271,6 @@ _FORMATS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the table was filled for some kernels, counts and one rank")
 def test_every_fp8_layer_of_the_models_is_measured_on_the_h100():
     tables = find_tables(H100)
     for problem in set(models_on_h100(1, 2)):

@@ -108,16 +108,20 @@ def unadded(kernel: MoEKernel, x: Activation, weights: Tensor, ids: Tensor) -> T
 
 @dataclass(frozen=True, slots=True)
 class QuantizingKernel:
-    """A linear kernel whose product takes a quantised input; it quantises what comes as floats."""
+    """A linear kernel whose product takes a quantised input; what comes as floats it quantises, or
+    leaves to `of_floats`, where that does both in one launch."""
 
     quant: InputQuant
     multiply: Callable[[QuantizedInput], Tensor]
+    of_floats: Callable[[Tensor], Tensor] | None = None
 
     def input_quant(self, num_tokens: int) -> InputQuant:
         return self.quant
 
     def __call__(self, x: Activation) -> Tensor:
-        return self.multiply(self.quant.quantise(x) if isinstance(x, Tensor) else x)
+        if isinstance(x, Tensor):
+            return self.of_floats(x) if self.of_floats else self.multiply(self.quant.quantise(x))
+        return self.multiply(x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from vllm.kernels.problem import (
     MoEProblem,
     Problem,
     WeightFormat,
+    comes_quantised,
 )
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class _Rank:
             parts=rows if len(rows) > 1 else (),
             cut_n=self.tp if item.cut == "rows" else 1,
             cut_k=self.tp if item.cut == "columns" else 1,
+            comes_quantised=comes_quantised(name),
         )
 
     def _moe(self, name: str, item: Experts) -> MoEProblem:

@@ -67,6 +67,11 @@ class ActScheme(StrEnum):
     NVFP4_GROUP16 = "nvfp4-group16"
 
 
+def comes_quantised(name: str) -> bool:
+    """Whether norms or activation functions are before layer `name`, not attention."""
+    return not name.endswith(("attn.o_proj", "attn.out_proj"))
+
+
 @dataclass(frozen=True, slots=True)
 class LinearProblem:
     """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
@@ -76,7 +81,8 @@ class LinearProblem:
     gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
     columns were cut. requant_error: relative Frobenius error that scales of another form (UE8M0 of
     blocks, else the type of the activations) would cause to this weight; None where it is not
-    known, 0 where they are exact.
+    known, 0 where they are exact. comes_quantised: whether what is before the layer can quantise x
+    in the pass that it makes anyway, see `comes_quantised`.
     """
 
     family: ClassVar[str] = "linear"
@@ -92,6 +98,7 @@ class LinearProblem:
     cut_n: int = 1
     cut_k: int = 1
     requant_error: float | None = None
+    comes_quantised: bool = True
 
     @property
     def format(self) -> str:

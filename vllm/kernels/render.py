@@ -131,13 +131,19 @@ def expectation(
     problem: Problem,
     timings: Timings | None,
 ) -> Expected | None:
-    """What the chosen kernel is expected to take, beside all that policy alone keeps away."""
+    """What the chosen kernel is expected to take, beside all that policy alone keeps away; of one
+    that quantises activations, beside those that do too: another arithmetic is asked for by name.
+    """
     if chosen is None or timings is None or not isinstance(problem, LinearProblem | MoEProblem):
         return None
+    winner = next(c for c in candidates if c.backend == chosen)
     able = {
-        c.backend for c in candidates if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
+        c.backend
+        for c in candidates
+        if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
+        and (c.act is not ActScheme.NONE or winner.act is ActScheme.NONE)
     }
-    parts = next(c.parts for c in candidates if c.backend == chosen) or ((None, chosen),)
+    parts = winner.parts or ((None, chosen),)
     return expected(timings, parts, able, problem.m_range)
 
 

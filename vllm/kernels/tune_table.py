@@ -71,7 +71,8 @@ class Entry:
     """One backend measured for one row. version: of the libraries it is made of. us: (tokens,
     microseconds of a call, quantising activations included), ascending. quantised_us: the same for
     activations that are quantised already, () for a kernel that does not take such; it counts where
-    it is known, because norms and activation functions quantise in the pass they make anyway."""
+    it is known and the layer comes after a norm or an activation function, which quantise in the
+    pass they make anyway."""
 
     version: str
     date: str
@@ -100,7 +101,11 @@ class Table:
         row = self.rows.get(problem.size_key)
         if not row:
             return None
-        us = {name: dict(entry.us) | dict(entry.quantised_us) for name, entry in row.items()}
+        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
+        us = {
+            name: dict(entry.us) | (dict(entry.quantised_us) if takes else {})
+            for name, entry in row.items()
+        }
         tokens = sorted({m for own in us.values() for m in own})
         date = max(entry.date for entry in row.values())
         stale = tuple(

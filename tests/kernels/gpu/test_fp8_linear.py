@@ -72,6 +72,20 @@ def test_tensors_and_channels_are_computed_as_the_format_says(m, scheme, scale, 
 
 
 @needs_gpu
+@pytest.mark.parametrize("m", (1, 8, 16))
+@pytest.mark.parametrize("backend", ["cutlass", "skinny"])
+def test_a_kernel_takes_what_a_norm_quantised(m, backend):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper")
+    problem, tensors = block_layer((320, 64, 64), 512, has_bias=True, device=DEVICE)
+    problem = replace(problem, m_range=(1, 16))
+    kernel, x = make(problem, tensors, backend), inputs(m, 512, DEVICE)
+    expected = make(problem, tensors, "emulation")(x)
+    assert relative(kernel(kernel.input_quant(m).quantise(x)), expected) < LIMIT
+    assert relative(kernel(x), expected) < LIMIT
+
+
+@needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "scaled_mm", "cutlass"])
 def test_a_captured_graph_serves_other_tokens(backend):
     problem, tensors = block_layer((256,), 512, device=DEVICE)

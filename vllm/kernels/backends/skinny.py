@@ -42,13 +42,15 @@ SPECS = (
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes the weight as it is stored. x [M, K] is quantised inside the kernel, or before it where
-    each row of the weight has its scale."""
+    """Takes the weight as it is stored. x [M, K] that comes as floats is quantised inside the
+    kernel, or before it where each row of the weight has its scale."""
     from vllm import _native
 
     if problem.format in channel_scales.FORMATS:
         gemm = _native.load().skinny_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
+    from vllm._custom_ops import ScaleLayout
+    from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
 
     gemm = _native.load().skinny_fp8_block_gemm
@@ -56,11 +58,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
 
-        def apply(x: "Tensor") -> "Tensor":
+        def multiply(x: QuantizedInput) -> "Tensor":
+            out = x.q.new_empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+            gemm(x.q, x.scales, weight, scales, bias, out, 0, 0)
+            return out
+
+        def of_floats(x: "Tensor") -> "Tensor":
             out = x.new_empty(x.shape[0], weight.shape[0])
             gemm(x, None, weight, scales, bias, out, 0, 0)
             return out
 
-        return apply
+        return QuantizingKernel(InputQuant(ScaleLayout.ROW_MAJOR), multiply, of_floats)
 
     return fitted_kernel(tensors, winner.fit, make)

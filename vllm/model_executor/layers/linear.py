@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.distributed.groups import Addend, Group, PartialSum
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.architectures import Cut
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
+from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat, comes_quantised
 from vllm.kernels.spec import Decision
 from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors
@@ -134,6 +134,7 @@ class Linear(StoredWeight):
             parts=self.shard_rows if len(self.shard_rows) > 1 else (),
             cut_n=group.size if cut == "rows" else 1,
             cut_k=group.size if cut == "columns" else 1,
+            comes_quantised=comes_quantised(prefix),
         )
         self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
