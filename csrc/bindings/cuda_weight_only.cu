@@ -60,6 +60,7 @@ gemm::WeightOnlyWeight weight_of(const TensorView& codes, const Optional<TensorV
     check_contiguous(given, "scales");
     weight.scales = data_of(given);
     if (is_nvfp4) {
+      check_aligned(given, "scales", 16);
       check_type(given, "scales", kDLUInt, 8);
       check_size(given, "scales", lead + 1, column_tiles, "tiles of 64 columns");
       check_size(given, "scales", lead + 2, 32, "lanes");

@@ -22,9 +22,12 @@ WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight
   const int rows = kTileRows * row_tiles * row_warps(tiles);
   const int64_t blocks =
       static_cast<int64_t>((weight.n + rows - 1) / rows) * ((m + 8 * tiles - 1) / (8 * tiles));
-  int splits = 1;  // thread blocks for every multiprocessor, with columns enough for each
-  while (has_clusters && splits < 8 && blocks * splits < num_sms &&
-         weight.column_tiles >= 16 * splits) {
+  // As many thread blocks as are resident together, with four tiles of columns for every warp.
+  const int resident = num_sms * blocks_at_once(tiles);
+  const int least = 4 * kWeightOnlyWarps / row_warps(tiles);
+  int splits = 1;
+  while (has_clusters && splits < 8 && blocks * splits * 2 <= resident &&
+         weight.column_tiles >= least * splits * 2) {
     splits *= 2;
   }
   return {row_tiles, splits};

@@ -5,11 +5,12 @@
 // W is the operand of 16 rows of mma.sync, tokens the one of 8 columns. A tile of W is 16 rows x 64
 // columns; its codes are stored so that every lane loads 16 bytes and has its part of four products
 // (weight_only_layout.py). An mma sums over its 16 columns in any order, so a lane may bring eight
-// columns that lie together, as long as it brings the same ones of x. Nothing of W passes shared
-// memory. A warp owns kRowTiles tiles of rows and takes every n-th tile of columns, depth of them
-// in flight. Up to 16 tokens each warp loads x itself; more pass shared memory, and W is widened
-// once for all tokens of a thread block. The warps that share rows add their sums up at the end,
-// those of a cluster of thread blocks too, always in one order: results do not depend on timing.
+// columns that lie together, as long as it brings the same ones of x. A warp owns kRowTiles tiles
+// of rows and takes every n-th tile of columns, some stages of them on their way through its part
+// of shared memory. Up to 16 tokens each warp copies x itself; more are copied by all, and W is
+// widened once for all tokens of a thread block. The warps that share rows add their sums up at the
+// end, those of a cluster of thread blocks too, always in one order: results do not depend on
+// timing.
 #pragma once
 #include <cooperative_groups.h>
 
@@ -17,94 +18,37 @@
 
 namespace vllm::gemm {
 
-// Of each lane, for so few tokens that a warp loads them itself.
-template <typename Format, typename X, int kTokenTiles>
-struct HeldTokens {
-  using Eight = typename EightOf<X>::type;
-
-  const X* x;
-  int k;
-  int rows[kTokenTiles];  // where the row of this lane's token begins; negative for none
-
-  __device__ __forceinline__ void load(int column_tile, Eight (&held)[kTokenTiles][2]) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kTokenTiles; ++i) {
-      const int column =
-          column_tile * kTileColumns + Format::column(threadIdx.x % 4, i % 2);  // k % 8 == 0
-      held[i / 2][i % 2] = rows[i / 2] < 0 || column >= k
-                               ? Eight{}
-                               : *reinterpret_cast<const Eight*>(x + rows[i / 2] + column);
-    }
-  }
-};
-
-// Adds the products of one tile of columns. Sums of one scale are multiplied by it together.
-template <typename Format, typename T, typename Tiles, int kScaleSteps, typename Eight,
-          int kTokenTiles, int kRowTiles>
-__device__ __forceinline__ void multiply_held(const typename Tiles::Loaded& loaded,
-                                              const Eight (&held)[kTokenTiles][2],
-                                              float (&sums)[kRowTiles][kTokenTiles][4]) {
+// What a thread block has in shared memory: stages of x and of the tiles of its warps, and at the
+// end the sums in their place.
+template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
+struct WeightOnlyMemory {
   using X = typename Format::template Activation<T>;
-  constexpr int kProducts = Format::kProducts;
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-    float own[kTokenTiles][4] = {};
-    float (&sum)[kTokenTiles][4] = Format::kScalesWeights ? sums[r] : own;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      typename ScaleOf<Format>::type scales[2];
-      Tiles::scales_of(loaded, r, half, scales);
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i) {
-        uint32_t a[4];
-        Format::template widen<T>(loaded.codes[r], half * kProducts + i, scales, a);
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          const Eight& x = held[tile][half];
-          mma<X>(sum[tile], a, word(x, 2 * i), word(x, 2 * i + 1));
-        }
-      }
-      if constexpr (!Format::kScalesWeights) {
-        if (half == 0 && kScaleSteps == 1) continue;
-        const float factors[2] = {Format::factor(scales[0]), Format::factor(scales[1])};
-#pragma unroll
-        for (int i = 0; i < 4 * kTokenTiles; ++i) {
-          sums[r][i / 4][i % 4] += own[i / 4][i % 4] * factors[i % 4 / 2];
-          own[i / 4][i % 4] = 0.0f;
-        }
-      }
-    }
-  }
-}
-
-// Tiles of columns in flight, by the registers that they take.
-template <typename Format, typename X, int kTokenTiles, int kRowTiles, int kScaleSteps>
-constexpr int depth() {
-  constexpr int kScales = Format::kScalesWeights ? 1 : 2 * kScaleSteps;
-  constexpr int kWeight = kRowTiles * (4 * Format::kLoads + kScales);
-  constexpr int kTokens = kTokenTiles <= 2 ? 4 * sizeof(X) * kTokenTiles : 0;
-  constexpr int kDepth = (kTokenTiles <= 2 ? 80 : kTokenTiles <= 8 ? 30 : 0) / (kWeight + kTokens);
-  return kDepth > 4 ? 4 : kDepth < 2 ? 2 : kDepth;
-}
+  using Tiles = StagedTiles<Format, T, kRowTiles, kScaleSteps>;
+  static constexpr int kRowWarps = row_warps(kTokenTiles), kTokens = 8 * kTokenTiles;
+  static constexpr int kSharing = kWeightOnlyWarps / kRowWarps;
+  // Warps that share no columns have stages of x of their own, and wait for nobody.
+  static constexpr bool kIsApart = kRowWarps == 1;
+  static constexpr int kStageBytes =
+      kWeightOnlyWarps * Tiles::kStageBytes + kSharing * kTokens * kTileColumns * sizeof(X);
+  static constexpr int kStages = weight_only_stages(kStageBytes);
+  using Tokens = StagedTokens<Format, X, kTokens, kIsApart ? 1 : kSharing,
+                              kIsApart ? 32 : kWeightOnlyThreads, kStages>;
+  static constexpr int kRoundTiles = kTokenTiles < 4 ? kTokenTiles : 4;
+  using Partial = float[kWeightOnlyWarps][kRoundTiles * 8][kTileRows * kRowTiles + 1];
+  static constexpr int kTokenBytes = Tokens::kBytes * (kIsApart ? kWeightOnlyWarps : 1);
+  static constexpr int kBytes = kStages * kStageBytes;
+  static_assert(sizeof(Partial) <= kBytes);
+};
 
 // kTokenTiles: tiles of 8 tokens. Grid: (thread blocks that share rows, blocks of tokens, rows).
 template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
 __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles))
     weight_only_kernel(const __grid_constant__ WeightOnlyArgs args) {
-  using X = typename Format::template Activation<T>;
-  using Tiles = RowTiles<Format, T, kRowTiles, kScaleSteps>;
-  constexpr int kRowWarps = row_warps(kTokenTiles);
-  constexpr int kSharing = kWeightOnlyWarps / kRowWarps;
-  constexpr int kDepth = depth<Format, X, kTokenTiles, kRowTiles, kScaleSteps>();
-  constexpr bool kHoldsTokens = kTokenTiles <= 2;
-  constexpr int kTokens = 8 * kTokenTiles, kWarpRows = kTileRows * kRowTiles;
-  constexpr int kRoundTiles = kTokenTiles < 4 ? kTokenTiles : 4;
-  using Staged = StagedTokens<Format, X, kHoldsTokens ? kWeightOnlyThreads / 8 : kTokens, kSharing>;
-  using Partial = float[kWeightOnlyWarps][kRoundTiles * 8][kWarpRows + 1];
-  constexpr int kStagedBytes = kHoldsTokens ? 0 : Staged::kBytes;
-  constexpr int kPartialBytes = sizeof(Partial);
-  // Sums of the warps, and before them the stages of x.
-  alignas(16) __shared__ char memory[kStagedBytes > kPartialBytes ? kStagedBytes : kPartialBytes];
+  using Memory = WeightOnlyMemory<Format, T, kTokenTiles, kRowTiles, kScaleSteps>;
+  using X = typename Memory::X;
+  constexpr int kRowWarps = Memory::kRowWarps, kSharing = Memory::kSharing;
+  constexpr int kStages = Memory::kStages, kRoundTiles = Memory::kRoundTiles;
+  constexpr int kTokens = Memory::kTokens, kWarpRows = kTileRows * kRowTiles;
 
   const WeightOnlyWeight& weight = args.weight;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -127,11 +71,14 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
     first_token = args.blocks[args.num_blocks + blockIdx.y];
     end = min(first_token + args.block_rows, args.blocks[2 * args.num_blocks + blockIdx.y]);
   }
-  const Tiles tiles(weight, first_row / kTileRows + warp / kSharing * kRowTiles, expert);
-  typename Tiles::Loaded loaded[kDepth];
+  using Tiles = typename Memory::Tiles;
+  const Tiles tiles(weight, first_row / kTileRows + warp / kSharing * kRowTiles, expert,
+                    Memory::kTokenBytes + warp * kStages * Tiles::kStageBytes);
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    if (first + d * stride < weight.column_tiles) tiles.load(weight, first + d * stride, loaded[d]);
+  for (int step = 0; step < kStages - 1; ++step) {
+    const int column_tile = first + step * stride;
+    if (column_tile < weight.column_tiles) tiles.start(weight, column_tile, step);
+    commit_copies();
   }
 #if __CUDA_ARCH__ >= 900
   // W does not depend on the kernel before this one, x does: what precedes overlaps its end.
@@ -140,68 +87,42 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
   const auto row_of = [&](int token) {  // of x
     return args.order != nullptr ? args.order[token] / args.top_k : token;
   };
-  const auto start_of = [&](int token) {  // where its row begins; negative for none
-    return token < end ? row_of(token) * args.ldx : -1;
-  };
+  using Tokens = typename Memory::Tokens;
+  Tokens tokens(Memory::kIsApart ? warp * Tokens::kBytes : 0);
+#pragma unroll
+  for (int j = 0; j < Tokens::kRows; ++j) {
+    const int token = first_token + Tokens::token(j), column = Tokens::chunk_column();
+    const int row = token < end ? row_of(token) * args.ldx : 0;
+    tokens.rows[j] = kept(static_cast<const X*>(args.x) + row + column);
+    tokens.num_columns[j] = kept(token < end ? weight.k - column : 0);  // whole chunks
+  }
+  const int first_of_tokens = Memory::kIsApart ? first : first_of_block;
+  tokens.fill(first_of_tokens, stride);
 
   float sums[kRowTiles][kTokenTiles][4] = {};
-  if constexpr (kHoldsTokens) {
-    using Held = HeldTokens<Format, X, kTokenTiles>;
-    Held tokens = {static_cast<const X*>(args.x), weight.k, {}};
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) tokens.rows[t] = start_of(first_token + t * 8 + group);
-    typename Held::Eight held[kDepth][kTokenTiles][2] = {};
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      if (first + d * stride < weight.column_tiles) tokens.load(first + d * stride, held[d]);
-    }
-    for (int begin = first; begin < weight.column_tiles; begin += kDepth * stride) {
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int column_tile = begin + d * stride, next = column_tile + kDepth * stride;
-        if (column_tile >= weight.column_tiles) break;
-        multiply_held<Format, T, Tiles, kScaleSteps>(loaded[d], held[d], sums);
-        if (next < weight.column_tiles) {
-          tiles.load(weight, next, loaded[d]);
-          tokens.load(next, held[d]);
-        }
+  const int num_steps = (weight.column_tiles - first_of_tokens + stride - 1) / stride;
+  for (int step = 0, slot = 0; step < num_steps; ++step) {
+    wait_for_copies<kStages - 2>();
+    // All see this stage, and have done with the one before it.
+    Memory::kIsApart ? __syncwarp() : __syncthreads();
+    const int column_tile = first + step * stride, ahead = (kStages - 1) * stride;
+    const int before = slot == 0 ? kStages - 1 : slot - 1;
+    if (step + kStages - 1 < num_steps) {
+      tokens.start(first_of_tokens + step * stride + ahead, before);
+      if (Memory::kIsApart || column_tile + ahead < weight.column_tiles) {
+        tiles.start(weight, column_tile + ahead, before);
       }
     }
-  } else {
-    Staged tokens = {reinterpret_cast<uint4*>(memory), static_cast<const X*>(args.x), weight.k, {}};
-#pragma unroll
-    for (int j = 0; j < Staged::kRows; ++j) {
-      tokens.rows[j] = start_of(first_token + Staged::token(j));
+    commit_copies();
+    if (Memory::kIsApart || column_tile < weight.column_tiles) {
+      multiply_staged<Format, T, kTokenTiles, RowTiles<Format, T, kRowTiles, kScaleSteps>>(
+          tiles.read(slot), tokens, slot, Memory::kIsApart ? 0 : warp % kSharing, sums);
     }
-    const int num_steps = (weight.column_tiles - first_of_block + stride - 1) / stride;
-#pragma unroll
-    for (int step = 0; step < Staged::kStages - 1; ++step) {
-      if (step < num_steps) tokens.start(first_of_block + step * stride, step);
-      commit_copies();
-    }
-    for (int begin = 0, slot = 0; begin < num_steps; begin += kDepth) {
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int step = begin + d, ahead = step + Staged::kStages - 1;
-        if (step >= num_steps) break;
-        wait_for_copies<Staged::kStages - 2>();
-        __syncthreads();  // all see this stage, and have done with the one before it
-        const int before = slot == 0 ? Staged::kStages - 1 : slot - 1;
-        if (ahead < num_steps) tokens.start(first_of_block + ahead * stride, before);
-        commit_copies();
-        const int column_tile = first + step * stride, next = column_tile + kDepth * stride;
-        if (column_tile < weight.column_tiles) {
-          multiply_staged<Format, T, kTokenTiles, Tiles>(loaded[d], tokens, slot, warp % kSharing,
-                                                         sums);
-          if (next < weight.column_tiles) tiles.load(weight, next, loaded[d]);
-        }
-        slot = slot == Staged::kStages - 1 ? 0 : slot + 1;
-      }
-    }
-    __syncthreads();  // sums take the place of x
+    slot = slot == kStages - 1 ? 0 : slot + 1;
   }
+  __syncthreads();  // sums take the place of what was copied
 
-  Partial& partial = *reinterpret_cast<Partial*>(memory);
+  auto& partial = *reinterpret_cast<typename Memory::Partial*>(weight_only_memory);
   const auto store = [&](int token, int row, float sum) {
     if (row >= weight.n) return;
     if (weight.row_factors != nullptr) {

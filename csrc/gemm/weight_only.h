@@ -12,6 +12,8 @@ enum class WeightCode { kFp8, kNvfp4, kInt4, kW4a8 };
 // Rows and columns of W in a tile: what one warp multiplies at a time.
 constexpr int kTileRows = 16;
 constexpr int kTileColumns = 64;
+constexpr int kWeightOnlyWarps = 8;
+constexpr int kWeightOnlyThreads = 32 * kWeightOnlyWarps;
 
 // A weight as `weight_only_layout.py` packs it; with experts, those of all of them on end.
 struct WeightOnlyWeight {
@@ -55,8 +57,17 @@ constexpr int row_warps(int token_tiles) {
   return token_tiles >= 16 ? 8 : token_tiles >= 4 ? 4 : 1;
 }
 
-// Thread blocks of a multiprocessor, as registers allow.
-constexpr int blocks_at_once(int token_tiles) { return token_tiles <= 4 ? 2 : 1; }
+// Thread blocks of a multiprocessor, as registers and, of 9.0, shared memory allow.
+constexpr int blocks_at_once(int token_tiles) {
+  return token_tiles <= 2 ? 3 : token_tiles <= 8 ? 2 : 1;
+}
+
+// Stages of a thread block that are in flight or multiplied, for so many bytes of each: as many as
+// fit into the shared memory of the chips that have least.
+constexpr int weight_only_stages(int bytes) {
+  const int stages = (99 << 10) / bytes;
+  return stages > 4 ? 4 : stages < 2 ? 2 : stages;
+}
 
 // How a weight is spread over the chip: tiles of rows per warp, and thread blocks (of a cluster,
 // from 9.0 on) that share the columns.
@@ -64,8 +75,8 @@ struct WeightOnlyShape {
   int row_tiles, splits;
 };
 
-// Enough thread blocks for every multiprocessor, with columns enough for each. Not measured
-// (bench_weight_only.py --sweep).
+// As many thread blocks as are resident together, with columns enough for each. Estimated, not
+// measured (bench_weight_only.py --sweep).
 WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
                                   int num_sms, bool has_clusters);
 

@@ -11,6 +11,14 @@ cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_cluste
   constexpr int kRows = kTileRows * kRowTiles * row_warps(kTokenTiles), kTokens = 8 * kTokenTiles;
   if (args.blocks != nullptr && args.block_rows > kTokens) return cudaErrorInvalidValue;
   const int blocks = args.blocks != nullptr ? args.num_blocks : (args.m + kTokens - 1) / kTokens;
+  constexpr int kBytes = WeightOnlyMemory<Format, T, kTokenTiles, kRowTiles, kScaleSteps>::kBytes;
+  const auto kernel = weight_only_kernel<Format, T, kTokenTiles, kRowTiles, kScaleSteps>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -19,11 +27,11 @@ cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_cluste
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(splits, blocks, (args.weight.n + kRows - 1) / kRows);
   config.blockDim = dim3(kWeightOnlyThreads);
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = !has_clusters ? 0 : splits == 1 ? 1 : 2;
-  return cudaLaunchKernelEx(
-      &config, weight_only_kernel<Format, T, kTokenTiles, kRowTiles, kScaleSteps>, args);
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <typename Format, typename T>

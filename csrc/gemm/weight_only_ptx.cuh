@@ -8,6 +8,8 @@
 
 namespace vllm::gemm {
 
+extern __shared__ __align__(16) char weight_only_memory[];  // as large as the launch says
+
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
   uint4 v;  // W is read once: it should not evict what is read again
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -16,12 +18,30 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
-// 16 bytes to shared memory, of which the first num_bytes come from `source`, the rest are zeros.
-__device__ __forceinline__ void copy_async(uint4* target, const void* source, int num_bytes) {
+// What is needed again and again, for a compiler that would compute it again and again.
+__device__ __forceinline__ int kept(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+template <typename V>
+__device__ __forceinline__ V* kept(V* v) {
+  asm volatile("" : "+l"(v));
+  return v;
+}
+
+// kBytes to shared memory, of which the first num_bytes come from `source`, the rest are zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* target, const void* source, int num_bytes) {
   const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(source),
-               "r"(num_bytes)
-               : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(place), "l"(source),
+                 "r"(num_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(source),
+                 "n"(kBytes), "r"(num_bytes)
+                 : "memory");
+  }
 }
 
 // What was begun since the last time is a group.

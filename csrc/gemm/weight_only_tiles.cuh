@@ -5,9 +5,6 @@
 
 namespace vllm::gemm {
 
-constexpr int kWeightOnlyWarps = 8;
-constexpr int kWeightOnlyThreads = 32 * kWeightOnlyWarps;
-
 // The tiles of one weight that a warp multiplies, from one tile of rows down. kScaleSteps: float32
 // scales of a row in a tile of columns: 2 where groups are of 32 columns, else 1.
 template <typename Format, typename T, int kRowTiles, int kScaleSteps>
@@ -82,6 +79,115 @@ struct RowTiles {
                                                    float (&found)[2]) {
     found[0] = __uint_as_float(loaded.scales[r][half * 2 % kScales]);
     found[1] = __uint_as_float(loaded.scales[r][(half * 2 + 1) % kScales]);
+  }
+};
+
+// The tiles of a warp on their way through its own part of shared memory, so that some are in
+// flight while others are multiplied: where loads to registers are in flight across a loop, ptxas
+// waits for all of them before it uses the first, and it moves them behind griddepcontrol.wait.
+template <typename Format, typename T, int kRowTiles, int kScaleSteps>
+struct StagedTiles {
+  using Loaded = typename RowTiles<Format, T, kRowTiles, kScaleSteps>::Loaded;
+  static constexpr int kLoads = Format::kLoads;
+  static constexpr int kCodeBytes = kRowTiles * kLoads * 512;
+  // Scales of a tile of columns: 32 times 2 bytes, or 16 of 4, which a weight may have once.
+  static constexpr int kScaleBytes = 64, kScaleSets = kRowTiles * kScaleSteps;
+  static constexpr int kLaneScales = Format::kScalesWeights ? 16 : 4;  // bytes that a lane copies
+  static constexpr int kScaleLanes = kScaleBytes / kLaneScales, kSetsAtOnce = 32 / kScaleLanes;
+  static constexpr int kScaleCopies = (kScaleSets + kSetsAtOnce - 1) / kSetsAtOnce;
+  static constexpr int kStageBytes = kCodeBytes + kScaleSets * kScaleBytes;
+
+  const char* codes[kRowTiles];      // this lane's
+  const char* scales[kScaleCopies];  // those that this lane copies; null for 1
+  // In weight_only_memory, of the first stage: this lane's codes, the scales that it copies and
+  // those that it reads.
+  int codes_place, scales_place, own_scales_place;
+
+  __device__ __forceinline__ StagedTiles(const WeightOnlyWeight& weight, int first_tile, int expert,
+                                         int stages) {
+    const int num_tiles = (weight.n + kTileRows - 1) / kTileRows, lane = threadIdx.x % 32;
+    const auto tile_of = [&](int r) {
+      // Tiles past the end repeat the last one; nobody stores their results.
+      return static_cast<int64_t>(expert) * num_tiles + min(first_tile + r, num_tiles - 1);
+    };
+    codes_place = kept(stages + lane * 16);
+    scales_place = kept(stages + kCodeBytes + lane * kLaneScales);
+    own_scales_place =
+        kept(stages + kCodeBytes + (Format::kScalesWeights ? lane * 2 : lane / 4 * 4));
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      codes[r] = kept(static_cast<const char*>(weight.codes) +
+                      tile_of(r) * weight.column_tiles * (kLoads * 512) + lane * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int64_t tile = tile_of(scale_set(i) / kScaleSteps);
+      const auto* all = static_cast<const char*>(weight.scales);
+      int64_t offset = 0;
+      if constexpr (Format::kScalesWeights) {
+        offset = tile * weight.column_tiles * kScaleBytes + lane % kScaleLanes * kLaneScales;
+      } else {
+        const int row = weight.scale_rows == 1 ? 0 : lane % 16;
+        offset = (tile * weight.groups * weight.scale_rows + row) * 4;
+      }
+      scales[i] = kept(all == nullptr ? nullptr : all + offset);
+    }
+  }
+
+  // Of this lane's copy i: which rows and which half of a tile of columns.
+  static __device__ __forceinline__ int scale_set(int i) {
+    return i * kSetsAtOnce + static_cast<int>(threadIdx.x) % 32 / kScaleLanes;
+  }
+
+  __device__ __forceinline__ void start(const WeightOnlyWeight& weight, int column_tile,
+                                        int slot) const {
+    char* stage = weight_only_memory + slot * kStageBytes;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        copy_async<16>(stage + codes_place + (r * kLoads + i) * 512,
+                       codes[r] + static_cast<int64_t>(column_tile) * (kLoads * 512) + i * 512, 16);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int set = scale_set(i);
+      if (set >= kScaleSets || (!Format::kScalesWeights && scales[i] == nullptr)) continue;
+      int offset = column_tile * kScaleBytes;
+      if constexpr (!Format::kScalesWeights) {
+        const int column = column_tile * kTileColumns + set % kScaleSteps * 32;
+        offset = (column >> weight.column_shift) * weight.scale_rows * 4;
+      }
+      copy_async<kLaneScales>(stage + scales_place + i * kSetsAtOnce * kScaleBytes,
+                              scales[i] + offset, kLaneScales);
+    }
+  }
+
+  // What all lanes of the warp copied.
+  __device__ __forceinline__ Loaded read(int slot) const {
+    const char* stage = weight_only_memory + slot * kStageBytes;
+    Loaded loaded;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        loaded.codes[r][i] =
+            *reinterpret_cast<const uint4*>(stage + codes_place + (r * kLoads + i) * 512);
+      }
+      const char* own = stage + own_scales_place + r * kScaleSteps * kScaleBytes;
+      if constexpr (Format::kScalesWeights) {
+        loaded.scales[r][0] = *reinterpret_cast<const uint16_t*>(own);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 * kScaleSteps; ++i) {  // rows group and group + 8
+          const char* place = own + i / 2 * kScaleBytes + i % 2 * 32;
+          loaded.scales[r][i] = scales[0] == nullptr ? __float_as_uint(1.0f)
+                                                     : *reinterpret_cast<const uint32_t*>(place);
+        }
+      }
+    }
+    return loaded;
   }
 };
 

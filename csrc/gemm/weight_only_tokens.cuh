@@ -1,5 +1,6 @@
-// x of a thread block's tokens on its way through shared memory, for tiles of columns that all of
-// its warps multiply: read once for all rows, while products of earlier tiles are computed.
+// x of a thread block's tokens on its way through shared memory, while products of earlier tiles
+// are computed: of many tokens, tiles of columns that all warps multiply, read once for all rows;
+// of few, a warp's own ones.
 #pragma once
 #include "weight_only_tiles.cuh"
 
@@ -15,31 +16,33 @@ struct EightOf<E4m3> {
   using type = uint2;
 };
 
-// kSharing: tiles of columns of a stage. A row of a tile is 8 chunks of 16 bytes, or 4 of E4M3;
-// those of every other 128 bytes change places, so that lanes that read together meet no bank
-// twice.
-template <typename Format, typename X, int kTokens, int kSharing>
+// kThreads: those that copy together. kSharing: tiles of columns of a stage. A row of a tile is 8
+// chunks of 16 bytes, or 4 of E4M3; those of every other 128 bytes change places, so that lanes
+// that read together meet no bank twice.
+template <typename Format, typename X, int kTokens, int kSharing, int kThreads, int kStages>
 struct StagedTokens {
   using Eight = typename EightOf<X>::type;
-  static constexpr int kStages = 3;
   static constexpr int kChunkColumns = 16 / sizeof(X);
   static constexpr int kChunks = kTileColumns / kChunkColumns;
   static constexpr int kTileChunks = kTokens * kChunks;
   static constexpr int kStageChunks = kSharing * kTileChunks;
   static constexpr int kBytes = kStages * kStageChunks * 16;
   static constexpr int kTilesAtOnce = kSharing < 8 / kChunks ? kSharing : 8 / kChunks;
-  static constexpr int kRowsAtOnce = kWeightOnlyThreads / (kChunks * kTilesAtOnce);
+  static constexpr int kRowsAtOnce = kThreads / (kChunks * kTilesAtOnce);
   static constexpr int kRows = kTokens / kRowsAtOnce;
-  static_assert(kTokens % kRowsAtOnce == 0);
+  static constexpr int kCopies = kRows * (kSharing / kTilesAtOnce);  // of a thread, in a stage
+  static_assert(kTokens % kRowsAtOnce == 0 && kSharing % kTilesAtOnce == 0);
 
-  uint4* stages;
-  const X* x;
-  int k;
-  int rows[kRows];  // where the rows of x begin that this thread copies; negative for none
+  // Of each row that this thread copies: its chunk of the first tile of columns, and the number of
+  // columns, 0 without a token.
+  const X* rows[kRows];
+  int num_columns[kRows];
+  int stages;     // in weight_only_memory
+  int places[2];  // of this lane's columns of both halves in the first stage
 
   // Of the rows that this thread copies: the token.
   static __device__ __forceinline__ int token(int i) {
-    return threadIdx.x / (kChunks * kTilesAtOnce) + i * kRowsAtOnce;
+    return threadIdx.x % kThreads / (kChunks * kTilesAtOnce) + i * kRowsAtOnce;
   }
   static constexpr __device__ __forceinline__ int place(int token, int chunk) {
     return token * kChunks + (chunk ^ (token / (8 / kChunks) % 2 * Format::kOddChunks));
@@ -62,27 +65,66 @@ struct StagedTokens {
     return true;
   }
 
-  // Copies tiles first_tile and on; what lies outside is zeros.
-  __device__ __forceinline__ void start(int first_tile, int slot) const {
-    static_assert(meets_no_bank_twice());
-    const int chunk = threadIdx.x % kChunks;
+  // rows[] and num_columns[] are the caller's.
+  __device__ __forceinline__ explicit StagedTokens(int stages) : stages(stages) {
+    const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < kSharing; i += kTilesAtOnce) {
-      const int tile = i + threadIdx.x / kChunks % kTilesAtOnce;
-      const int column = (first_tile + tile) * kTileColumns + chunk * kChunkColumns;
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const bool is_inside = rows[j] >= 0 && column < k;  // k % kChunkColumns == 0
-        copy_async(stages + slot * kStageChunks + tile * kTileChunks + place(token(j), chunk),
-                   x + (is_inside ? rows[j] + column : 0), is_inside ? 16 : 0);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int eight = place_of_eight(group, Format::column(quad, half));
+      places[half] = kept(stages + eight * static_cast<int>(sizeof(Eight)));
     }
   }
 
-  // Eight columns of a token, for a lane's products.
-  __device__ __forceinline__ Eight read(int slot, int tile, int token, int column) const {
-    const uint4* own = stages + slot * kStageChunks + tile * kTileChunks;
-    return reinterpret_cast<const Eight*>(own)[place_of_eight(token, column)];
+  // Of this thread's copy i: the tile of a stage.
+  static __device__ __forceinline__ int tile(int i) {
+    return i / kRows * kTilesAtOnce + threadIdx.x % kThreads / kChunks % kTilesAtOnce;
+  }
+  static __device__ __forceinline__ int chunk_column() {
+    return threadIdx.x % kChunks * kChunkColumns;
+  }
+  __device__ __forceinline__ uint4* target(int i, int slot) const {
+    const int chunk = tile(i) * kTileChunks + place(token(i % kRows), threadIdx.x % kChunks);
+    return reinterpret_cast<uint4*>(weight_only_memory + stages + slot * kStageChunks * 16) + chunk;
+  }
+  // Columns of it for tiles first_tile and on, less those of chunk_column().
+  static __device__ __forceinline__ int column(int i, int first_tile) {
+    return (first_tile + tile(i)) * kTileColumns;
+  }
+
+  // Tiles first_tile and on; what lies outside is zeros.
+  __device__ __forceinline__ void start(int first_tile, int slot) const {
+    static_assert(meets_no_bank_twice());
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = column(i, first_tile);
+      copy_async<16>(target(i, slot), rows[i % kRows] + at, at < num_columns[i % kRows] ? 16 : 0);
+    }
+  }
+
+  // All stages but the last, `stride` tiles apart, through registers: asynchronous copies end in
+  // the order in which they began, and these would do so after those of weights that begin before.
+  __device__ __forceinline__ void fill(int first_tile, int stride) const {
+    uint4 held[kStages - 1][kCopies];
+#pragma unroll
+    for (int i = 0; i < (kStages - 1) * kCopies; ++i) {
+      const int copy = i % kCopies, at = column(copy, first_tile + i / kCopies * stride);
+      uint4& eight = held[i / kCopies][copy];
+      eight = make_uint4(0, 0, 0, 0);
+      if (at < num_columns[copy % kRows]) {
+        eight = *reinterpret_cast<const uint4*>(rows[copy % kRows] + at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < (kStages - 1) * kCopies; ++i) {
+      *target(i % kCopies, i / kCopies) = held[i / kCopies][i % kCopies];
+    }
+  }
+
+  // Eight columns of the token of this lane's group in a tile of 8, for its products.
+  __device__ __forceinline__ Eight read(int slot, int tile, int token_tile, int half) const {
+    static_assert(8 % (16 / kChunks) == 0);  // all tiles of tokens are laid out as the first one is
+    const int offset = (slot * kStageChunks + tile * kTileChunks + token_tile * 8 * kChunks) * 16;
+    return *reinterpret_cast<const Eight*>(weight_only_memory + places[half] + offset);
   }
 };
 
@@ -94,7 +136,6 @@ __device__ __forceinline__ void multiply_staged(const typename Tiles::Loaded& lo
                                                 float (&sums)[kRowTiles][kTokenTiles][4]) {
   using X = typename Format::template Activation<T>;
   constexpr int kProducts = Format::kProducts;
-  const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t a[kRowTiles][kProducts][4];
@@ -113,18 +154,21 @@ __device__ __forceinline__ void multiply_staged(const typename Tiles::Loaded& lo
     }
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
-      const auto x = tokens.read(slot, tile, t * 8 + group, Format::column(quad, half));
+      const auto x = tokens.read(slot, tile, t, half);
+      float own[kRowTiles][4] = {};
+      // Products of other rows lie between those of one sum: each waits for the one before it.
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        float own[4] = {};
-        float (&sum)[4] = Format::kScalesWeights ? sums[r][t] : own;
+      for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
-        for (int i = 0; i < kProducts; ++i) {
+        for (int r = 0; r < kRowTiles; ++r) {
+          float (&sum)[4] = Format::kScalesWeights ? sums[r][t] : own[r];
           mma<X>(sum, a[r][i], word(x, 2 * i), word(x, 2 * i + 1));
         }
-        if constexpr (!Format::kScalesWeights) {
+      }
+      if constexpr (!Format::kScalesWeights) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[r][t][i] += own[i] * factors[r][i / 2];
+        for (int i = 0; i < 4 * kRowTiles; ++i) {
+          sums[i / 4][t][i % 4] += own[i / 4][i % 4] * factors[i / 4][i % 4 / 2];
         }
       }
     }

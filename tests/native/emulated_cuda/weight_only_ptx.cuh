@@ -1,15 +1,21 @@
 // What csrc/gemm/weight_only_ptx.cuh does, from the description of PTX.
 #pragma once
-#include "emulated_cuda.h"
+#include "warp.h"
 
 namespace vllm::gemm {
 
+inline thread_local char weight_only_memory[99 << 10] alignas(16);  // most of every chip
+
 inline uint4 load_once(const uint4* address) { return *address; }
+template <typename V>
+V kept(V v) {
+  return v;
+}
 // Copies are made when a thread waits for them: as late as a device may make them.
 struct Copy {
-  uint4* target;
+  void* target;
   const void* source;
-  int num_bytes;
+  int num_bytes, all_bytes;
 };
 struct Copies {
   std::vector<Copy> begun;
@@ -19,8 +25,9 @@ inline Copies& copies_of_thread() {
   static thread_local std::vector<Copies> of_threads(1024);
   return of_threads[threadIdx.x];
 }
-inline void copy_async(uint4* target, const void* source, int num_bytes) {
-  copies_of_thread().begun.push_back({target, source, num_bytes});
+template <int kBytes>
+void copy_async(void* target, const void* source, int num_bytes) {
+  copies_of_thread().begun.push_back({target, source, num_bytes, kBytes});
 }
 inline void commit_copies() {
   Copies& own = copies_of_thread();
@@ -32,7 +39,7 @@ void wait_for_copies() {
   auto& groups = copies_of_thread().groups;
   while (groups.size() > kLast) {
     for (const Copy& copy : groups.front()) {
-      *copy.target = make_uint4(0, 0, 0, 0);
+      std::memset(copy.target, 0, copy.all_bytes);
       std::memcpy(copy.target, copy.source, copy.num_bytes);
     }
     groups.erase(groups.begin());
