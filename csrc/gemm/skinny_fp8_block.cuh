@@ -23,7 +23,13 @@ namespace vllm::gemm {
 constexpr int kBlock = 128;         // columns and rows of W that share a scale
 constexpr float kFp8Max = 448.0f;   // largest E4M3
 constexpr int kMaxWarps = 32;       // of a multiprocessor, at 64 registers a thread
+constexpr int kEarlyBlocks = 2;     // of a warp, that are prefetched. Estimated
 constexpr float kMinAmax = 1e-10f;  // a token of zeros must not divide by zero
+
+// Into L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
 __device__ __forceinline__ uint4 load_streaming(const void* address) {
   uint4 v;  // W is read once: it should not evict what is read again
@@ -167,7 +173,21 @@ __global__ void __launch_bounds__(kWarps * 32,
     }
   }
   float sums[kRowTiles][kTokenTiles][4] = {};
-  [[maybe_unused]] bool must_wait = true;
+#if __CUDA_ARCH__ >= 900
+  // W does not depend on the kernel before this one, x does. ptxas puts loads behind the wait, not
+  // prefetches: a line for each row, kEarlyBlocks times.
+#pragma unroll
+  for (int early = 0; early < kEarlyBlocks; ++early) {
+    const int block = warp + early * kWarps;
+#pragma unroll
+    for (int row = lane; row < kRows; row += 32) {
+      if (block < num_blocks && first_row + row < args.n) {
+        prefetch_line(args.weight + (first_row + row) * args.ldw + block * kBlock);
+      }
+    }
+  }
+  cudaGridDependencySynchronize();
+#endif
   for (int block = warp; block < num_blocks; block += kWarps) {
     const int column = block * kBlock + quad * 16;
     uint4 w[kRowTiles][2][2];
@@ -184,11 +204,6 @@ __global__ void __launch_bounds__(kWarps * 32,
         }
       }
     }
-#if __CUDA_ARCH__ >= 900
-    // W does not depend on the kernel before this one, x does: what precedes overlaps its end.
-    if (must_wait) cudaGridDependencySynchronize();
-    must_wait = false;
-#endif
     // One tile of rows lies in one block of rows: 128 is a multiple of 16 * kRowTiles.
     const float weight_scale = args.scales[first_row / kBlock * args.lds + block];
     uint4 x[kTokenTiles][2];
@@ -235,7 +250,6 @@ __global__ void __launch_bounds__(kWarps * 32,
     }
   }
 #if __CUDA_ARCH__ >= 900
-  if (must_wait) cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 #pragma unroll
