@@ -18,6 +18,7 @@ from vllm.kernels.triton.attention_kernels import (
     prefill_kernel,
     write_kernel,
 )
+from vllm.kernels.triton.moe_rows import launch_dependent
 
 LOG2_E = math.log2(math.e)
 FP8 = torch.float8_e4m3fn
@@ -266,4 +267,5 @@ def _decode(call: _Call, max_seq_len: int) -> None:
         call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2], **sizes,
         BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n, ROW_PAD=row,
         AT_ONCE=max(1, COMBINED_BYTES // (4 * row)), num_warps=4, num_stages=DECODE_STAGES[item],
+        **launch_dependent(query.device),
     )  # fmt: skip

@@ -10,6 +10,8 @@ compiled once for a model.
 import triton
 import triton.language as tl
 
+from vllm.kernels.triton.moe_kernels import begin_dependent
+
 # ---------------------------------------------------------------- parts of both kernels
 
 
@@ -198,7 +200,7 @@ def decode_kernel(
     min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes one of the splits of a request's keys, for the heads of one K and V head.
 
@@ -208,6 +210,7 @@ def decode_kernel(
     weights, and the program that arrives last adds them up; it leaves `num_arrived` [requests, kv
     heads] zero, as it found it. Requests with more than one new token are left to `prefill_kernel`.
     """
+    begin_dependent(PDL)  # so that the output projection fetches its weight meanwhile
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_requests, num_splits = tl.num_programs(1), tl.num_programs(2)
     first_head = kv_head * GROUP
