@@ -32,6 +32,12 @@ struct Cluster {
     if constexpr (kRanks > 1) cooperative_groups::this_cluster().barrier_arrive();
 #endif
   }
+  // Orders no memory: for what was read, or for nothing.
+  static __device__ __forceinline__ void arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kRanks > 1) __cluster_barrier_arrive_relaxed();
+#endif
+  }
   static __device__ __forceinline__ void wait() {
     if constexpr (kRanks == 1) {
       __syncthreads();

@@ -4,13 +4,13 @@
 // the tokens with d up to a limit, equal ones together. A limit is found by walking down a
 // histogram of d and refining the bucket it lies in: non-negative floats order as their bits do.
 //
-// Weights are integers, units of 2^-weight_bits of the likeliest's, computed in double precision
-// without branches, since most of the time goes into them. Sums of integers are exact in any order:
-// the token depends neither on the number of threads or blocks nor on who adds first, and equals
-// what exact arithmetic gives for these weights.
+// A weight is a float32, to 2^-21 of itself, rounded to an integer number of units of
+// 2^-weight_bits of the likeliest's. Sums of integers are exact in any order: the token depends
+// neither on the number of threads or blocks nor on who adds first, and equals what exact
+// arithmetic gives for these weights.
 //
-// A cluster of kRanks blocks shares a row, each keeping its part of a row that is drawn from in
-// shared memory: logits are read once from device memory.
+// A cluster of kRanks blocks shares a row, each keeping its part in shared memory as it is stored:
+// logits are read once from device memory.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -18,6 +18,7 @@
 
 #include "cluster.cuh"
 #include "launch.cuh"
+#include "sampling_weights.cuh"
 
 namespace vllm::layers {
 namespace {
@@ -31,16 +32,21 @@ constexpr int kMaxWeightBits = 51;    // a weight is rounded in the mantissa of 
 constexpr int kVectors = 5;  // 16-byte loads of a thread in flight: 2 rounds for 151,936 logits
 constexpr int kMassSlot = kBins;  // of a histogram: the sum of everything
 static_assert(kBins == 1 << kBinBits);
+// Of a multiprocessor: while some wait, for logits or each other, others compute.
+template <typename T>
+constexpr int kMinBlocks = sizeof(T) == 2 ? 3 : 2;
+template <typename T>
+constexpr int kPerAccess = 16 / sizeof(T);  // logits of 16 bytes
 
 struct Plan {
   int segment;      // logits per rank, a multiple of 8
-  bool is_staged;   // whether shared memory holds a segment as float32
+  bool is_staged;   // whether shared memory holds a segment
   int weight_bits;  // vocab * 2^weight_bits <= 2^63, at most kMaxWeightBits
 };
 
 struct Best {
   float value;
-  int index;
+  int index;  // of the first logit of its access, until index_of
 };
 
 // NaN before everything, then the larger, then the first, as torch.argmax.
@@ -50,6 +56,13 @@ __device__ __forceinline__ bool is_better(const Best& a, const Best& b) {
   if (is_a_nan || a.value == b.value) return a.index < b.index;
   return a.value > b.value;
 }
+
+// How a row is drawn from.
+struct Settings {
+  int64_t top_k;
+  double uniform;
+  float top_p, min_p;
+};
 
 // The bin in which a sum reaches its target, and the sum of the bins before it.
 struct Found {
@@ -66,24 +79,62 @@ struct Shared {
   Best warp_best[kWarps];
   Best rank_best[kRanksOfCluster];  // written by those ranks
   Found found;
+  Settings settings;
 };
+
+template <int kNumWords>
+struct alignas(4 * kNumWords) Words {
+  uint32_t words[kNumWords];
+};
+
+template <typename T, int kSize>
+__device__ __forceinline__ void unpack(const Words<kSize * sizeof(T) / 4>& stored,
+                                       float (&values)[kSize]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = __uint_as_float(stored.words[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      values[2 * i] = __uint_as_float(stored.words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(stored.words[i] & 0xFFFF0000u);
+    }
+  }
+}
+
+// NaN if there is one.
+template <typename T>
+__device__ __forceinline__ float largest_of(const uint4& access) {
+  if constexpr (sizeof(T) == 4) {
+    return max_or_nan(max_or_nan(__uint_as_float(access.x), __uint_as_float(access.y)),
+                      max_or_nan(__uint_as_float(access.z), __uint_as_float(access.w)));
+  } else {
+    const auto pair = [](const uint32_t& word) {
+      return *reinterpret_cast<const __nv_bfloat162*>(&word);
+    };
+    const __nv_bfloat162 largest = __hmax2_nan(__hmax2_nan(pair(access.x), pair(access.y)),
+                                               __hmax2_nan(pair(access.z), pair(access.w)));
+    return max_or_nan(__bfloat162float(largest.x), __bfloat162float(largest.y));
+  }
+}
 
 // The part of a row that one rank looks after: logits [begin, begin + size), counted from 0 below.
 template <typename T>
 struct Segment {
-  const T* row;   // at begin
-  float* staged;  // the segment in shared memory, filled with minus infinity to a multiple of 4;
-                  // null where it is not there
+  const T* row;  // at begin
+  T* staged;     // where is_staged, in shared memory: filled with minus infinity to a whole access
   int begin, size;
+  bool is_staged;
 
-  // max_logit - logit of four logits from i on, a multiple of 4; infinity beyond the segment.
-  __device__ __forceinline__ void load_four(int i, float max_logit, float (&d)[4]) const {
-    if (staged != nullptr) {
-      const float4 four = *reinterpret_cast<const float4*>(staged + i);
-      d[0] = four.x, d[1] = four.y, d[2] = four.z, d[3] = four.w;
+  // max_logit - logit of kSize logits from i on, a multiple of kSize: an access or half of one.
+  // Infinity beyond the segment.
+  template <int kSize>
+  __device__ __forceinline__ void load(int i, float max_logit, float (&d)[kSize]) const {
+    if (is_staged) {
+      unpack<T>(*reinterpret_cast<const Words<kSize * sizeof(T) / 4>*>(staged + i), d);
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) d[j] = i + j < size ? to_float(row[i + j]) : -INFINITY;
+      for (int j = 0; j < kSize; ++j) d[j] = i + j < size ? to_float(row[i + j]) : -INFINITY;
     }
 #pragma unroll
     for (float& value : d) value = max_logit - value;
@@ -92,7 +143,7 @@ struct Segment {
 
 template <int kRanks, typename T>
 __device__ __forceinline__ Segment<T> segment_of(const SampleArgs& args, const Plan& plan,
-                                                 float* staged) {
+                                                 T* staged) {
   const int64_t row = blockIdx.x / kRanks;
   const int vocab = static_cast<int>(args.vocab);
   Segment<T> part;
@@ -100,19 +151,19 @@ __device__ __forceinline__ Segment<T> segment_of(const SampleArgs& args, const P
   part.size = min(plan.segment, vocab - part.begin);
   part.row = static_cast<const T*>(args.logits) + row * args.row_stride + part.begin;
   part.staged = staged;
+  part.is_staged = plan.is_staged;
   return part;
 }
 
 // Of the first largest logit that the thread sees; the segment is staged on the way.
 template <typename T>
 __device__ __forceinline__ Best best_of_thread(const Segment<T>& part, bool is_vector) {
-  constexpr int kPerAccess = 16 / sizeof(T);
   Best best = {-INFINITY, INT_MAX};
   const auto look_at = [&](float value, int index) {
     // Larger, or the first NaN.
     if (!(value <= best.value) && best.value == best.value) best = {value, index};
   };
-  const int num_vectors = is_vector ? part.size / kPerAccess : 0;
+  const int num_vectors = is_vector ? part.size / kPerAccess<T> : 0;
   for (int first = threadIdx.x; first < num_vectors; first += kVectors * kThreads) {
     uint4 loaded[kVectors];
 #pragma unroll
@@ -124,29 +175,29 @@ __device__ __forceinline__ Best best_of_thread(const Segment<T>& part, bool is_v
     for (int j = 0; j < kVectors; ++j) {
       const int v = first + j * kThreads;
       if (v >= num_vectors) continue;
-      const Packed<T> packed = *reinterpret_cast<const Packed<T>*>(&loaded[j]);
-      float values[kPerAccess];
-#pragma unroll
-      for (int i = 0; i < kPerAccess; ++i) {
-        values[i] = to_float(packed.values[i]);
-        look_at(values[i], part.begin + v * kPerAccess + i);
-      }
-      if (part.staged == nullptr) continue;
-#pragma unroll
-      for (int i = 0; i < kPerAccess; i += 4) {
-        *reinterpret_cast<float4*>(part.staged + v * kPerAccess + i) = {
-            values[i], values[i + 1], values[i + 2], values[i + 3]};
-      }
+      look_at(largest_of<T>(loaded[j]), part.begin + v * kPerAccess<T>);
+      if (part.is_staged) reinterpret_cast<uint4*>(part.staged)[v] = loaded[j];
     }
   }
-  const int padded = (part.size + 3) / 4 * 4;
+  const int padded = (part.size + kPerAccess<T> - 1) / kPerAccess<T> * kPerAccess<T>;
 #pragma unroll 4
-  for (int i = num_vectors * kPerAccess + threadIdx.x; i < padded; i += kThreads) {
-    const float value = i < part.size ? to_float(part.row[i]) : -INFINITY;
-    look_at(value, part.begin + i);
-    if (part.staged != nullptr) part.staged[i] = value;
+  for (int i = num_vectors * kPerAccess<T> + threadIdx.x; i < padded; i += kThreads) {
+    const T value = i < part.size ? part.row[i] : from_float<T>(-INFINITY);
+    look_at(to_float(value), part.begin + i);
+    if (part.is_staged) part.staged[i] = value;
   }
   return best;
+}
+
+// Of the first of the largest logits in the access that begins at best.index, for a whole warp.
+template <typename T>
+__device__ __forceinline__ int index_of(const Best& best, const Segment<T>& part) {
+  if (best.index == INT_MAX) return INT_MAX;
+  const int lane = threadIdx.x % 32, i = best.index - part.begin + lane;
+  const bool is_inside = lane < kPerAccess<T> && i < part.size;
+  const float value = is_inside ? to_float(part.row[i]) : -INFINITY;
+  const bool is_nan = value != value && best.value != best.value;
+  return best.index + __ffs(__ballot_sync(kAllLanes, is_nan || value == best.value)) - 1;
 }
 
 __device__ __forceinline__ Best best_of_warp(Best best) {
@@ -159,57 +210,24 @@ __device__ __forceinline__ Best best_of_warp(Best best) {
   return best;
 }
 
-// Tells the first `num_readers` ranks the best of this one; the barrier of the cluster makes it
-// known.
-template <int kRanks>
-__device__ __forceinline__ void share_best(Best best, int num_readers, Shared& shared) {
+// Tells the ranks that need it, the first alone where is_greedy, the best of this one; the barrier
+// of the cluster makes it known. Its index is right where it may be the token.
+template <int kRanks, typename T>
+__device__ __forceinline__ void share_best(Best best, const Segment<T>& part, bool is_greedy,
+                                           Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   best = best_of_warp(best);
   if (lane == 0) shared.warp_best[warp] = best;
   __syncthreads();
-  if (warp == 0) best = best_of_warp(shared.warp_best[lane % kWarps]);
+  if (warp == 0) {
+    best = best_of_warp(shared.warp_best[lane % kWarps]);
+    if (is_greedy || !(best.value < INFINITY)) best.index = index_of(best, part);
+  }
   Cluster<kRanks>::wait();  // for all ranks to have started
-  if (threadIdx.x < num_readers) {
+  if (threadIdx.x < (is_greedy ? 1 : kRanks)) {
     *Cluster<kRanks>::of(&shared.rank_best[Cluster<kRanks>::rank()], threadIdx.x) = best;
   }
 }
-
-// 2^x for |x| <= 1/2 by its Taylor series, to 2^-46.
-__device__ __forceinline__ double small_power_of_two(double x) {
-  constexpr double kCoefficients[] = {
-      // ln(2)^k / k!
-      4.4455382718708116e-10, 7.0549116208011233e-9, 1.0178086009239699e-7, 1.3215486790144309e-6,
-      1.5252733804059840e-5,  1.5403530393381609e-4, 1.3333558146428443e-3, 9.6181291076284772e-3,
-      5.5504108664821580e-2,  2.4022650695910071e-1, 6.9314718055994531e-1};
-  double result = kCoefficients[0];
-#pragma unroll
-  for (int i = 1; i < 11; ++i) result = fma(result, x, kCoefficients[i]);
-  return fma(result, x, 1.0);
-}
-
-// Branchless, so that several weights are computed at once.
-struct Weights {
-  double slope;  // of the exponent of 2
-  float reach;   // weights of larger d round to zero
-  int bits;
-
-  __device__ __forceinline__ Weights(float temperature, int weight_bits) : bits(weight_bits) {
-    constexpr double kLog2E = 1.4426950408889634;
-    slope = -kLog2E / static_cast<double>(temperature);
-    reach = static_cast<float>(weight_bits + 2) * 0.6931472f * temperature;
-  }
-  __device__ __forceinline__ uint64_t of(float d) const {
-    // Adding rounds to an integer, which is then the low bits of the sum.
-    constexpr double kToInteger = 0x1.8p52, kToUnsigned = 0x1p52;
-    const double wide = fmin(d, reach);
-    const double rounded = fma(wide, slope, kToInteger);
-    const double rest = fma(wide, slope, kToInteger - rounded);
-    const int exponent = bits + __double2loint(rounded);
-    const double scale = __hiloint2double((exponent + 1023) << 20, 0);
-    const double sum = fma(small_power_of_two(rest), scale, kToUnsigned);
-    return __double_as_longlong(sum) - __double_as_longlong(kToUnsigned);
-  }
-};
 
 // floor(x * 2^64) for x in [0, 1), exact where x has no bits below 2^-64.
 __device__ __forceinline__ uint64_t fraction_of(double x) { return __double2ull_rz(x * 0x1p64); }
@@ -260,6 +278,8 @@ template <bool kBySum, int kRanks, typename T>
 __device__ __forceinline__ float find_limit(const Segment<T>& part, float max_logit, float most,
                                             const Weights& weights, uint64_t wanted, int& turn,
                                             Shared& shared) {
+  constexpr int kSize = 4;
+  const float weighed = fminf(most, weights.reach);
   Range range = {0, __float_as_uint(FLT_MAX) + 1, 0, true};
   uint64_t above = 0, target = wanted;
   while (true) {
@@ -267,22 +287,22 @@ __device__ __forceinline__ float find_limit(const Segment<T>& part, float max_lo
     histogram.clear();
     __syncthreads();
     uint64_t mass = 0;
-    for (int i = 4 * threadIdx.x; i < part.size; i += 4 * kThreads) {
-      float d[4];
-      part.load_four(i, max_logit, d);
-      uint32_t bins[4];
+    for (int i = kSize * threadIdx.x; i < part.size; i += kSize * kThreads) {
+      float d[kSize];
+      part.load(i, max_logit, d);
+      uint32_t bins[kSize];
       bool is_needed = false;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kSize; ++j) {
         bins[j] = d[j] <= most ? range.bin_of(d[j]) : kBins;
         is_needed |= bins[j] < kBins - 1 || (kBySum && range.is_first && d[j] <= most);
       }
       if (!is_needed) continue;
-      uint64_t amounts[4];
+      uint64_t amounts[kSize];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) amounts[j] = kBySum && d[j] <= most ? weights.of(d[j]) : 0;
+      for (int j = 0; j < kSize; ++j) amounts[j] = kBySum ? weights.of(d[j], weighed) : 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kSize; ++j) {
         mass += amounts[j];
         // What the bins before do not reach lies in the last one, which need not be counted: far
         // from the likeliest it may hold most of the row.
@@ -322,24 +342,35 @@ __device__ __forceinline__ float find_limit(const Segment<T>& part, float max_lo
 //
 // A row is cut into kThreads pieces; kLanes threads sum one up.
 template <int kRanks, typename T>
-__device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, const Best& best,
+__device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, float max_logit,
                                     float limit, const Weights& weights, double uniform,
                                     Shared& shared) {
-  constexpr int kLanes = kRanks, kPieces = kThreads / kLanes;
-  const int piece_size = (plan.segment / 4 + kPieces - 1) / kPieces * 4;
-  // Of four tokens, those with d > limit left out.
-  const auto load_weights = [&](int i, uint64_t (&amounts)[4]) {
-    float d[4];
-    part.load_four(i, best.value, d);
-    const bool is_any = fminf(fminf(d[0], d[1]), fminf(d[2], d[3])) <= fminf(limit, weights.reach);
+  constexpr int kLanes = kRanks, kPieces = kThreads / kLanes, kSize = kPerAccess<T>;
+  const int piece_size = (plan.segment / kSize + kPieces - 1) / kPieces * kSize;
+  limit = fminf(limit, weights.reach);
+  // Of an access, those with d > limit left out.
+  const auto load_weights = [&](int i, uint64_t (&amounts)[kSize]) {
+    float d[kSize];
+    part.load(i, max_logit, d);
+    float least = d[0];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) amounts[j] = is_any && d[j] <= limit ? weights.of(d[j]) : 0;
-    return amounts[0] + amounts[1] + amounts[2] + amounts[3];
+    for (int j = 1; j < kSize; ++j) least = fminf(least, d[j]);
+#pragma unroll
+    for (uint64_t& amount : amounts) amount = 0;
+    if (least > limit) return uint64_t{0};
+    uint64_t all = 0;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const uint64_t amount = weights.beyond_zero(d[j], limit);
+      all += amount;
+      amounts[j] = amount - Weights::kZero;
+    }
+    return all - kSize * Weights::kZero;
   };
-  uint64_t sum = 0, amounts[4];
+  uint64_t sum = 0, amounts[kSize];
   const int begin = threadIdx.x / kLanes * piece_size;
   const int end = min(begin + piece_size, part.size);
-  for (int i = begin + 4 * (threadIdx.x % kLanes); i < end; i += 4 * kLanes) {
+  for (int i = begin + kSize * (threadIdx.x % kLanes); i < end; i += kSize * kLanes) {
     sum += load_weights(i, amounts);
   }
 #pragma unroll
@@ -352,6 +383,7 @@ __device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, co
   const uint64_t amount =
       Cluster<kRanks>::of(shared.piece_sums, threadIdx.x / kPieces)[threadIdx.x % kPieces];
   const BlockSums sums = sums_over_block<kWarps>(amount, shared.scan);
+  Cluster<kRanks>::arrive_relaxed();  // this one has read what others keep
   // The first token with which the sum exceeds this point.
   const uint64_t point = __umul64hi(fraction_of(uniform), sums.total);
   if (sums.up_to_here > point && sums.up_to_here - amount <= point) {
@@ -359,14 +391,13 @@ __device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, co
   }
   __syncthreads();
   const int rank = Cluster<kRanks>::rank(), lane = threadIdx.x % 32;
-  if (sums.total == 0) return rank == 0 && threadIdx.x == 0 ? best.index : -1;
   const Found found = shared.found;
   if (found.bin / kPieces != rank || threadIdx.x >= 32) return -1;
   uint64_t rest = point - found.before;
   const int found_begin = found.bin % kPieces * piece_size;
   const int found_end = min(found_begin + piece_size, part.size);
-  for (int first = found_begin; first < found_end; first += 4 * 32) {
-    const int i = first + 4 * lane;
+  for (int first = found_begin; first < found_end; first += kSize * 32) {
+    const int i = first + kSize * lane;
     sum = i < found_end ? load_weights(i, amounts) : 0;
     uint64_t up_to_here = inclusive_sum_over_warp(sum);
     const unsigned beyond = __ballot_sync(kAllLanes, up_to_here > rest);
@@ -375,38 +406,43 @@ __device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, co
       continue;
     }
     if (lane != __ffs(beyond) - 1) return -1;
-    // Back from the last of the four: the first whose predecessors do not exceed the point.
-    int j = 3;
-    while (j > 0 && up_to_here - amounts[j] > rest) up_to_here -= amounts[j--];
-    return part.begin + i + j;
+    // Back from the last one: the first whose predecessors do not exceed the point.
+    int back = 0;
+#pragma unroll
+    for (int j = kSize - 1; j > 0; --j) {
+      up_to_here -= amounts[j];
+      back += up_to_here > rest;
+    }
+    return part.begin + i + kSize - 1 - back;
   }
   return -1;
 }
 
-// The largest d that min_p keeps.
-__device__ __forceinline__ float min_p_limit(float min_p, float temperature) {
-  if (!(min_p > 0)) return FLT_MAX;
-  const double limit = -log(static_cast<double>(min_p)) * static_cast<double>(temperature);
-  return fminf(FLT_MAX, __double2float_rd(limit));
-}
-
 template <typename T, int kRanks>
-__global__ __launch_bounds__(kThreads, 2) void sample_kernel(SampleArgs args, Plan plan) {
+__global__ __launch_bounds__(kThreads, kMinBlocks<T>) void sample_kernel(SampleArgs args,
+                                                                         Plan plan) {
   extern __shared__ float4 staged[];
   __shared__ Shared shared;
-  Cluster<kRanks>::arrive();
+  Cluster<kRanks>::arrive_relaxed();
   wait_for_inputs();
   const int64_t row = blockIdx.x / kRanks;
   const bool is_first = Cluster<kRanks>::rank() == 0 && threadIdx.x == 0;
-  const float temperature = args.temperature[row];
+  const float temperature = args.temperature[row];  // not looked at before logits are asked for
+  const auto part = segment_of<kRanks, T>(args, plan, reinterpret_cast<T*>(staged));
+  const Best own = best_of_thread(part, args.is_vector);
   const bool is_greedy = !(temperature > 0);
-  const bool is_staged = plan.is_staged && !is_greedy;
-  const auto part =
-      segment_of<kRanks, T>(args, plan, is_staged ? reinterpret_cast<float*>(staged) : nullptr);
-  share_best<kRanks>(best_of_thread(part, args.is_vector), is_greedy ? 1 : kRanks, shared);
+  // Asked for before it is needed, by a warp that has nothing else to do.
+  const bool is_reader = threadIdx.x == kThreads - 1;
+  Settings settings;
+  if (is_reader) {
+    settings = {args.top_k[row], args.uniforms[row], args.top_p[row], args.min_p[row]};
+  }
+  share_best<kRanks>(own, part, is_greedy, shared);
+  if (is_reader) shared.settings = settings;
   Cluster<kRanks>::arrive();
   // Nobody reads or writes what is here.
   if (is_greedy && Cluster<kRanks>::rank() > 0) return;
+  const Weights weights(temperature, plan.weight_bits);
   Cluster<kRanks>::wait();
   Best best = shared.rank_best[0];
 #pragma unroll
@@ -418,24 +454,23 @@ __global__ __launch_bounds__(kThreads, 2) void sample_kernel(SampleArgs args, Pl
     if (is_first) args.tokens[row] = best.index == INT_MAX ? 0 : best.index;
     return;
   }
-  const Weights weights(temperature, plan.weight_bits);
   float limit = FLT_MAX;
   int turn = 0;
-  const int64_t top_k = args.top_k[row];
-  if (top_k > 0 && top_k < args.vocab) {
+  if (const int64_t top_k = shared.settings.top_k; top_k > 0 && top_k < args.vocab) {
     limit = find_limit<false, kRanks>(part, best.value, limit, weights,
                                       static_cast<uint64_t>(top_k), turn, shared);
   }
-  if (const float top_p = args.top_p[row]; top_p < 1) {
+  if (const float top_p = shared.settings.top_p; top_p < 1) {
     limit = find_limit<true, kRanks>(part, best.value, limit, weights, fraction_of(top_p), turn,
                                      shared);
   }
-  limit = fminf(limit, min_p_limit(args.min_p[row], temperature));
-  const int token = draw<kRanks>(part, plan, best, limit, weights, args.uniforms[row], shared);
+  limit = fminf(limit, min_p_limit(shared.settings.min_p, temperature));
+  const int token =
+      draw<kRanks>(part, plan, best.value, limit, weights, shared.settings.uniform, shared);
   if (token >= 0) args.tokens[row] = token;
   // Other ranks may still read this one's shared memory.
   __syncwarp();
-  if constexpr (kRanks > 1) Cluster<kRanks>::sync();
+  if constexpr (kRanks > 1) Cluster<kRanks>::wait();
 }
 
 template <typename T, int kRanks>
@@ -450,7 +485,7 @@ cudaError_t launch_typed(const SampleArgs& args, cudaStream_t stream) {
   plan.weight_bits = 63;
   for (int64_t size = 1; size < args.vocab; size *= 2) --plan.weight_bits;
   plan.weight_bits = std::min(plan.weight_bits, kMaxWeightBits);
-  const int64_t needed = plan.segment * int64_t{sizeof(float)};
+  const int64_t needed = plan.segment * int64_t{sizeof(T)};
   const int64_t room = most_shared - (static_cast<int64_t>(sizeof(Shared)) + 1023) / 1024 * 1024;
   plan.is_staged = needed <= room;
   const size_t shared_bytes = plan.is_staged ? needed : 0;

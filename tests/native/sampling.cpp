@@ -52,7 +52,7 @@ thread_local const bool is_filled = (std::fill_n(&staged[0].x, kSharedBytes / 4,
 }  // namespace
 }  // namespace vllm::layers
 
-#include "../../csrc/layers/sampling.cu"
+#include "csrc/layers/sampling.cu"
 
 using namespace vllm::layers;
 

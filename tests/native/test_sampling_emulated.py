@@ -2,6 +2,7 @@
 row, and by a cluster of them. On a GPU: tests/kernels/gpu/test_cuda_sampling.py.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from vllm.ops import torch_ops
 
 HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
 # Of Header in sampling.cpp.
 FIELDS = [
     "type", "is_vector", "ptx_version", "num_rows", "vocab", "row_stride",
@@ -25,7 +27,13 @@ VOCABS = (1, 5, 16, 511, 4097, 60_007)
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return compiled(HERE / "sampling.cpp", tmp_path_factory.mktemp("sampling"), "-ffp-contract=off")
+    folder = tmp_path_factory.mktemp("sampling")
+    # Apart from the real sampling_ptx.cuh, in whose place comes the emulated one.
+    ignored = shutil.ignore_patterns("sampling_ptx.cuh")
+    shutil.copytree(CSRC / "layers", folder / "csrc" / "layers", ignore=ignored)
+    shutil.copy(CSRC / "launch.cuh", folder / "csrc")
+    shutil.copy(HERE / "sampling.cpp", folder)
+    return compiled(folder / "sampling.cpp", folder, "-ffp-contract=off")
 
 
 @pytest.fixture(params=[80, 90], ids=["block", "cluster"])

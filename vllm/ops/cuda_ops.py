@@ -167,11 +167,12 @@ def sample_tokens(
 
     Arguments, all on the GPU, and meaning are those of `cpu_ops.sample_tokens`. Exact sums of
     rounded weights: with d = max - logit in float32, a token weighs exp(-d / temperature), computed
-    to 2^-46 of itself and rounded to an integer number of units of 2^-b of the likeliest's weight,
-    b = min(51, 63 - ceil(log2(vocab))) (45 for 151,936 tokens). All sums are of integers, so a
-    row's token is a function of that row alone. It equals the reference's unless a sum that decides
-    lies within vocab * 2^-b of the likeliest's weight, or 2^-45 of itself, of the point or limit it
-    is compared with; tokens less than 2^-b-1 times as likely as the likeliest are never drawn.
+    in float32 to 2^-21 of itself and rounded to an integer number of units of 2^-b of the
+    likeliest's weight, b = min(51, 63 - ceil(log2(vocab))) (45 for 151,936 tokens). All sums are of
+    integers, so a row's token is a function of that row alone. It equals the reference's unless a
+    sum that decides lies within vocab * 2^-b of the likeliest's weight, or 2^-20 of itself, of the
+    point or limit it is compared with; tokens less than 2^-b-1 times as likely as the likeliest are
+    never drawn. Temperatures above 0 and below 2^-125 count as 2^-125.
     Equally likely means equal d. Rows whose largest logit is not finite give torch.argmax.
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

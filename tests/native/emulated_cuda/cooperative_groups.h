@@ -38,3 +38,7 @@ struct EmulatedCluster {
 inline EmulatedCluster this_cluster() { return {}; }
 
 }  // namespace cooperative_groups
+
+inline void __cluster_barrier_arrive_relaxed() {
+  cooperative_groups::this_cluster().barrier_arrive();
+}
