@@ -97,15 +97,16 @@ def test_rows_of_few_values_masked_rows_and_certain_ones(sample):
     assert_equals_reference(sample, logits, mixed(len(logits)))
 
 
-def test_rows_that_are_not_numbers_end_and_harm_no_other(sample):
-    logits = torch.randn(14, 3000)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_that_are_not_numbers_end_and_harm_no_other(sample, dtype):
+    logits = torch.randn(14, 3000).to(dtype)
     logits[:4] = -torch.inf
     logits[4:8], logits[8:12, 70], logits[8:12, 90] = torch.nan, torch.nan, torch.inf
     settings = mixed(len(logits))
     drawn = sample(logits, *settings).tolist()
     assert drawn[:12] == [0] * 8 + [70] * 4
     rest = [s[12:] for s in settings]
-    assert drawn[12:] == torch_ops.sample_tokens(logits[12:], *rest).tolist()
+    assert drawn[12:] == torch_ops.sample_tokens(logits[12:].float(), *rest).tolist()
 
 
 @pytest.mark.parametrize("offset", [0, 3])

@@ -147,8 +147,9 @@ def test_a_mixed_batch_equals_its_rows_alone_strided_and_misaligned(sample):
     assert_equals_reference(sample, logits.cpu(), settings)
 
 
-def test_rows_that_are_not_numbers_end_and_harm_no_other(sample):
-    logits = torch.randn(5, 3000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_not_numbers_end_and_harm_no_other(sample, dtype):
+    logits = torch.randn(5, 3000).to(dtype)
     logits[0], logits[1, 70], logits[1, 90] = torch.nan, torch.nan, torch.inf
     logits[2, 1000], logits[3] = torch.inf, -torch.inf
     for setting in SETTINGS:
