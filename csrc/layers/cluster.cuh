@@ -86,18 +86,16 @@ struct BlockSums {
 // The same over a block of kWarps warps. `shared` [kWarps] may be used again after a barrier.
 template <int kWarps>
 __device__ __forceinline__ BlockSums sums_over_block(uint64_t value, uint64_t* shared) {
-  BlockSums sums = {inclusive_sum_over_warp(value), 0};
-  if (threadIdx.x % 32 == 31) shared[threadIdx.x / 32] = sums.up_to_here;
+  static_assert(kWarps <= 32);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint64_t up_to_here = inclusive_sum_over_warp(value);
+  if (lane == 31) shared[warp] = up_to_here;
   __syncthreads();
-  uint64_t before = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    const uint64_t amount = shared[warp];
-    if (warp < threadIdx.x / 32) before += amount;
-    sums.total += amount;
-  }
-  sums.up_to_here += before;
-  return sums;
+  // Each warp adds up all of them for itself.
+  const uint64_t of_warps = inclusive_sum_over_warp(lane < kWarps ? shared[lane] : 0);
+  const uint64_t before = __shfl_sync(kAllLanes, of_warps, max(warp - 1, 0));
+  const uint64_t total = __shfl_sync(kAllLanes, of_warps, kWarps - 1);
+  return {up_to_here + (warp > 0 ? before : 0), total};
 }
 
 // 64-bit sums from native 32-bit atomics: the addition that wraps a low word around sees it.

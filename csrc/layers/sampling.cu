@@ -33,14 +33,13 @@ constexpr int kVectors = 5;  // 16-byte loads of a thread in flight: 2 rounds fo
 constexpr int kMassSlot = kBins;  // of a histogram: the sum of everything
 static_assert(kBins == 1 << kBinBits);
 // Of a multiprocessor: while some wait, for logits or each other, others compute.
-template <typename T>
-constexpr int kMinBlocks = sizeof(T) == 2 ? 3 : 2;
+template <typename T, bool kIsStaged>
+constexpr int kMinBlocks = kIsStaged && sizeof(T) == 2 ? 3 : 2;
 template <typename T>
 constexpr int kPerAccess = 16 / sizeof(T);  // logits of 16 bytes
 
 struct Plan {
   int segment;      // logits per rank, a multiple of 8
-  bool is_staged;   // whether shared memory holds a segment
   int weight_bits;  // vocab * 2^weight_bits <= 2^63, at most kMaxWeightBits
 };
 
@@ -49,12 +48,10 @@ struct Best {
   int index;  // of the first logit of its access, until index_of
 };
 
-// NaN before everything, then the larger, then the first, as torch.argmax.
-__device__ __forceinline__ bool is_better(const Best& a, const Best& b) {
-  const bool is_a_nan = a.value != a.value, is_b_nan = b.value != b.value;
-  if (is_a_nan != is_b_nan) return is_a_nan;
-  if (is_a_nan || a.value == b.value) return a.index < b.index;
-  return a.value > b.value;
+// Its index if `largest`, of several of which NaN is the largest, is its value.
+__device__ __forceinline__ int index_if(const Best& best, float largest) {
+  const bool is_nan = best.value != best.value && largest != largest;
+  return is_nan || best.value == largest ? best.index : INT_MAX;
 }
 
 // How a row is drawn from.
@@ -119,18 +116,18 @@ __device__ __forceinline__ float largest_of(const uint4& access) {
 }
 
 // The part of a row that one rank looks after: logits [begin, begin + size), counted from 0 below.
-template <typename T>
+// kIsStaged: shared memory holds it.
+template <typename T, bool kIsStaged>
 struct Segment {
   const T* row;  // at begin
-  T* staged;     // where is_staged, in shared memory: filled with minus infinity to a whole access
+  T* staged;     // filled with minus infinity to a whole access
   int begin, size;
-  bool is_staged;
 
   // max_logit - logit of kSize logits from i on, a multiple of kSize: an access or half of one.
   // Infinity beyond the segment.
   template <int kSize>
   __device__ __forceinline__ void load(int i, float max_logit, float (&d)[kSize]) const {
-    if (is_staged) {
+    if constexpr (kIsStaged) {
       unpack<T>(*reinterpret_cast<const Words<kSize * sizeof(T) / 4>*>(staged + i), d);
     } else {
 #pragma unroll
@@ -141,23 +138,22 @@ struct Segment {
   }
 };
 
-template <int kRanks, typename T>
-__device__ __forceinline__ Segment<T> segment_of(const SampleArgs& args, const Plan& plan,
-                                                 T* staged) {
+template <int kRanks, bool kIsStaged, typename T>
+__device__ __forceinline__ Segment<T, kIsStaged> segment_of(const SampleArgs& args,
+                                                            const Plan& plan, T* staged) {
   const int64_t row = blockIdx.x / kRanks;
   const int vocab = static_cast<int>(args.vocab);
-  Segment<T> part;
+  Segment<T, kIsStaged> part;
   part.begin = min(Cluster<kRanks>::rank() * plan.segment, vocab);
   part.size = min(plan.segment, vocab - part.begin);
   part.row = static_cast<const T*>(args.logits) + row * args.row_stride + part.begin;
   part.staged = staged;
-  part.is_staged = plan.is_staged;
   return part;
 }
 
 // Of the first largest logit that the thread sees; the segment is staged on the way.
-template <typename T>
-__device__ __forceinline__ Best best_of_thread(const Segment<T>& part, bool is_vector) {
+template <bool kIsStaged, typename T>
+__device__ __forceinline__ Best best_of_thread(const Segment<T, kIsStaged>& part, bool is_vector) {
   Best best = {-INFINITY, INT_MAX};
   const auto look_at = [&](float value, int index) {
     // Larger, or the first NaN.
@@ -176,7 +172,7 @@ __device__ __forceinline__ Best best_of_thread(const Segment<T>& part, bool is_v
       const int v = first + j * kThreads;
       if (v >= num_vectors) continue;
       look_at(largest_of<T>(loaded[j]), part.begin + v * kPerAccess<T>);
-      if (part.is_staged) reinterpret_cast<uint4*>(part.staged)[v] = loaded[j];
+      if constexpr (kIsStaged) reinterpret_cast<uint4*>(part.staged)[v] = loaded[j];
     }
   }
   const int padded = (part.size + kPerAccess<T> - 1) / kPerAccess<T> * kPerAccess<T>;
@@ -184,14 +180,14 @@ __device__ __forceinline__ Best best_of_thread(const Segment<T>& part, bool is_v
   for (int i = num_vectors * kPerAccess<T> + threadIdx.x; i < padded; i += kThreads) {
     const T value = i < part.size ? part.row[i] : from_float<T>(-INFINITY);
     look_at(to_float(value), part.begin + i);
-    if (part.is_staged) part.staged[i] = value;
+    if constexpr (kIsStaged) part.staged[i] = value;
   }
   return best;
 }
 
 // Of the first of the largest logits in the access that begins at best.index, for a whole warp.
-template <typename T>
-__device__ __forceinline__ int index_of(const Best& best, const Segment<T>& part) {
+template <bool kIsStaged, typename T>
+__device__ __forceinline__ int index_of(const Best& best, const Segment<T, kIsStaged>& part) {
   if (best.index == INT_MAX) return INT_MAX;
   const int lane = threadIdx.x % 32, i = best.index - part.begin + lane;
   const bool is_inside = lane < kPerAccess<T> && i < part.size;
@@ -200,21 +196,26 @@ __device__ __forceinline__ int index_of(const Best& best, const Segment<T>& part
   return best.index + __ffs(__ballot_sync(kAllLanes, is_nan || value == best.value)) - 1;
 }
 
-__device__ __forceinline__ Best best_of_warp(Best best) {
+// NaN before everything, then the larger, then the first, as torch.argmax.
+__device__ __forceinline__ Best best_of_warp(const Best& best) {
+  float largest = best.value;
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const Best other = {__shfl_xor_sync(kAllLanes, best.value, lanes),
-                        __shfl_xor_sync(kAllLanes, best.index, lanes)};
-    if (is_better(other, best)) best = other;
+    largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
   }
-  return best;
+  int index = index_if(best, largest);
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    index = min(index, __shfl_xor_sync(kAllLanes, index, lanes));
+  }
+  return {largest, index};
 }
 
 // Tells the ranks that need it, the first alone where is_greedy, the best of this one; the barrier
 // of the cluster makes it known. Its index is right where it may be the token.
-template <int kRanks, typename T>
-__device__ __forceinline__ void share_best(Best best, const Segment<T>& part, bool is_greedy,
-                                           Shared& shared) {
+template <int kRanks, bool kIsStaged, typename T>
+__device__ __forceinline__ void share_best(Best best, const Segment<T, kIsStaged>& part,
+                                           bool is_greedy, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   best = best_of_warp(best);
   if (lane == 0) shared.warp_best[warp] = best;
@@ -274,10 +275,10 @@ struct Range {
 
 // The smallest limit such that the tokens with d <= limit reach a target: `wanted` of them, or
 // (kBySum) the fraction wanted / 2^64 of the sum of the weights with d <= `most`. At most `most`.
-template <bool kBySum, int kRanks, typename T>
-__device__ __forceinline__ float find_limit(const Segment<T>& part, float max_logit, float most,
-                                            const Weights& weights, uint64_t wanted, int& turn,
-                                            Shared& shared) {
+template <bool kBySum, int kRanks, bool kIsStaged, typename T>
+__device__ __forceinline__ float find_limit(const Segment<T, kIsStaged>& part, float max_logit,
+                                            float most, const Weights& weights, uint64_t wanted,
+                                            int& turn, Shared& shared) {
   constexpr int kSize = 4;
   const float weighed = fminf(most, weights.reach);
   Range range = {0, __float_as_uint(FLT_MAX) + 1, 0, true};
@@ -341,10 +342,10 @@ __device__ __forceinline__ float find_limit(const Segment<T>& part, float max_lo
 // The token at `uniform` of the cumulated weights with d <= limit; -1 in all threads but one.
 //
 // A row is cut into kThreads pieces; kLanes threads sum one up.
-template <int kRanks, typename T>
-__device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, float max_logit,
-                                    float limit, const Weights& weights, double uniform,
-                                    Shared& shared) {
+template <int kRanks, bool kIsStaged, typename T>
+__device__ __forceinline__ int draw(const Segment<T, kIsStaged>& part, const Plan& plan,
+                                    float max_logit, float limit, const Weights& weights,
+                                    double uniform, Shared& shared) {
   constexpr int kLanes = kRanks, kPieces = kThreads / kLanes, kSize = kPerAccess<T>;
   const int piece_size = (plan.segment / kSize + kPieces - 1) / kPieces * kSize;
   limit = fminf(limit, weights.reach);
@@ -418,9 +419,9 @@ __device__ __forceinline__ int draw(const Segment<T>& part, const Plan& plan, fl
   return -1;
 }
 
-template <typename T, int kRanks>
-__global__ __launch_bounds__(kThreads, kMinBlocks<T>) void sample_kernel(SampleArgs args,
-                                                                         Plan plan) {
+template <typename T, int kRanks, bool kIsStaged>
+__global__ __launch_bounds__(kThreads, kMinBlocks<T, kIsStaged>) void sample_kernel(SampleArgs args,
+                                                                                    Plan plan) {
   extern __shared__ float4 staged[];
   __shared__ Shared shared;
   Cluster<kRanks>::arrive_relaxed();
@@ -428,7 +429,7 @@ __global__ __launch_bounds__(kThreads, kMinBlocks<T>) void sample_kernel(SampleA
   const int64_t row = blockIdx.x / kRanks;
   const bool is_first = Cluster<kRanks>::rank() == 0 && threadIdx.x == 0;
   const float temperature = args.temperature[row];  // not looked at before logits are asked for
-  const auto part = segment_of<kRanks, T>(args, plan, reinterpret_cast<T*>(staged));
+  const auto part = segment_of<kRanks, kIsStaged, T>(args, plan, reinterpret_cast<T*>(staged));
   const Best own = best_of_thread(part, args.is_vector);
   const bool is_greedy = !(temperature > 0);
   // Asked for before it is needed, by a warp that has nothing else to do.
@@ -444,29 +445,35 @@ __global__ __launch_bounds__(kThreads, kMinBlocks<T>) void sample_kernel(SampleA
   if (is_greedy && Cluster<kRanks>::rank() > 0) return;
   const Weights weights(temperature, plan.weight_bits);
   Cluster<kRanks>::wait();
-  Best best = shared.rank_best[0];
+  float max_logit = shared.rank_best[0].value;
 #pragma unroll
   for (int rank = 1; rank < kRanks; ++rank) {
-    if (is_better(shared.rank_best[rank], best)) best = shared.rank_best[rank];
+    max_logit = max_or_nan(max_logit, shared.rank_best[rank].value);
   }
-  if (is_greedy || !(best.value > -INFINITY && best.value < INFINITY)) {
+  if (is_greedy || !(max_logit > -INFINITY && max_logit < INFINITY)) {
+    if (!is_first) return;
+    int token = INT_MAX;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      token = min(token, index_if(shared.rank_best[rank], max_logit));
+    }
     // Minus infinity is never larger: its index was never set.
-    if (is_first) args.tokens[row] = best.index == INT_MAX ? 0 : best.index;
+    args.tokens[row] = token == INT_MAX ? 0 : token;
     return;
   }
   float limit = FLT_MAX;
   int turn = 0;
   if (const int64_t top_k = shared.settings.top_k; top_k > 0 && top_k < args.vocab) {
-    limit = find_limit<false, kRanks>(part, best.value, limit, weights,
-                                      static_cast<uint64_t>(top_k), turn, shared);
+    limit = find_limit<false, kRanks>(part, max_logit, limit, weights, static_cast<uint64_t>(top_k),
+                                      turn, shared);
   }
   if (const float top_p = shared.settings.top_p; top_p < 1) {
-    limit = find_limit<true, kRanks>(part, best.value, limit, weights, fraction_of(top_p), turn,
-                                     shared);
+    limit =
+        find_limit<true, kRanks>(part, max_logit, limit, weights, fraction_of(top_p), turn, shared);
   }
   limit = fminf(limit, min_p_limit(shared.settings.min_p, temperature));
   const int token =
-      draw<kRanks>(part, plan, best.value, limit, weights, shared.settings.uniform, shared);
+      draw<kRanks>(part, plan, max_logit, limit, weights, shared.settings.uniform, shared);
   if (token >= 0) args.tokens[row] = token;
   // Other ranks may still read this one's shared memory.
   __syncwarp();
@@ -475,7 +482,6 @@ __global__ __launch_bounds__(kThreads, kMinBlocks<T>) void sample_kernel(SampleA
 
 template <typename T, int kRanks>
 cudaError_t launch_typed(const SampleArgs& args, cudaStream_t stream) {
-  const auto kernel = sample_kernel<T, kRanks>;
   int most_shared = 0;
   cudaError_t error = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most_shared);
   if (error != cudaSuccess) return error;
@@ -487,8 +493,9 @@ cudaError_t launch_typed(const SampleArgs& args, cudaStream_t stream) {
   plan.weight_bits = std::min(plan.weight_bits, kMaxWeightBits);
   const int64_t needed = plan.segment * int64_t{sizeof(T)};
   const int64_t room = most_shared - (static_cast<int64_t>(sizeof(Shared)) + 1023) / 1024 * 1024;
-  plan.is_staged = needed <= room;
-  const size_t shared_bytes = plan.is_staged ? needed : 0;
+  const bool is_staged = needed <= room;
+  const auto kernel = is_staged ? sample_kernel<T, kRanks, true> : sample_kernel<T, kRanks, false>;
+  const size_t shared_bytes = is_staged ? needed : 0;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(room));
   if (error != cudaSuccess) return error;
