@@ -15,6 +15,7 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
+#include <type_traits>
 
 #include "cluster.cuh"
 #include "launch.cuh"
@@ -79,22 +80,22 @@ struct Shared {
   Settings settings;
 };
 
-template <int kNumWords>
-struct alignas(4 * kNumWords) Words {
-  uint32_t words[kNumWords];
-};
-
+// kSize logits that lie at a multiple of their size, in one access.
 template <typename T, int kSize>
-__device__ __forceinline__ void unpack(const Words<kSize * sizeof(T) / 4>& stored,
-                                       float (&values)[kSize]) {
+__device__ __forceinline__ void load_aligned(const T* source, float (&values)[kSize]) {
+  using Vector = std::conditional_t<kSize * sizeof(T) == 16, uint4, uint2>;
+  static_assert(kSize * sizeof(T) == sizeof(Vector));
+  const Vector loaded = *reinterpret_cast<const Vector*>(source);
+  uint32_t words[sizeof(Vector) / 4] = {loaded.x, loaded.y};
+  if constexpr (sizeof(Vector) == 16) words[2] = loaded.z, words[3] = loaded.w;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = __uint_as_float(stored.words[i]);
+    for (int i = 0; i < kSize; ++i) values[i] = __uint_as_float(words[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
-      values[2 * i] = __uint_as_float(stored.words[i] << 16);
-      values[2 * i + 1] = __uint_as_float(stored.words[i] & 0xFFFF0000u);
+      values[2 * i] = __uint_as_float(words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
     }
   }
 }
@@ -128,7 +129,7 @@ struct Segment {
   template <int kSize>
   __device__ __forceinline__ void load(int i, float max_logit, float (&d)[kSize]) const {
     if constexpr (kIsStaged) {
-      unpack<T>(*reinterpret_cast<const Words<kSize * sizeof(T) / 4>*>(staged + i), d);
+      load_aligned(staged + i, d);
     } else {
 #pragma unroll
       for (int j = 0; j < kSize; ++j) d[j] = i + j < size ? to_float(row[i + j]) : -INFINITY;
@@ -368,11 +369,12 @@ __device__ __forceinline__ int draw(const Segment<T, kIsStaged>& part, const Pla
     }
     return all - kSize * Weights::kZero;
   };
-  uint64_t sum = 0, amounts[kSize];
+  uint64_t sum = 0;
   const int begin = threadIdx.x / kLanes * piece_size;
   const int end = min(begin + piece_size, part.size);
   for (int i = begin + kSize * (threadIdx.x % kLanes); i < end; i += kSize * kLanes) {
-    sum += load_weights(i, amounts);
+    uint64_t unused[kSize];
+    sum += load_weights(i, unused);
   }
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
@@ -399,6 +401,7 @@ __device__ __forceinline__ int draw(const Segment<T, kIsStaged>& part, const Pla
   const int found_end = min(found_begin + piece_size, part.size);
   for (int first = found_begin; first < found_end; first += kSize * 32) {
     const int i = first + kSize * lane;
+    uint64_t amounts[kSize] = {};
     sum = i < found_end ? load_weights(i, amounts) : 0;
     uint64_t up_to_here = inclusive_sum_over_warp(sum);
     const unsigned beyond = __ballot_sync(kAllLanes, up_to_here > rest);
