@@ -138,12 +138,29 @@ def test_outputs_and_states_are_those_of_the_recurrence(step, sizes):
     assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), TOLERANCE)
 
 
-def test_keys_that_repeat_keep_their_digits():
+@pytest.mark.parametrize("decay_rate", (1e-4, 0))
+@pytest.mark.parametrize("spread", (0, 0.1), ids=("the same", "alike"))
+@pytest.mark.parametrize("size", (64, 128))
+def test_keys_that_repeat_keep_their_digits(size, spread, decay_rate):
     """Then every row of the system is as large as it can be, and cancels in its inverse."""
-    case = rule_case(((128, 0),), 64, 64)
-    case["key"][:] = case["key"][:1].clone()
-    case["b"][:], case["decay_rate"][:] = 9, 1e-4
-    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), 10 * TOLERANCE)
+    case = rule_case(((150, 0), (70, 3)), size, size)
+    case["key"][:] = case["key"][:1] + spread * torch.randn_like(case["key"])
+    case["b"][:], case["decay_rate"][:] = 9, decay_rate
+    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), 3 * TOLERANCE)
+
+
+@pytest.mark.parametrize("scale", (1e-6, 1e6))
+def test_states_of_any_size_keep_their_digits(scale):
+    """Products with them are of half precision, which holds none of these."""
+    case = rule_case(((130, 70), (65, 0)), 128, 128)
+    case["value"][:] *= scale
+    case["state"] *= scale
+    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), TOLERANCE)
+
+
+def test_inputs_of_half_precision():
+    case = rule_case(((1, 5), (100, 0), (65, 3)), 128, 128, torch.bfloat16)
+    assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), 2 * TOLERANCE)
 
 
 @pytest.mark.parametrize("channels, taps", [(300, 4), (1000, 2)])

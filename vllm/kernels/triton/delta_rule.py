@@ -17,10 +17,11 @@ from vllm.kernels.triton.delta_rule_kernels import (
     solve_kernel,
     step_kernel,
 )
-from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.kernels.triton.moe_rows import capability_major, launch_dependent
 
 CHUNK = 64  # tokens that matrix products take at a time
 LEAST_REQUESTS_PAD = 256  # each number is compiled apart, which would keep requests waiting
+SOLVE_REGISTERS = 168  # of which a multiprocessor holds three programs
 STEP_BLOCK_V, CHUNK_BLOCK_V = 32, 32  # columns of a state that one program keeps in registers
 CONV_TOKENS, CONV_BLOCK, STEP_BLOCK = 32, 128, 512
 
@@ -74,8 +75,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it.
 
-    Pieces of prompts run in chunks (arXiv 2412.06464, section 3.3). The products with the state
-    are TF32 on tensor cores; sums, decays and the states themselves are float32.
+    Pieces of prompts run in chunks (arXiv 2412.06464, section 3.3). Products with the state have
+    the digits of TF32; sums, decays and the states themselves are float32.
     """
     num_tokens, heads, dim_v = value.shape
     dim_k, num_requests = key.shape[2], state_slots.shape[0]
@@ -86,11 +87,12 @@ def gated_delta_rule(
     gates = (a, b, decay_rate, dt_bias)
     requests = (state_slots, query_start_loc, seq_lens)
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
-    sizes = {"HEADS": heads, "GROUP": heads // key.shape[1], "K": dim_k,
-             "K_PAD": max(16, triton.next_power_of_2(dim_k))}  # fmt: skip
+    key_pad = max(16, triton.next_power_of_2(dim_k))
+    sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
+    group = heads // key.shape[1]
     step_kernel[(triton.cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
         query, key, value, *gates, state, *requests, result, *strides, num_requests, **sizes,
-        V=dim_v, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
+        GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
     )  # fmt: skip
     if num_tokens > num_requests:
         # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
@@ -98,18 +100,28 @@ def gated_delta_rule(
         many = min(num_requests, num_tokens // 2)
         num_chunks = triton.cdiv(num_tokens, CHUNK) + many
         requests_pad = max(LEAST_REQUESTS_PAD, triton.next_power_of_2(num_requests))
-        sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK}
-        shape = (num_chunks, heads, CHUNK, CHUNK)
-        inverse, scores = (
-            torch.empty(shape, dtype=torch.float32, device=value.device) for _ in range(2)
-        )
+        sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * triton.cdiv(dim_v, CHUNK)}
+        prepared = [
+            value.new_empty(num_chunks, heads, *shape, dtype=dtype)
+            for shape, dtype in (
+                ((3, CHUNK, key_pad), torch.float16),
+                ((CHUNK, CHUNK), torch.float16),
+                ((CHUNK, sizes["V_PAD"]), torch.float32),
+                ((), torch.float32),
+            )
+        ]
         solve_kernel[(num_chunks, heads)](
-            query, key, *gates, query_start_loc, inverse, scores, query.stride(0), key.stride(0),
-            a.stride(0), num_requests, **sizes, num_warps=8, num_stages=1,
+            query, key, value, *gates, query_start_loc, *prepared, *strides, num_requests,
+            **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
         )  # fmt: skip
         chunk_kernel[(triton.cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
-            query, key, value, *gates, state, *requests, inverse, scores, result, *strides,
-            num_requests, **sizes, V=dim_v, BLOCK_V=CHUNK_BLOCK_V, num_warps=8,
-            num_stages=1,
+            state, *requests, *prepared, result, num_requests, **sizes, BLOCK_V=CHUNK_BLOCK_V,
+            num_warps=4, num_stages=_num_stages(value.device, key_pad),
         )  # fmt: skip
     return result
+
+
+def _num_stages(device: torch.device, key_pad: int) -> int:
+    """How many chunks a program of `chunk_kernel` has in shared memory: the next ones are loaded
+    meanwhile, where there are 192 KiB for heads of 128."""
+    return 3 if capability_major(device) == 9 and key_pad <= 128 else 1

@@ -77,15 +77,19 @@ def conv_tokens_kernel(
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
         source = tokens - (TAPS - 1) + tap
-        is_new = source >= start
         row = x + source.to(tl.int64)[:, None] * x_stride + c[None, :]
-        new = tl.load(row, mask=(is_token & is_new)[:, None] & is_channel[None, :], other=0.0)
-        place = tl.where(is_new, 0, TAPS - 1 + source - start)
-        old = state + (slot * (TAPS - 1) + place)[:, None] * CHANNELS + c[None, :]
-        is_old = (is_token & ~is_new & has_state)[:, None] & is_channel[None, :]
-        kept = tl.load(old, mask=is_old, other=0.0)
+        is_new = (is_token & (source >= start))[:, None] & is_channel[None, :]
         w = tl.load(weight + tap * CHANNELS + c, mask=is_channel, other=0.0)
-        acc += w[None, :] * (new.to(tl.float32) + kept.to(tl.float32))
+        acc += w[None, :] * tl.load(row, mask=is_new, other=0.0).to(tl.float32)
+    # Few blocks reach back before the begin of a request.
+    if tl.max((is_token & (tokens - (TAPS - 1) < start)).to(tl.int32), 0) > 0:
+        for tap in tl.static_range(TAPS - 1):
+            place = tokens - start + tap
+            old = state + (slot * (TAPS - 1) + place)[:, None] * CHANNELS + c[None, :]
+            is_old = is_token & (place < TAPS - 1) & has_state
+            w = tl.load(weight + tap * CHANNELS + c, mask=is_channel, other=0.0)
+            kept = tl.load(old, mask=is_old[:, None] & is_channel[None, :], other=0.0)
+            acc += w[None, :] * kept.to(tl.float32)
     y = acc / (1.0 + tl.exp(-acc))
     target = out + tokens.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(target, y.to(out.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
@@ -167,12 +171,13 @@ def step_kernel(
 
 
 @triton.jit
-def _load_unit(x, tokens, is_token, head, stride, K: tl.constexpr, K_PAD: tl.constexpr):
-    """Rows [tokens, K_PAD] of one head, each of length one."""
-    i = tl.arange(0, K_PAD)
-    pointers = x + tokens.to(tl.int64)[:, None] * stride + head * K + i[None, :]
-    rows = tl.load(pointers, mask=is_token[:, None] & (i < K)[None, :], other=0.0).to(tl.float32)
-    return rows * tl.rsqrt(tl.sum(rows * rows, 1) + NORM_EPS)[:, None]
+def _load_rows(x, rows, stride, part, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Columns [part * PART, (part + 1) * PART) of rows of SIZE numbers, then zeros."""
+    i = part * PART + tl.arange(0, PART)
+    pointers = x + (rows[:, None] * stride + i[None, :])
+    if SIZE % PART == 0:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=(i < SIZE)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -194,80 +199,150 @@ def _find_chunk(query_start_loc, index, num_requests, R_PAD: tl.constexpr, CHUNK
 
 @triton.jit
 def _inner_products(
-    q, k, tokens, is_token, head, q_stride, k_stride,
-    K: tl.constexpr, K_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    q, k, rows, q_stride, k_stride, K: tl.constexpr, K_PAD: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """k_i.k_j and q_i.k_j of unit keys, and queries of length 1 / sqrt(K). A part of the columns at
-    a time, and lengths last: TF32 holds half precision exactly."""
+    """k_i.k_j and q_i.k_j, and what makes k_i of length one and q_i of 1 / sqrt(K). A part of the
+    columns at a time, and lengths apart: TF32 holds half precision exactly."""
     PART: tl.constexpr = 64 if K_PAD > 64 else K_PAD
     PRECISION: tl.constexpr = "tf32x3" if k.dtype.element_ty == tl.float32 else "tf32"
     keys = tl.zeros([CHUNK, CHUNK], tl.float32)
     overlaps = tl.zeros([CHUNK, CHUNK], tl.float32)
     key_squares = tl.zeros([CHUNK], tl.float32)
     query_squares = tl.zeros([CHUNK], tl.float32)
-    wide = tokens.to(tl.int64)[:, None]
-    for part in tl.static_range(K_PAD // PART):
-        i = part * PART + tl.arange(0, PART)
-        is_loaded = is_token[:, None] & (i < K)[None, :]
-        at = head * K + i[None, :]
-        key = tl.load(k + wide * k_stride + at, mask=is_loaded, other=0.0).to(tl.float32)
-        query = tl.load(q + wide * q_stride + at, mask=is_loaded, other=0.0).to(tl.float32)
+    for part in range(K_PAD // PART):
+        key = _load_rows(k, rows, k_stride, part, K, PART)
+        query = _load_rows(q, rows, q_stride, part, K, PART)
         key_squares += tl.sum(key * key, 1)
         query_squares += tl.sum(query * query, 1)
         keys = tl.dot(key, tl.trans(key), keys, input_precision=PRECISION)
         overlaps = tl.dot(query, tl.trans(key), overlaps, input_precision=PRECISION)
     of_key = tl.rsqrt(key_squares + NORM_EPS)
-    of_query = tl.rsqrt(query_squares + NORM_EPS) * K**-0.5
-    return keys * of_key[:, None] * of_key[None, :], overlaps * of_query[:, None] * of_key[None, :]
+    return keys, overlaps, of_key, tl.rsqrt(query_squares + NORM_EPS) * K**-0.5
+
+
+@triton.jit
+def _dot(a, b):
+    """Products that keep the digits of float32."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _apply(inverse, rows):
+    """Products with rows of half precision, which TF32 holds exactly. The inverse takes two: what
+    its own rounding leaves of elements that cancel is the same for all tokens that are alike."""
+    high = inverse.to(tl.bfloat16).to(tl.float32)
+    return tl.dot(high, rows, tl.dot(inverse - high, rows))
+
+
+@triton.jit
+def _invert(system, CHUNK: tl.constexpr):
+    """Inverse of I + system, which is strictly lower triangular.
+
+    Its blocks of 16 x 16 on the diagonal all together, row by row, since each is minus the sum of
+    those before it by the row of the system; then of twice and four times the size:
+    inverse [[A, 0], [C, B]] = [[A', 0], [-B' C A', B']].
+    """
+    SIDE: tl.constexpr = 16
+    BLOCKS: tl.constexpr = CHUNK // SIDE
+    rows, within = tl.arange(0, CHUNK), tl.arange(0, SIDE)
+    is_own = (rows[:, None] // SIDE == tl.arange(0, BLOCKS)[None, :])[:, :, None]
+    blocks = tl.sum(tl.where(is_own, tl.reshape(system, [CHUNK, BLOCKS, SIDE]), 0.0), 1)
+    blocks = tl.reshape(blocks, [BLOCKS, SIDE, SIDE])
+    solved = tl.where(within[:, None] == within[None, :], 1.0, 0.0)
+    solved = tl.broadcast_to(solved[None, :, :], [BLOCKS, SIDE, SIDE])
+    for row in range(1, SIDE):
+        is_row = (within == row)[None, :, None]
+        factors = tl.sum(tl.where(is_row, blocks, 0.0), 1)
+        sums = tl.sum(factors[:, :, None] * solved, 1)
+        solved = tl.where(is_row, solved - sums[:, None, :], solved)
+    inverse = tl.where(is_own, tl.reshape(solved, [CHUNK, SIDE])[:, None, :], 0.0)
+    inverse = tl.reshape(inverse, [CHUNK, CHUNK])
+    side = SIDE
+    while side < CHUNK:
+        i, j = rows[:, None] // side, rows[None, :] // side
+        below = tl.where((i // 2 == j // 2) & (i != j), system, 0.0)
+        inverse -= _dot(_dot(inverse, below), inverse)
+        side *= 2
+    return inverse
+
+
+@triton.jit
+def _to_half(x):
+    """x / unit in half precision, and unit: the digits of TF32, at twice its rate, and tensor cores
+    take the other operand as it is stored."""
+    unit = tl.maximum(tl.max(tl.abs(x)), 1e-30) * 2.0**-14
+    return (x * (1.0 / unit)).to(tl.float16), unit
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def solve_kernel(
-    q, k, a, b, decay_rate, dt_bias, query_start_loc, inverse, scores, q_stride, k_stride,
-    gate_stride, num_requests,
+    q, k, v, a, b, decay_rate, dt_bias, query_start_loc, operands, scores, from_values, decays,
+    q_stride, k_stride, v_stride, gate_stride, num_requests,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    R_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What of a chunk does not wait for the one before it. Grid (chunks, heads).
 
-    With D[i, j] the decay between tokens j and i: inverse[chunk, head] of I + beta_i D[i, j]
-    k_i.k_j (j < i), row by row, since each is minus the sum of those before it by the row of the
-    system; and scores[chunk, head] = D[i, j] q_i.k_j (j <= i).
+    With D[i, j] the decay between tokens j and i, g that since the chunk's begin, h that to its
+    end, and X the inverse of I + beta_i D[i, j] k_i.k_j (j < i), for each chunk and head: operands
+    X (beta g k), by which deltas follow the state, g q, and h k; scores D[i, j] q_i.k_j (j <= i);
+    from_values X (beta v); decays that of the whole chunk. Rows of operands have lengths of at
+    most one, where half precision has the digits of TF32.
     """
     index, head = tl.program_id(0), tl.program_id(1)
     r, first = _find_chunk(query_start_loc, index, num_requests, R_PAD, CHUNK)
     if r >= num_requests:
         return
     rows = tl.arange(0, CHUNK)
-    tokens = tl.load(query_start_loc + r).to(tl.int32) + (index - first) * CHUNK + rows
-    is_token = tokens < tl.load(query_start_loc + r + 1)
-    log_decay, beta = _gates(a, b, decay_rate, dt_bias, tokens, head, gate_stride, is_token)
-    since = tl.cumsum(log_decay, 0)
-    is_seen = rows[:, None] >= rows[None, :]
-    is_self = rows[:, None] == rows[None, :]
-    between = tl.exp(tl.where(is_seen, since[:, None] - since[None, :], float("-inf")))
-    square = (index * HEADS + head).to(tl.int64) * (CHUNK * CHUNK)
-    square += rows[:, None] * CHUNK + rows[None, :]
-    products, overlaps = _inner_products(
-        q, k, tokens, is_token, head // GROUP, q_stride, k_stride, K, K_PAD, CHUNK
+    begin = tl.load(query_start_loc + r).to(tl.int32) + (index - first) * CHUNK
+    left = tl.load(query_start_loc + r + 1).to(tl.int32) - begin
+    gates = _gates(a, b, decay_rate, dt_bias, begin + rows, head, gate_stride, rows < left)
+    log_decay, beta = gates
+    since, whole = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+    grown = tl.exp(since)
+    begin = begin.to(tl.int64)
+    q += begin * q_stride + (head // GROUP) * K
+    k += begin * k_stride + (head // GROUP) * K
+    v += begin * v_stride + head * V
+    loaded = tl.minimum(rows, left - 1)
+    products, overlaps, of_key, of_query = _inner_products(
+        q, k, loaded, q_stride, k_stride, K, K_PAD, CHUNK
     )
-    tl.store(scores + square, overlaps * between)
-    system = tl.where(is_self, 0.0, products * between * beta[:, None])
-    solved = is_self.to(tl.float32)
-    for row in range(1, CHUNK):
-        is_row = (rows == row)[:, None]
-        factors = tl.sum(tl.where(is_row, system, 0.0), 0)
-        sums = tl.sum(factors[:, None] * solved, 0)
-        solved = tl.where(is_row, solved - sums[None, :], solved)
-    tl.store(inverse + square, solved)
+    chunk = (index * HEADS + head).to(tl.int64)
+    tl.store(decays + chunk, tl.exp(whole))
+    is_seen = rows[:, None] >= rows[None, :]
+    between = tl.exp(tl.where(is_seen, since[:, None] - since[None, :], float("-inf")))
+    between *= of_key[None, :]
+    seen = overlaps * between * of_query[:, None]
+    square = rows[:, None] * CHUNK + rows[None, :]
+    tl.store(scores + chunk * (CHUNK * CHUNK) + square, seen.to(tl.float16))
+    system = products * between * (beta * of_key)[:, None]
+    inverse = _invert(tl.where(rows[:, None] == rows[None, :], 0.0, system), CHUNK)
+    inverse *= beta[None, :]
+    for part in range(V_PAD // CHUNK):
+        value = _load_rows(v, loaded, v_stride, part, V, CHUNK)
+        at = rows[:, None] * V_PAD + (part * CHUNK + rows)[None, :]
+        tl.store(from_values + chunk * (CHUNK * V_PAD) + at, _apply(inverse, value))
+    inverse *= (grown * of_key)[None, :]
+    of_query *= grown
+    of_key *= tl.exp(whole - since)
+    operands += chunk * (3 * CHUNK * K_PAD)
+    PART: tl.constexpr = CHUNK if K_PAD > CHUNK else K_PAD
+    for part in range(K_PAD // PART):
+        key = _load_rows(k, loaded, k_stride, part, K, PART)
+        query = _load_rows(q, loaded, q_stride, part, K, PART)
+        at = rows[:, None] * K_PAD + (part * PART + tl.arange(0, PART))[None, :]
+        tl.store(operands + at, _apply(inverse, key).to(tl.float16))
+        tl.store(operands + CHUNK * K_PAD + at, (query * of_query[:, None]).to(tl.float16))
+        tl.store(operands + 2 * CHUNK * K_PAD + at, (key * of_key[:, None]).to(tl.float16))
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def chunk_kernel(
-    q, k, v, a, b, decay_rate, dt_bias, state, state_slots, query_start_loc, seq_lens, inverse,
-    scores, out, q_stride, k_stride, v_stride, gate_stride, num_requests,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    state, state_slots, query_start_loc, seq_lens, operands, scores, from_values, decays, out,
+    num_requests,
+    HEADS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    V_PAD: tl.constexpr, BLOCK_V: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Requests of more than one token, chunk after chunk. Grid (blocks of a value head, heads,
     requests)."""
@@ -285,26 +360,24 @@ def chunk_kernel(
     own = state + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     is_own = (i < K)[:, None] & (j < V)[None, :]
     memory = tl.load(own, mask=is_own & has_state, other=0.0)
+    at = rows[:, None] * K_PAD + i[None, :]
+    square = rows[:, None] * CHUNK + rows[None, :]
     for chunk in range(tl.cdiv(length, CHUNK)):
-        tokens = start + chunk * CHUNK + rows
-        is_token = tokens < start + length
-        log_decay, beta = _gates(a, b, decay_rate, dt_bias, tokens, head, gate_stride, is_token)
-        since = tl.cumsum(log_decay, 0)
-        whole = tl.sum(log_decay, 0)
-        grown = tl.exp(since)[:, None]
-        keys = _load_unit(k, tokens, is_token, head // GROUP, k_stride, K, K_PAD)
-        is_value = is_token[:, None] & (j < V)[None, :]
-        at = tokens.to(tl.int64)[:, None] * v_stride + head * V + j[None, :]
-        values = tl.load(v + at, mask=is_value, other=0.0).to(tl.float32)
-        square = ((first + chunk) * HEADS + head).to(tl.int64) * (CHUNK * CHUNK)
-        square += rows[:, None] * CHUNK + rows[None, :]
-        wanted = (values - tl.dot(keys * grown, memory)) * beta[:, None]
-        delta = tl.dot(tl.load(inverse + square), wanted)
-        queries = _load_unit(q, tokens, is_token, head // GROUP, q_stride, K, K_PAD) * K**-0.5
-        y = tl.dot(queries * grown, memory)
-        y = tl.dot(tl.load(scores + square), delta, y)
-        target = out + (tokens.to(tl.int64) * HEADS + head)[:, None] * V + j[None, :]
+        index = ((first + chunk) * HEADS + head).to(tl.int64)
+        own_operands = operands + index * (3 * CHUNK * K_PAD)
+        decay = tl.load(decays + index)
+        half, unit = _to_half(memory)
+        delta = tl.load(
+            from_values + index * (CHUNK * V_PAD) + (rows[:, None] * V_PAD + j[None, :])
+        )
+        delta -= tl.dot(tl.load(own_operands + at), half) * unit
+        y = tl.dot(tl.load(own_operands + CHUNK * K_PAD + at), half) * unit
+        half, unit = _to_half(delta)
+        y += tl.dot(tl.load(scores + index * (CHUNK * CHUNK) + square), half) * unit
+        key = tl.load(own_operands + 2 * CHUNK * K_PAD + at)
+        memory = memory * decay + tl.dot(tl.trans(key), half) * unit
+        begin = (start + chunk * CHUNK).to(tl.int64)
+        target = out + (begin * HEADS + head) * V + (rows[:, None] * (HEADS * V) + j[None, :])
+        is_value = (chunk * CHUNK + rows < length)[:, None] & (j < V)[None, :]
         tl.store(target, y.to(out.dtype.element_ty), mask=is_value)
-        left = keys * tl.exp(whole - since)[:, None]
-        memory = tl.dot(tl.trans(left), delta, memory * tl.exp(whole))
     tl.store(own, memory, mask=is_own)
