@@ -15,23 +15,19 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1.0f / std::sqrt(a); }
 static int num_sms = 0;
-constexpr int kSharedKib = 227;
 #define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
 #define cudaFuncGetAttributes(attributes, kernel) ((attributes)->ptxVersion = 90, cudaSuccess)
-#define cudaDeviceGetAttribute(value, attribute, device)                                  \
-  (*(value) = (attribute) == cudaDevAttrMultiProcessorCount ? num_sms : kSharedKib << 10, \
-   cudaSuccess)
-// Of the bytes, what a block has for itself beside those asked for.
-#define cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, bytes)      \
-  (*(blocks) = std::min<int>(2048 / (threads), (228 << 10) / ((bytes) + 256 + (1 << 10))), \
-   cudaSuccess)
+// The only one that is asked for: of multiprocessors.
+#define cudaDeviceGetAttribute(value, attribute, device) (*(value) = num_sms, cudaSuccess)
+#define cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, bytes) \
+  (*(blocks) = 2048 / (threads), cudaSuccess)
 #define cudaFuncSetAttribute(...) cudaSuccess
 
 #include "csrc/quantization/w8a8/row_quant.cu"
 
 namespace vllm::w8a8 {
 namespace {
-thread_local uint4 weight_units[14 << 10];
+thread_local uint4 weight_units[4096];
 }
 }  // namespace vllm::w8a8
 

@@ -1,8 +1,8 @@
 """csrc's RMSNorm with quantisation, kernels and launches, run thread by thread on a CPU.
 
 CUDA is emulated (emulated_cuda/). On a GPU: tests/kernels/gpu/test_fp8_quant.py. Few rows, many
-rows, rows asked for ahead and rows that are not aligned go through different code; sums of squares
-are exact here, so the results do not depend on which.
+rows and rows that are not aligned go through different code; sums of squares are exact here, so the
+results do not depend on which.
 """
 
 import shutil
@@ -99,9 +99,7 @@ def operands(m, k, dtype, has_residual):
 @pytest.mark.parametrize("num_sms", [MANY_SMS, ONE_SM])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize(
-    ("m", "k"), [(1, 256), (7, 400), (10, 2560), (33, 2560), (70, 512), (5, 8208), (3, 16384)]
-)
+@pytest.mark.parametrize(("m", "k"), [(1, 256), (7, 400), (33, 2560), (70, 512), (5, 8208)])
 def test_rows_are_those_of_the_formula(program, num_sms, dtype, has_residual, m, k):
     x, residual, weight = operands(m, k, dtype, has_residual)
     total, q, scales, y = reference(x, residual, weight)

@@ -32,12 +32,6 @@ __device__ __forceinline__ void copy_async(uint4* target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
 }
 
-// The same for bytes that nobody else wants.
-__device__ __forceinline__ void copy_own_async(uint4* target, const void* source) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
-}
-
 // Of this thread.
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");

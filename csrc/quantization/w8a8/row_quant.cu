@@ -15,16 +15,13 @@ template <int kChunks>
 constexpr int kMaxThreads = kChunks == 1 ? 1024 : kMaxRowColumns / kChunk / kManyChunks;
 
 // Combines one value per thread over the block, for all threads, in an order that depends on the
-// number of threads alone. What threads wrote before it, all may read after it. A thread calls
-// `meanwhile` when its warp has its value and it waits for the others.
-template <typename Combine, typename Meanwhile>
-__device__ __forceinline__ float block_reduce(float value, float* shared, Combine combine,
-                                              Meanwhile meanwhile) {
+// number of threads alone. What threads wrote before it, all may read after it.
+template <typename Combine>
+__device__ __forceinline__ float block_reduce(float value, float* shared, Combine combine) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
     value = combine(value, __shfl_xor_sync(kAllLanes, value, lanes));
   }
-  meanwhile();
   const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
   if (num_warps == 1) {
     __syncwarp();
@@ -70,7 +67,7 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void token_quant_kernel(Matri
   float amax = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) amax = max_or_nan(amax, chunks[c].amax());
-  amax = block_reduce(amax, shared, [](float a, float b) { return max_or_nan(a, b); }, [] {});
+  amax = block_reduce(amax, shared, [](float a, float b) { return max_or_nan(a, b); });
   // Not fminf: NaN must stay.
   if (max_amax != nullptr && amax > *max_amax) amax = *max_amax;
   const float scale = scale_of(max_or_nan(amax, min_amax));
@@ -84,18 +81,18 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void token_quant_kernel(Matri
   }
 }
 
-// x + residual rounded to T, in place of x.
-template <typename T>
-__device__ __forceinline__ void add(Chunk<T>& x, const Chunk<T>& residual) {
+// x + residual rounded to T, in place of both; returns the sum of squares of the result.
+template <bool kIsVector, typename T>
+__device__ __forceinline__ float add_residual(Chunk<T>& x, T* residual, int valid) {
+  if (residual != nullptr) {
+    const Chunk<T> before = load_chunk<kIsVector>(residual, valid);
 #pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) {
-    const float2 a = x.pair(i), b = residual.pair(i);
-    x.set_pair(i, {a.x + b.x, a.y + b.y});
+    for (int i = 0; i < kChunk / 2; ++i) {
+      const float2 a = x.pair(i), b = before.pair(i);
+      x.set_pair(i, {a.x + b.x, a.y + b.y});
+    }
+    store_chunk<kIsVector>(residual, x, valid);
   }
-}
-
-template <typename T>
-__device__ __forceinline__ float sum_of_squares(const Chunk<T>& x) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunk / 2; ++i) {
@@ -141,10 +138,7 @@ __device__ __forceinline__ void begin_to_share_weight(const float* weight, int64
 template <typename T>
 __device__ __forceinline__ void scale_by_shared_weight(Chunk<T>& x, int thread, int valid,
                                                        float inverse_rms) {
-  if (valid == 0) {
-    x = {};  // as it was: said again, it takes no registers until now
-    return;
-  }
+  if (valid == 0) return;
 #pragma unroll
   for (int i = 0; i < Chunk<T>::kWords; ++i) forget(x.words[i]);
   const int place = place_of_unit(thread * (kChunk / 4));
@@ -159,86 +153,24 @@ __device__ __forceinline__ void scale_by_shared_weight(Chunk<T>& x, int thread, 
   }
 }
 
-// Behind the weight lie x and the residual of the row that a block comes to next, where they are
-// asked for ahead: each thread's two units of its own chunk, apart, so that lanes read side by
-// side.
-constexpr int kUnitsPerChunk = 2;
-
-__device__ __forceinline__ uint4* place_ahead(int64_t k, int thread, bool is_residual) {
-  return weight_units + k / 4 + is_residual * kUnitsPerChunk * blockDim.x + thread;
-}
-
-// A thread asks for its own chunks alone, when it has used those of the row before.
-template <typename T>
-__device__ __forceinline__ void ask_for_row(const Matrix& matrix, const RmsNorm& norm, int64_t row,
-                                            int thread) {
-  const int64_t column = column_of(thread, 0);
-  if (column >= matrix.k) return;
-  const auto ask = [&](const T* source, bool is_residual) {
-    uint4* place = place_ahead(matrix.k, thread, is_residual);
-#pragma unroll
-    for (int i = 0; i < kUnitsPerChunk; ++i) {
-      copy_own_async(place + i * blockDim.x, reinterpret_cast<const uint4*>(source) + i);
-    }
-  };
-  ask(static_cast<const T*>(matrix.x) + row * matrix.x_stride + column, false);
-  if (norm.residual == nullptr) return;
-  ask(static_cast<const T*>(norm.residual) + row * norm.residual_stride + column, true);
-}
-
-template <typename T>
-__device__ __forceinline__ Chunk<T> take_chunk(int64_t k, int thread, int valid, bool is_residual) {
-  static_assert(Chunk<T>::kWords == 4 * kUnitsPerChunk);
-  Chunk<T> chunk = {};
-  if (valid == 0) return chunk;
-  const uint4* place = place_ahead(k, thread, is_residual);
-#pragma unroll
-  for (int i = 0; i < kUnitsPerChunk; ++i) {
-    const uint4 unit = place[i * blockDim.x];
-    chunk.words[4 * i] = unit.x, chunk.words[4 * i + 1] = unit.y;
-    chunk.words[4 * i + 2] = unit.z, chunk.words[4 * i + 3] = unit.w;
-  }
-  return chunk;
-}
-
 // Norms a row that exists. `shared` is not the one of the row before, which may still be read.
-// kIsAhead: the row was asked for, and `next_row` is asked for if it exists.
-template <WeightIn kWeightIn, bool kIsVector, bool kIsAhead, typename T, int kChunks>
+template <WeightIn kWeightIn, bool kIsVector, typename T, int kChunks>
 __device__ __forceinline__ void norm_row(Chunk<T> (&chunks)[kChunks], const Matrix& matrix,
-                                         const RmsNorm& norm, int64_t row, int64_t next_row,
-                                         int thread, float inverse_k,
-                                         const Chunk<float>& own_weight, float* shared) {
+                                         const RmsNorm& norm, int64_t row, int thread,
+                                         float inverse_k, const Chunk<float>& own_weight,
+                                         float* shared) {
   const int64_t k = matrix.k;
-  if constexpr (kIsAhead) {
-    wait_for_copies();
-    chunks[0] = take_chunk<T>(k, thread, num_valid(column_of(thread, 0), k), false);
-  } else {
-    load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, k, thread, chunks);
-  }
+  load_row<kIsVector>(static_cast<const T*>(matrix.x) + row * matrix.x_stride, k, thread, chunks);
   float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (norm.residual != nullptr) {
-      const int64_t column = column_of(thread, c);
-      const int valid = num_valid(column, k);
-      T* residual = static_cast<T*>(norm.residual) + row * norm.residual_stride + column;
-      if constexpr (kIsAhead) {
-        add(chunks[c], take_chunk<T>(k, thread, valid, true));
-      } else {
-        add(chunks[c], load_chunk<kIsVector>(residual, valid));
-      }
-      store_chunk<kIsVector>(residual, chunks[c], valid);
-    }
-    sum += sum_of_squares(chunks[c]);
+    const int64_t column = column_of(thread, c);
+    T* residual = static_cast<T*>(norm.residual);
+    if (residual != nullptr) residual += row * norm.residual_stride + column;
+    sum += add_residual<kIsVector>(chunks[c], residual, num_valid(column, k));
   }
-  if constexpr (kWeightIn == WeightIn::kShared && !kIsAhead) wait_for_copies();
-  sum = block_reduce(
-      sum, shared, [](float a, float b) { return a + b; },
-      [&] {
-        if constexpr (kIsAhead) {
-          if (next_row < matrix.m) ask_for_row<T>(matrix, norm, next_row, thread);
-        }
-      });
+  if constexpr (kWeightIn == WeightIn::kShared) wait_for_copies();
+  sum = block_reduce(sum, shared, [](float a, float b) { return a + b; });
   const float inverse_rms = rsqrtf(__fmul_rn(sum, inverse_k) + norm.eps);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
@@ -284,14 +216,13 @@ template <typename T, WeightIn kWeightIn>
 constexpr int kMinBlocks = 0;  // chips of 12.x run 1,536 threads, for which there are more
 #endif
 
-template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn, bool kIsAhead>
+template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn>
 __global__ __launch_bounds__(
     kMaxThreads<kChunks>,
     kMinBlocks<T, kWeightIn>) void rms_norm_group_quant_kernel(Matrix matrix, RmsNorm norm,
                                                                GroupScales scales,
                                                                float inverse_k) {
   static_assert(kWeightIn == WeightIn::kGlobal || (kChunks == 1 && kIsVector));
-  static_assert(!kIsAhead || kWeightIn == WeightIn::kShared);
   __shared__ float shared[2][32];
   wait_for_inputs();
   Chunk<float> own_weight = {};
@@ -300,16 +231,13 @@ __global__ __launch_bounds__(
     own_weight = load_chunk<true>(norm.weight + column, num_valid(column, matrix.k));
   }
   if constexpr (kWeightIn == WeightIn::kShared) {
-    if (blockIdx.x < matrix.m) {
-      if constexpr (kIsAhead) ask_for_row<T>(matrix, norm, blockIdx.x, threadIdx.x);
-      begin_to_share_weight(norm.weight, matrix.k);
-    }
+    if (blockIdx.x < matrix.m) begin_to_share_weight(norm.weight, matrix.k);
   }
   const auto run = [&](int64_t row, int thread, float* sums) {
     Chunk<T> chunks[kChunks] = {};
     if (row < matrix.m) {  // the same for the whole block
-      norm_row<kWeightIn, kIsVector, kIsAhead>(chunks, matrix, norm, row, row + gridDim.x, thread,
-                                               inverse_k, own_weight, sums);
+      norm_row<kWeightIn, kIsVector>(chunks, matrix, norm, row, thread, inverse_k, own_weight,
+                                     sums);
     }
     quantise_row<kIsVector>(chunks, matrix, scales, row, thread);
   };
@@ -348,46 +276,25 @@ cudaError_t dispatch_rows(const Matrix& matrix, F&& f) {
 }
 
 constexpr size_t kUsualSharedBytes = (48 << 10) - 256;  // beside the kernel's own
-// What a multiprocessor must still run where rows that are asked for ahead take shared memory:
-// fewer would not keep it busy. Estimated.
-constexpr int kMinThreadsAhead = 1280;
 
-// How many blocks of a kernel a multiprocessor runs at a time; none where it has not the memory.
-template <typename Kernel>
-cudaError_t count_resident(Kernel kernel, int threads, size_t shared_bytes, int* result) {
-  *result = 0;
-  if (shared_bytes > kUsualSharedBytes) {
-    int most_shared = 0;
-    cudaError_t error = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&most_shared);
-    if (error != cudaSuccess || shared_bytes + 256 > static_cast<size_t>(most_shared)) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(result, kernel, threads, shared_bytes);
-}
-
-template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn, bool kIsAhead = false>
+template <typename T, int kChunks, bool kIsVector, WeightIn kWeightIn>
 cudaError_t launch_norm(const Matrix& matrix, const RmsNorm& norm, const GroupScales& scales,
                         int threads, int num_sms, cudaStream_t stream) {
-  const auto kernel = rms_norm_group_quant_kernel<T, kChunks, kIsVector, kWeightIn, kIsAhead>;
+  const auto kernel = rms_norm_group_quant_kernel<T, kChunks, kIsVector, kWeightIn>;
   LaunchShape shape = {{}, threads};
   int64_t blocks = scales.num_rows;
   if constexpr (kWeightIn == WeightIn::kShared) {
     shape.shared_bytes = static_cast<size_t>(matrix.k) * sizeof(float);
-    if constexpr (kIsAhead) {
-      const int num_rows = norm.residual == nullptr ? 1 : 2;
-      shape.shared_bytes += num_rows * kUnitsPerChunk * sizeof(uint4) * threads;
+    if (shape.shared_bytes > kUsualSharedBytes) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes));
+      if (error != cudaSuccess) return error;
     }
-    int num_resident = 0;
-    const cudaError_t error = count_resident(kernel, threads, shape.shared_bytes, &num_resident);
+    int num_resident = 0;  // on a multiprocessor
+    const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &num_resident, kernel, threads, shape.shared_bytes);
     if (error != cudaSuccess) return error;
-    if constexpr (kIsAhead) {
-      if (num_resident * threads < kMinThreadsAhead) {
-        return launch_norm<T, kChunks, kIsVector, kWeightIn>(matrix, norm, scales, threads, num_sms,
-                                                             stream);
-      }
-    }
     blocks = std::min(blocks, int64_t{num_sms} * std::max(num_resident, 1));
   }
   shape.grid = dim3(static_cast<unsigned>(blocks));
@@ -417,13 +324,9 @@ cudaError_t launch_rms_norm_group_quant(const Matrix& matrix, const RmsNorm& nor
   if (error != cudaSuccess) return error;
   return dispatch_rows(matrix, [&]<typename T, int kChunks, bool kIsVector>(int threads) {
     if constexpr (kChunks == 1 && kIsVector) {
-      const int64_t wanted = scales.num_rows * threads, held = int64_t{num_sms} * kMaxThreads<1>;
-      auto launch_held = launch_norm<T, 1, true, WeightIn::kShared>;
-      if (wanted <= held) {
-        launch_held = launch_norm<T, 1, true, WeightIn::kRegisters>;
-      } else if (wanted > 2 * held) {  // blocks come to a second row
-        launch_held = launch_norm<T, 1, true, WeightIn::kShared, sizeof(T) == 2>;
-      }
+      const bool is_few = scales.num_rows * threads <= int64_t{num_sms} * kMaxThreads<1>;
+      const auto launch_held = is_few ? launch_norm<T, 1, true, WeightIn::kRegisters>
+                                      : launch_norm<T, 1, true, WeightIn::kShared>;
       return launch_held(matrix, norm, scales, threads, num_sms, stream);
     } else {
       return launch_norm<T, kChunks, kIsVector, WeightIn::kGlobal>(matrix, norm, scales, threads,

@@ -21,7 +21,6 @@ inline thread_local std::vector<Copy> begun[1024];  // by each thread; done as l
 inline void copy_async(uint4* target, const void* source) {
   begun[threadIdx.x].push_back({target, source});
 }
-inline void copy_own_async(uint4* target, const void* source) { copy_async(target, source); }
 inline void wait_for_copies() {
   for (const Copy& copy : begun[threadIdx.x]) std::memcpy(copy.target, copy.source, sizeof(uint4));
   begun[threadIdx.x].clear();
