@@ -10,14 +10,14 @@ from math import exp, inf, log
 
 from vllm.kernels.spec import Parts, Timings
 
-MAX_PARTS = 4
+MAX_PARTS = 5
 # A backend this close to the fastest counts as fast: nothing is split for noise.
 TOLERANCE = 1.03
 # How far beyond its largest measured token count a row may decide: one that was measured for
 # decoding alone, or cut short, says nothing about prompts.
 REACH = 32
 # What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
-PART_COST = 0.05
+PART_COST = 0.045
 # Kernels that compile when the engine starts are left out as long as that costs no more than this
 # over the measured token counts: seconds of every cold start are not spent for a few percent.
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10

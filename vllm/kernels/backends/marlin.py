@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 # Columns that share a float32 scale: at least so many, and a power of two.
 _LEAST_GROUP = 32
-# Most tokens for our kernel, by element of the weight. Estimated from bytes and products, not
-# measured (benchmarks/kernels/bench_weight_only.py): a weight that is widened is written and read
-# in 16 bits, which so many tokens do not outweigh.
-MOST_TOKENS = {"fp8": 256, "nvfp4": 256, "int4": 256}
+# Most tokens for our kernel: more are multiplied with a weight that is widened into memory. In FP8
+# 96 tokens take our kernel longer than 512 take that (an H100, tuned/sm_90_132_3352.json); of other
+# formats it is an estimate, as their products are the same (benchmarks/kernels/bench_weight_only.py).
+MOST_TOKENS = 64
 # Rows of an expert that are multiplied together: the token tiles of the kernel.
 _BLOCK_ROWS = (8, 16, 32, 64)
 # Of a weight that is widened into memory at a time.
@@ -94,10 +94,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
     by_fp8 = winner.act is ActScheme.DYNAMIC_TOKEN
     weight, bias = pack_weight(tensors, by_fp8), tensors.bias
-    most_tokens = MOST_TOKENS[problem.weight.element]
 
     def apply(x: "Tensor") -> "Tensor":
-        if x.shape[0] > most_tokens and not by_fp8:
+        if x.shape[0] > MOST_TOKENS and not by_fp8:
             return multiply_wide(x, weight, bias, WIDE_BYTES)
         return multiply(x, weight, bias)
 
