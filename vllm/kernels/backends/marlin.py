@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Columns that share a float32 scale: at least so many, and a power of two.
 _LEAST_GROUP = 32
 # Most tokens for our kernel: more are multiplied with a weight that is widened into memory. In FP8
-# 96 tokens take our kernel longer than 512 take that (an H100, tuned/sm_90_132_3352.json); of other
-# formats it is an estimate, as their products are the same (benchmarks/kernels/bench_weight_only.py).
+# 96 tokens take our kernel longer than 512 take that (an H100, tuned/sm_90_132_3352.json); other
+# formats, whose products are the same, have not been measured so.
 MOST_TOKENS = 64
 # Rows of an expert that are multiplied together: the token tiles of the kernel.
 _BLOCK_ROWS = (8, 16, 32, 64)
