@@ -7,7 +7,7 @@ others than the usual ones. Clocks are left alone (`--clock-control none`), cach
 each pass (ncu's own way), and a launch is the fourth of its kind. ncu counts the time of a launch
 without what the host and the launch before add: compare its figures with each other, not with those
 of the benchmarks. DeepGEMM's kernel stands beside ours where it is installed. Needs ncu, a GPU and
-the right to read its counters. Not run on a GPU yet.
+the right to read its counters.
 """
 
 import argparse

@@ -257,8 +257,7 @@ def _numerics() -> str:
         "`VLLM_USE_DEEP_GEMM_E8M0=0` rules it out there."
         f"\n\n`{Scales.ACTIVATION}` is not of blocks: scales of rows and of groups are kept in "
         "bf16 or fp16, as the activations are, which changes nothing where the checkpoint stores "
-        "them so. What it changes elsewhere is measured at load, and counts against the budget. "
-        "`humming` has not been run on hardware in this form."
+        "them so. What it changes elsewhere is measured at load, and counts against the budget."
     )
 
 

@@ -1,7 +1,6 @@
 """Our CUDA kernel that norms and rotates q and k, which can put K and V into the cache on its way.
 
-Whoever rotates asks an attention layer where its keys go (`PagedAttention.target`). Not run on
-hardware yet: proved thread by thread on a CPU (tests/native/test_layers_emulated.py).
+Whoever rotates asks an attention layer where its keys go (`PagedAttention.target`).
 """
 
 from functools import partial
