@@ -26,6 +26,7 @@ ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(fam
 # Kernels that something always stands before in the default order: they are for people who ask,
 # and for splits that were measured.
 ONLY_BY_WISH = {
+    ("linear", "cutlass", "fp8-channel"),
     ("linear", "skinny", "fp8-block"),
     ("linear", "skinny", "fp8-channel"),
     ("linear", "flashinfer-trtllm", "fp8-block"),

@@ -114,7 +114,7 @@ def put(path: str, value):
         ("decisions.0.problem.act.0", "always", "problem.act[0] 'always' is not valid"),
         ("decisions.0.problem.m_range", [1], "problem.m_range is not a list of 2"),
         ("decisions.0.problem.requant_error", float("nan"), "is not a finite number"),
-        ("decisions.0.candidates.2.reasons.0.why", "fate", "candidates[2].reasons[0].why 'fate'"),
+        ("decisions.0.candidates.1.reasons.0.why", "fate", "candidates[1].reasons[0].why 'fate'"),
         ("decisions.0.candidates.0.parts", [[1]], "parts[0] is not [largest M or null, backend]"),
         ("decisions.0.candidates.0.fit", {}, "candidates[0].fit lacks 'how'"),
     ],

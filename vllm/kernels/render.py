@@ -299,7 +299,11 @@ def _story(story: Story, name_width: int, width: int, bold: bool) -> list[str]:
 def why(story: Story) -> str:
     """Who decided, what came before in the default order, and what cut scale blocks cost."""
     text = f"{story.origin.text} (rank {story.origin.rank} of {DEFAULT_ORDER.rank})"
-    names = [candidate.backend for candidate in story.candidates]
+    names = [
+        candidate.backend
+        for candidate in story.candidates
+        if all(reason.why is not Why.FORMAT for reason in candidate.reasons)
+    ]
     if story.chosen is None:
         text += ": no candidate can run, or the one that is asked for cannot"
     elif story.origin == DEFAULT_ORDER:
