@@ -80,6 +80,7 @@ PARTS = (
     Part("weight_only", 120, "benchmarks/kernels/bench_weight_only.py --out {out}"),
     Part("attention", 60, "benchmarks/kernels/bench_attention.py --flashinfer --out {out}"),
     Part("moe", 80, "benchmarks/kernels/bench_moe.py --parts --layers --out {out}"),
+    Part("delta_rule", 60, "benchmarks/kernels/bench_delta_rule.py"),
     Part("shared_expert", 30, "benchmarks/kernels/bench_shared_expert.py --out {out}"),
     Part(
         "tune",
