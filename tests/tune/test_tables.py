@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import exp, log
 
 import pytest
@@ -237,6 +238,31 @@ def shipped_problems(own: Table):
         else:
             names = ("num_experts", "intermediate", "hidden", "top_k")
             yield moe(dtype=dtype, act=act, **dict(zip(names, numbers)))
+
+
+def test_what_a_norm_quantises_counts_for_layers_after_one():
+    problem = linear()
+    after_attention = replace(problem, comes_quantised=False)
+    own = table(deep_gemm=ENTRY)
+    assert own.timings(problem).us == (("deep_gemm", (4.0, 7.5)),)
+    assert own.timings(after_attention).us == (("deep_gemm", (5.25, 7.5)),)
+
+
+def test_layers_after_attention_are_known_by_their_names():
+    from vllm.kernels.layers import layer_problems
+    from vllm.kernels.question import read_model
+    from vllm.model_executor.layers.quantization import resolve_quantization
+
+    for model in ("Qwen3-8B-FP8", "Qwen3.5-35B-A3B-FP8"):
+        config = read_model(model)
+        quant = resolve_quantization(config["quantization_config"], None, model)
+        problems = layer_problems(config, quant, dtype="bf16", kv_format="bf16", tp=1)
+        after = {
+            name.rpartition(".")[2]
+            for name, problem in problems
+            if isinstance(problem, LinearProblem) and not problem.comes_quantised
+        }
+        assert after == ({"o_proj", "out_proj"} if "3.5" in model else {"o_proj"})
 
 
 def test_files_are_named_after_the_chip_and_its_sms():
