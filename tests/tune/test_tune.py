@@ -179,6 +179,15 @@ def test_what_no_time_is_left_for_is_returned(tmp_path):
     assert left == jobs and not run.failures and not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.parametrize("total", [None, 600.0])
+def test_what_compiles_begins_first_unless_time_is_limited(total, tmp_path):
+    slow, quick = job("exits", compiles=True), job("is wrong")
+    wanted = [quick, slow] if total is None else [slow, quick]
+    run, _, _ = carry_out(wanted, tmp_path, jobs=1, total=total)
+    first = "exits" if total is None else "is wrong"
+    assert len(run.failures) == 2 and run.failures[0].backend == first
+
+
 def test_a_kernel_is_timed_for_as_long_as_it_may_take(tmp_path):
     problem = linear("fp8-block", n=128, k=128, dtype="fp32")
     one = replace(job("torch"), problem=problem, tokens=(1, 2, 4), gate=(1, 2))
