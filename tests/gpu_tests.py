@@ -1,4 +1,4 @@
-"""All tests that need a GPU, several at a time on one: `make test-gpu`, or
+"""All tests that need a GPU, several at a time on each: `make test-gpu`, or
 
     python tests/gpu_tests.py [--out FILE] [--before FILE] [--only-failed FILE] [--logs FOLDER]
         [FILES ...]
@@ -9,8 +9,9 @@ names of what failed or was not run, and the slowest tests, with how much of the
 engines. It is written anew whenever a part ends, and when time is up or SIGTERM comes. Exit code 0:
 everything passed in time.
 
-Three processes run on four cores, and one for each 8 GiB of the GPU at most; --jobs says another
-number. Needs pytest, and of this repository the package with its library. As a plugin of pytest
+Three processes run on four cores, and one for each 8 GiB of the GPUs at most; --jobs says another
+number. Of several GPUs each process sees all, in turn another one first: there it computes what
+takes one. Needs pytest, and of this repository the package with its library. As a plugin of pytest
 (`-p gpu_tests`) it keeps one part of the tests and writes down what becomes of each.
 """
 
@@ -41,10 +42,11 @@ PARTS = {
     "test_architectures_on_gpu.py": 6,
     "test_choices_on_gpu.py": 3,
     "test_cuda_ops.py": 3,
-    "test_formats_on_gpu.py": 4,
+    "test_formats_on_gpu.py": 8,
     "test_fp8_quant.py": 2,
     "test_humming.py": 6,
     "test_moe_backends_on_gpu.py": 6,
+    "test_nccl_on_gpus.py": 4,
     "test_no_compile_on_gpu.py": 3,
     "test_nvfp4_quant.py": 2,
     "test_triton_attention.py": 3,
@@ -52,7 +54,7 @@ PARTS = {
 # Those that wait for compilers; first where nothing has been measured.
 COMPILING = ("test_flashinfer_attention.py", "test_deep_gemm_h100.py", "test_no_compile_on_gpu.py")
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python", "transformers")
-GIB_PER_JOB = 8  # what one process takes of a GPU at most, on average
+GIB_PER_JOB = 8  # what one process takes of the GPUs at most, on average
 NUM_SLOWEST = 20
 STOPPED = threading.Event()
 
@@ -129,7 +131,8 @@ class Job:
     count: int
     only: tuple[str, ...] = ()
 
-    def run(self, folder: Path, end: float) -> Outcome:
+    def run(self, folder: Path, end: float, gpus: str = "") -> Outcome:
+        """gpus: those it sees, as CUDA_VISIBLE_DEVICES takes them; "": all that we do."""
         events = folder / f"{self.file.stem}-{self.index}.jsonl"
         events.unlink(missing_ok=True)
         log = events.with_suffix(".log")
@@ -139,6 +142,7 @@ class Job:
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         # Without that cuBLAS variable older torch refuses deterministic products.
         env = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+               **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
                "GPU_TESTS": json.dumps(job),
                "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
         begin = time.monotonic()
@@ -252,7 +256,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder: keep what each process printed")
     args = parser.parse_args()
     begin = time.monotonic()
-    gpus, default_jobs = look_around()
+    gpus, names, default_jobs = look_around()
     num_jobs = args.jobs or default_jobs
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: STOPPED.set())
@@ -268,7 +272,10 @@ def main() -> int:
         args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(num_jobs) as pool:
         folder, end = args.logs or Path(scratch), begin + 60 * args.minutes
-        running = {pool.submit(job.run, folder, end): job for job in jobs}
+        running = {
+            pool.submit(job.run, folder, end, in_turn(names, turn)): job
+            for turn, job in enumerate(jobs)
+        }
         for count, future in enumerate(as_completed(running), 1):
             outcomes[name_of(running[future].file)].add(future.result())
             so_far = f"{count} of {len(jobs)} parts, {time.monotonic() - begin:.0f} s"
@@ -278,16 +285,25 @@ def main() -> int:
     return int(not jobs or any(outcome.wrong for outcome in outcomes.values()))
 
 
-def look_around() -> tuple[str, int]:
-    """Names of the GPUs, and how many processes the machine takes."""
+def in_turn(gpus: list[str], turn: int) -> str:
+    """All of them, another one first each turn; "" where there is no choice."""
+    first = turn % max(1, len(gpus))
+    return ",".join(gpus[first:] + gpus[:first]) if len(gpus) > 1 else ""
+
+
+def look_around() -> tuple[str, list[str], int]:
+    """What the GPUs are, what CUDA_VISIBLE_DEVICES calls them, and how many processes the machine
+    takes."""
     import torch
 
     count = torch.cuda.device_count()
     gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     most = len(os.sched_getaffinity(0)) * 3 // 4
     if gpus:
-        most = min(most, gpus[0].total_memory // (GIB_PER_JOB << 30))
-    return " + ".join(gpu.name for gpu in gpus) or "no GPU", max(1, most)
+        most = min(most, sum(gpu.total_memory for gpu in gpus) // (GIB_PER_JOB << 30))
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = given.split(",")[:count] if given else [str(i) for i in range(count)]
+    return " + ".join(gpu.name for gpu in gpus) or "no GPU", names, max(1, most)
 
 
 def versions() -> str:

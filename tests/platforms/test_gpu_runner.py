@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_tests import ROOT, Job, gpu_files, jobs_of
+from gpu_tests import PARTS, ROOT, Job, gpu_files, in_turn, jobs_of
 
 RUNNER = ROOT / "tests" / "gpu_tests.py"
 TESTS = """
@@ -95,3 +95,22 @@ def test_what_took_longest_begins_first():
     short, long = (ROOT / "tests" / f"test_{name}.py" for name in ("short", "long"))
     before = "tests/test_short.py: 3 passed, 5 s\ntests/test_long.py: 1 failed, 2 passed, 90 s\n"
     assert [job.file for job in jobs_of([short, long], before, None)] == [long, short]
+
+
+def test_each_process_begins_with_another_gpu_and_sees_all(tmp_path: Path):
+    names = ["4", "GPU-5b", "6"]
+    assert [in_turn(names, turn) for turn in range(4)] == [
+        "4,GPU-5b,6", "GPU-5b,6,4", "6,4,GPU-5b", "4,GPU-5b,6"
+    ]  # fmt: skip
+    assert in_turn(["0"], 1) == in_turn([], 1) == ""  # as it is
+    file = tmp_path / "test_shown.py"
+    file.write_text(
+        "import os, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_shown(): assert os.environ.get('CUDA_VISIBLE_DEVICES') == '1,0'\n"
+    )
+    outcome = Job(file, 0, 1).run(tmp_path, time.monotonic() + 60, in_turn(["0", "1"], 1))
+    assert outcome.counts == {"passed": 1}
+
+
+def test_files_that_are_cut_exist():
+    assert PARTS.keys() <= {file.name for file in gpu_files()}
