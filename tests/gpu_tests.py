@@ -52,7 +52,12 @@ PARTS = {
     "test_triton_attention.py": 3,
 }
 # Those that wait for compilers; first where nothing has been measured.
-COMPILING = ("test_flashinfer_attention.py", "test_deep_gemm_h100.py", "test_no_compile_on_gpu.py")
+COMPILING = (
+    "test_flashinfer_attention.py",
+    "test_flashinfer_on_gpu.py",
+    "test_deep_gemm_h100.py",
+    "test_no_compile_on_gpu.py",
+)
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python", "transformers")
 GIB_PER_JOB = 8  # what one process takes of the GPUs at most, on average
 NUM_SLOWEST = 20

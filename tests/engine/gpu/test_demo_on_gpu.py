@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def engine(folder: str, **options) -> LLM:
     return LLM(folder, max_model_len=512, max_num_seqs=16, num_gpu_blocks_override=600, **options)
 
 
-def greedy(llm: LLM) -> list[dict]:
+def greedy(llm: LLM, prompts: Sequence = TEXTS) -> list[dict]:
     """Of each text: `prompt`, the `tokens` after it, and the logprobs of the likeliest at each."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
     return [
@@ -103,7 +104,7 @@ def greedy(llm: LLM) -> list[dict]:
                 for place in output.outputs[0].logprobs
             ],
         }
-        for output in llm.generate(list(TEXTS), params, use_tqdm=False)
+        for output in llm.generate(list(prompts), params, use_tqdm=False)
     ]
 
 
