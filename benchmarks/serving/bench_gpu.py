@@ -13,7 +13,9 @@ The model is a shape `vllm kernels explain` knows by name, with random weights. 
   ttft_ms     a prompt of 3,500 tokens and one output token, the median of 3; with the TFLOP/s of
               its matrix products
   steps       kernels of a step by GPU time, from torch's profiler (which slows the host down);
-              one that starts early counts from the end of the one before it on its stream
+              one that starts early counts from the end of the one before it on its stream.
+              waiting: when no kernel runs; before_us from the call of generate() to the first,
+              between_us in each step, after_us from the end of the last to the return
 Prompts are random token ids, so that no prefix cache helps. The result file is written anew with
 every number, for runs that are cut.
 """
@@ -124,9 +126,9 @@ class Bench:
 
         loads = {f"decode {n}": ([(PROMPT, PROFILED_TOKENS + 1)] * n) for n in BATCHES}
         for name, lengths in loads.items():
-            found = profile_steps(lambda lengths=lengths: self.seconds(lengths), PROFILED_TOKENS)
-            yield {"steps": {name: found}}
-        yield {"steps": {"prefill": profile_steps(lambda: self.seconds([(PREFILL, 1)]), 1)}}
+            run = self.generation(lengths)
+            yield {"steps": {name: profile_steps(run, PROFILED_TOKENS)}}
+        yield {"steps": {"prefill": profile_steps(self.generation([(PREFILL, 1)]), 1)}}
 
     def mixed_load(self) -> tuple[float, int]:
         """Seconds that its requests take together, and the tokens that they put out."""
@@ -145,7 +147,10 @@ class Bench:
 
         return median_of_3(measure)
 
-    def seconds(self, lengths: list[tuple[int, int]], temperature: float = 0.0) -> float:
+    def generation(
+        self, lengths: list[tuple[int, int]], temperature: float = 0.0
+    ) -> Callable[[], list[Any]]:
+        """Of requests that are made now."""
         prompts = [
             {"prompt_token_ids": [self._rng.randint(0, self._max_id) for _ in range(num_in)]}
             for num_in, _ in lengths
@@ -156,8 +161,12 @@ class Bench:
             )
             for _, num_out in lengths
         ]
+        return lambda: self._llm.generate(prompts, params, use_tqdm=False)
+
+    def seconds(self, lengths: list[tuple[int, int]], temperature: float = 0.0) -> float:
+        run = self.generation(lengths, temperature)
         start = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = run()
         seconds = time.perf_counter() - start
         assert [len(o.outputs[0].token_ids) for o in outputs] == [n for _, n in lengths]
         return seconds

@@ -1,11 +1,16 @@
-"""Profiles of benchmarks/serving: what counts as a kernel's own time."""
+"""Profiles of benchmarks/serving: what counts as a kernel's own time, and what as waiting."""
 
 import runpy
+import time
 from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 SERVING = Path(__file__).resolve().parents[2] / "benchmarks" / "serving"
 gpu_profile = runpy.run_path(str(SERVING / "gpu_profile.py"))
 Span, own_nanoseconds = gpu_profile["Span"], gpu_profile["own_nanoseconds"]
+waiting, breakdown = gpu_profile["waiting"], gpu_profile["breakdown"]
 
 
 def own(*spans) -> list[tuple[str, int]]:
@@ -30,3 +35,32 @@ def test_one_that_ends_before_the_one_it_waits_for_counts_nothing():
 
 def test_streams_do_not_wait_for_one_another():
     assert own(("a", 7, 0, 100), ("b", 20, 20, 130)) == [("a", 100), ("b", 110)]
+
+
+def test_waiting_is_when_no_kernel_runs_on_any_stream():
+    # The second stream covers a gap of the first, and ends within the last kernel.
+    spans = [(7, 100, 150), (7, 160, 200), (20, 140, 170), (7, 230, 300), (20, 250, 280)]
+    spans = [Span("a", *span) for span in spans]
+    assert waiting(spans[::-1], 40, 310) == (60, 30, 10)
+    assert waiting(spans[:1], 100, 150) == (0, 0, 0)
+    assert waiting([], 40, 310) == (0, 0, 270)
+
+
+def test_a_breakdown_adds_up_to_the_run():
+    spans = [Span("a", 7, 10_000 * i, 10_000 * i + 6_000) for i in range(1, 5)]
+    found = breakdown([*spans, Span("b", 7, 50_000, 52_000)], 2, 3_000, 60_000)
+    assert found["a"] == {"us": 12.0, "launches": 2.0}
+    assert found["all"] == {"us": 13.0}
+    assert found["waiting"] == {"before_us": 7.0, "between_us": 8.0, "after_us": 8.0}
+    assert 2 * (13.0 + 8.0) + 7.0 + 8.0 == 57.0
+
+
+def test_the_profiler_has_the_clock_of_the_system():
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        begin = time.time_ns()
+        torch.ones(10)
+        end = time.time_ns()
+    events = profiled.profiler.kineto_results.events()
+    (made,) = (e for e in events if e.name() == "aten::ones")
+    slack = 1_000_000  # of what turns the processor's counter into a time
+    assert begin - slack <= made.start_ns() <= made.end_ns() <= end + slack
