@@ -8,6 +8,8 @@ The model is a shape `vllm kernels explain` knows by name, with random weights. 
 process of its own:
   latency N     tensor parallel over N GPUs. tpotB_ms: per output token of B requests of 32 prompt
                 tokens, (129 tokens minus 1) / 128, the median of 3; ttft_ms: 3,500 tokens, likewise
+                steps: kernels of a step on the first GPU while one request decodes, and when none
+                runs, as bench_gpu.py has it
   throughput N  N engines behind AsyncLLM: 256 N requests given at once, 100 to 1,024 tokens in and
                 out, temperature 0.6
 ready_s: from the start of the process. The two lines of one GPU run at the same time, each on its
@@ -39,6 +41,7 @@ ENGINE = {
 }  # fmt: skip
 LINES = ((("latency", 1), ("throughput", 1)), (("latency", 2),), (("throughput", 2),))
 SECONDS_OF_LINE = 150
+PROFILED_TOKENS = 20
 SHARED = ("ttft_ms", "output_tok_s")
 
 
@@ -122,18 +125,35 @@ def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def latency(num_gpus: int, options: dict[str, Any]) -> dict[str, Any]:
     from bench_engine import seconds_since_process_start
+    from rank_profile import recording_ranks
 
     from vllm import LLM
 
-    llm = LLM(**options, tensor_parallel_size=num_gpus)
-    found = {"ready_s": round(seconds_since_process_start(), 1)}
-    rng = random.Random(0)
-    seconds(llm, rng, 8, 16, 32)
-    for batch in BATCHES:
-        found[f"tpot{batch}_ms"] = round(median_of_3(lambda b=batch: per_token(llm, rng, b)), 3)
+    with recording_ranks() as folder:
+        llm = LLM(**options, tensor_parallel_size=num_gpus)
+        found: dict[str, Any] = {"ready_s": round(seconds_since_process_start(), 1)}
+        rng = random.Random(0)
+        seconds(llm, rng, 8, 16, 32)
+        for batch in BATCHES:
+            found[f"tpot{batch}_ms"] = round(median_of_3(lambda b=batch: per_token(llm, rng, b)), 3)
+            print(json.dumps(found), flush=True)
+        found["ttft_ms"] = round(median_of_3(lambda: seconds(llm, rng, 1, PREFILL, 1)) * 1e3, 1)
         print(json.dumps(found), flush=True)
-    found["ttft_ms"] = round(median_of_3(lambda: seconds(llm, rng, 1, PREFILL, 1)) * 1e3, 1)
+        found["steps"] = {"decode 1": decode_steps(llm, rng, folder if num_gpus > 1 else None)}
     return found
+
+
+def decode_steps(llm: Any, rng: random.Random, ranks: Path | None) -> dict[str, Any]:
+    """ranks: what `recording_ranks` gave, where they are not this process."""
+    from gpu_profile import profile_steps
+    from rank_profile import profile_rank
+
+    def decode(num_tokens: int = PROFILED_TOKENS + 1) -> float:
+        return seconds(llm, rng, 1, PROMPT, num_tokens)
+
+    if ranks is None:
+        return profile_steps(decode, PROFILED_TOKENS)
+    return profile_rank(ranks, decode, PROFILED_TOKENS, lambda: decode(1))
 
 
 def per_token(llm: Any, rng: random.Random, batch: int) -> float:

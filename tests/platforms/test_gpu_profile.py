@@ -1,16 +1,18 @@
 """Profiles of benchmarks/serving: what counts as a kernel's own time, and what as waiting."""
 
-import runpy
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-SERVING = Path(__file__).resolve().parents[2] / "benchmarks" / "serving"
-gpu_profile = runpy.run_path(str(SERVING / "gpu_profile.py"))
-Span, own_nanoseconds = gpu_profile["Span"], gpu_profile["own_nanoseconds"]
-waiting, breakdown = gpu_profile["waiting"], gpu_profile["breakdown"]
+from vllm import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "serving"))
+
+from gpu_profile import Span, breakdown, own_nanoseconds, profile_steps, waiting
+from rank_profile import profile_rank, recording_ranks
 
 
 def own(*spans) -> list[tuple[str, int]]:
@@ -64,3 +66,24 @@ def test_the_profiler_has_the_clock_of_the_system():
     (made,) = (e for e in events if e.name() == "aten::ones")
     slack = 1_000_000  # of what turns the processor's counter into a time
     assert begin - slack <= made.start_ns() <= made.end_ns() <= end + slack
+
+
+def test_a_rank_records_the_steps_that_it_is_asked_for(checkpoint):
+    """On the CPU without kernels, so that all of the run is waiting."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with recording_ranks() as folder:
+        llm = LLM(checkpoint("llama"), skip_tokenizer_init=True, tensor_parallel_size=2)
+
+        def run() -> list[int]:
+            (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+            time.sleep(0.05)
+            return output.outputs[0].token_ids
+
+        tokens = run()
+        here = profile_steps(run, 5)
+        for _ in range(2):
+            found = profile_rank(folder, run, 5, run)
+            assert found.keys() == here.keys() == {"all", "waiting"}
+            assert 0.05e6 < found["waiting"]["after_us"] < 20e6
+        assert run() == tokens
+        assert not [*folder.iterdir()]
