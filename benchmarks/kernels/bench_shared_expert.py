@@ -54,7 +54,8 @@ def alone(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
 
 
 def after(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
-    return alone(layer, x).add_(layer.gated_shared_expert(x))
+    weights, ids, gate = layer.choose(x)
+    return total(layer.experts(x, weights, ids)).add_(layer.gated_shared_expert(x, gate))
 
 
 WAYS: dict[str, Callable[[Qwen3_5MoeExperts, Tensor], Tensor]] = {

@@ -77,7 +77,7 @@ def test_the_router_reads_tokens_16_bytes_at_a_time():
         "num_tokens": "i32",
         "x_stride": "i32",
     }
-    constants = {"HIDDEN": 2048, "BLOCK_K": 512, "NUM_EXPERTS": 128, "BLOCK_E": 16, "ROWS": 16,
+    constants = {"HIDDEN": 2048, "BLOCK_K": 512, "NUM_ROWS": 128, "BLOCK_E": 16, "ROWS": 16,
                  "PDL": True}  # fmt: skip
     names = split_product_kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

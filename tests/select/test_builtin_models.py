@@ -77,7 +77,7 @@ def formats_by_last_part(name: str) -> dict[str, set[str]]:
 
 def test_qwen3_5_fp8_keeps_gates_and_small_projections_in_bf16():
     formats = formats_by_last_part("Qwen3.5-35B-A3B-FP8")
-    plain = {"lm_head", "gate", "shared_expert_gate", "in_proj_ba"}
+    plain = {"lm_head", "gate", "in_proj_ba"}
     assert {last for last, found in formats.items() if found == {"bf16"}} == plain
     assert set().union(*(f for last, f in formats.items() if last not in plain)) == {
         "fp8-block[128x128]"

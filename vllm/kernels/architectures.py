@@ -273,7 +273,10 @@ def _gated_mlp(fields: Fields, name: str, inner: int, bias: bool = False) -> Ite
     yield plain(f"{name}.down_proj", hidden, inner, "columns", bias)
 
 
-def _routed_experts(fields: Fields, num_experts_field: str) -> Iterator[Item]:
+def _routed_experts(
+    fields: Fields, num_experts_field: str, other_gates: tuple[tuple[str, int], ...] = ()
+) -> Iterator[Item]:
+    """other_gates: beside the router, whose product they are part of."""
     num_experts, top_k = fields.size(num_experts_field), fields.size("num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(
@@ -285,7 +288,8 @@ def _routed_experts(fields: Fields, num_experts_field: str) -> Iterator[Item]:
     # Ranks hold whole experts, or a share of the columns of every expert.
     share = fields.size if fields.ep > 1 else fields.shard
     inner = share("moe_intermediate_size")
-    yield _router("mlp.gate", num_experts, hidden)
+    gates = (("gate", num_experts), *other_gates)
+    yield Dense("mlp.gate", gates, hidden, "replicated", may_quantize=False)
     yield Experts("mlp.experts", num_experts, top_k, hidden, inner)
 
 
@@ -299,10 +303,9 @@ def _qwen3_moe(fields: Fields, layer: int) -> Iterator[Item]:
 
 
 def _qwen3_5_moe(fields: Fields, layer: int) -> Iterator[Item]:
-    yield from _routed_experts(fields, "num_experts")
+    yield from _routed_experts(fields, "num_experts", (("shared_expert_gate", 1),))
     inner = fields.shard("shared_expert_intermediate_size")
     yield from _gated_mlp(fields, "mlp.shared_expert", inner)
-    yield _router("mlp.shared_expert_gate", 1, fields.size("hidden_size"))
 
 
 def _deepseek_moe(fields: Fields, layer: int) -> Iterator[Item]:
@@ -321,11 +324,6 @@ def _deepseek_moe(fields: Fields, layer: int) -> Iterator[Item]:
 def plain(name: str, rows: int, columns: int, cut: Cut, bias: bool = False) -> Dense:
     """A layer of one checkpoint weight, which has the layer's own name."""
     return Dense(name, ((name.rpartition(".")[2], rows),), columns, cut, bias)
-
-
-def _router(name: str, rows: int, hidden: int) -> Dense:
-    parts = ((name.rpartition(".")[2], rows),)
-    return Dense(name, parts, hidden, "replicated", may_quantize=False)
 
 
 # ---------------------------------------------------------------- architectures

@@ -7,6 +7,7 @@ from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
 from vllm.kernels.backends.torch import DenseKernel
 from vllm.kernels.triton import moe_router as kernels
+from vllm.model_executor.layers.fused_moe import router
 from vllm.model_executor.layers.fused_moe.router import Routing, route
 
 pytestmark = MARKS
@@ -73,10 +74,20 @@ def whole_numbers(*shape: int) -> Tensor:
 def chosen(
     x: Tensor, gate: DenseKernel, top_k: int, renormalise: bool = True, bias=None, **options
 ) -> tuple[Tensor, Tensor]:
-    """In memory that holds NaN before it is written."""
+    weights, ids, others = chosen_beside(
+        x, gate, len(gate.weight), top_k, renormalise, bias, **options
+    )
+    assert others.shape == (len(x), 0)
+    return weights, ids
+
+
+def chosen_beside(
+    x: Tensor, gate: DenseKernel, count: int, top_k: int, renormalise=True, bias=None, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Among the first `count` rows of the gate, in memory that holds NaN before it is written."""
     torch.use_deterministic_algorithms(True)
     try:
-        routing = Routing(len(gate.weight), top_k, renormalise, **options)
+        routing = Routing(count, top_k, renormalise, **options)
         return kernels.choose_experts(x, gate, routing, bias)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -96,6 +107,27 @@ def test_our_product_is_that_of_a_linear_layer(name, num_tokens, hidden):
     wanted, expected = kernels.route(gate(x), top_k, **options)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_others", [1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 20, 129])
+@pytest.mark.parametrize("count", [60, 256])
+def test_rows_beyond_the_experts_are_multiplied_beside_them(count, num_tokens, num_others):
+    x = whole_numbers(num_tokens, 1048)[:, :1040]
+    gate = DenseKernel(whole_numbers(count + num_others, 1040) / 32, multiply)
+    weights, ids, others = chosen_beside(x, gate, count, 4)
+    wanted = multiply(x, gate.weight)
+    assert others.dtype == x.dtype and torch.equal(others, wanted[:, count:])
+    alone, expected = kernels.route(wanted[:, :count], 4, True)
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(weights, alone, rtol=1e-6, atol=0)
+
+
+def test_rows_beyond_the_experts_of_a_gate_that_keeps_no_weight():
+    x, weight = whole_numbers(5, 512), whole_numbers(41, 512)
+    for choose in (kernels.choose_experts, router.choose_experts):
+        _, ids, others = choose(x, lambda x: multiply(x, weight), Routing(40, 4, True))
+        assert torch.equal(others, multiply(x, weight[40:])) and int(ids.max()) < 40
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -129,7 +161,8 @@ def test_a_token_that_is_nan_spoils_no_other():
 
 def test_a_gate_that_keeps_no_weight_is_called():
     x, weight = whole_numbers(5, 512), whole_numbers(40, 512)
-    weights, ids = kernels.choose_experts(x, lambda x: multiply(x, weight), Routing(40, 4, True))
+    gate, routing = lambda x: multiply(x, weight), Routing(40, 4, True)
+    weights, ids, _ = kernels.choose_experts(x, gate, routing)
     wanted, expected = kernels.route(multiply(x, weight), 4, True)
     assert torch.equal(ids, expected) and torch.equal(weights, wanted)
 
@@ -137,14 +170,14 @@ def test_a_gate_that_keeps_no_weight_is_called():
 @pytest.mark.skipif(IS_INTERPRETED, reason="CUDA graphs need a GPU")
 def test_a_captured_graph_routes_other_tokens():
     x = torch.randn(64, 2048, device=DEVICE).bfloat16()
-    gate = DenseKernel(torch.randn(128, 2048, device=DEVICE).bfloat16() / 45, multiply)
+    gate = DenseKernel(torch.randn(129, 2048, device=DEVICE).bfloat16() / 45, multiply)
     routing = Routing(128, 8, True)
     kernels.choose_experts(x, gate, routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weights, ids = kernels.choose_experts(x, gate, routing)
+        found = kernels.choose_experts(x, gate, routing)
     for _ in range(20):
         x.normal_()
         graph.replay()
-        wanted, expected = kernels.choose_experts(x, gate, routing)
-        assert torch.equal(ids, expected) and torch.equal(weights, wanted)
+        wanted = kernels.choose_experts(x, gate, routing)
+        assert all(map(torch.equal, found, wanted))

@@ -20,38 +20,54 @@ from vllm.model_executor.layers.fused_moe.router import Routing
 # still runs. Estimated: each block of tokens reads the whole gate again.
 MOST_SPLIT = 128
 ROWS, BLOCK_E, BLOCK_K = 16, 16, 512
+_ALIGNED = 8  # numbers of 16 bits in 16 bytes
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def choose_experts(
     x: Tensor, gate: LinearKernel, routing: Routing, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`route` of gate(x), for x [T, hidden]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
     weight = getattr(gate, "weight", None)
     if weight is None or len(x) > MOST_SPLIT or x.dtype not in _ROUNDED or len(weight) < BLOCK_E:
-        return route(gate(x), bias=bias, **routing.arguments())
+        y = gate(x) if weight is None else _product(x, weight)
+        logits, others = y.tensor_split([routing.num_experts], 1)
+        return *route(logits, bias=bias, **routing.arguments()), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
-    (num_tokens, hidden), num_experts = x.shape, len(weight)
-    num_splits = triton.cdiv(hidden, BLOCK_K)
-    parts = torch.empty(num_tokens, num_splits, num_experts, dtype=torch.float32, device=x.device)
+    (num_tokens, hidden), num_rows = x.shape, len(weight)
+    num_splits, blocks = triton.cdiv(hidden, BLOCK_K), triton.cdiv(num_rows, BLOCK_E)
+    # As wide as whole blocks: sums are read several at a time.
+    shape = num_tokens, num_splits, blocks * BLOCK_E
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    others = x.new_empty(num_tokens, num_rows - routing.num_experts)
     if num_tokens:
-        blocks = triton.cdiv(num_experts, BLOCK_E), triton.cdiv(num_tokens, ROWS)
-        split_product_kernel[(num_splits, *blocks)](
+        split_product_kernel[(num_splits, blocks, triton.cdiv(num_tokens, ROWS))](
             x, weight, parts, num_tokens, x.stride(0), HIDDEN=hidden, BLOCK_K=BLOCK_K,
-            NUM_EXPERTS=num_experts, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
+            NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
-    return _route(parts, _ROUNDED[x.dtype], bias=bias, **routing.arguments())
+    choice = _route(parts, routing.num_experts, others, bias=bias, **routing.arguments())
+    return *choice, others
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T [T, N], whose rows lie whole 16 bytes apart: with an odd N they would not, which
+    keeps cuBLAS from its fast kernels."""
+    num_rows = len(weight)
+    y = x.new_empty(len(x), triton.cdiv(num_rows, _ALIGNED) * _ALIGNED)[:, :num_rows]
+    return torch.mm(x, weight.T, out=y)
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool, **options: Any) -> tuple[Tensor, Tensor]:
     """Weights float32 and ids int64 [T, top_k] as `fused_moe.router.route` defines them and their
     options; of equal experts the first is chosen."""
-    return _route(logits.unsqueeze(1), None, top_k, renormalise, **options)
+    num_experts = logits.shape[1]
+    return _route(logits.unsqueeze(1), num_experts, None, top_k, renormalise, **options)
 
 
 def _route(
     logits: Tensor,
-    rounded: Any,
+    num_experts: int,
+    others: Tensor | None,
     top_k: int,
     renormalise: bool,
     *,
@@ -61,8 +77,9 @@ def _route(
     kept_groups: int = 1,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """By logits [T, splits, E], whose sum is rounded."""
-    num_tokens, num_splits, num_experts = logits.shape
+    """By logits [T, splits, N], N at least the experts. others: receives the sums beyond those of
+    experts, and all are rounded to its type; None for logits that are whole."""
+    num_tokens, num_splits, _ = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens == 0:
@@ -70,10 +87,11 @@ def _route(
     padded = triton.next_power_of_2(num_experts)
     assert logits.stride(2) == 1 and (num_groups == 1 or padded == num_experts)
     route_kernel[(num_tokens,)](
-        logits, bias, weights, ids, logits.stride(0), factor, NUM_EXPERTS=num_experts,
-        E_PAD=padded, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k),
-        SPLITS=num_splits, ROUNDED=rounded, IS_SIGMOID=is_sigmoid, RENORMALISES=renormalise,
-        HAS_BIAS=bias is not None, NUM_GROUPS=num_groups, KEPT_GROUPS=kept_groups, num_warps=1,
-        **launch_dependent(logits.device),
+        logits, bias, weights, ids, others, logits.stride(0), factor, NUM_EXPERTS=num_experts,
+        E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1], TOP_K=top_k,
+        K_PAD=triton.next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
+        ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=is_sigmoid,
+        RENORMALISES=renormalise, HAS_BIAS=bias is not None, NUM_GROUPS=num_groups,
+        KEPT_GROUPS=kept_groups, num_warps=1, **launch_dependent(logits.device),
     )  # fmt: skip
     return weights, ids

@@ -29,46 +29,61 @@ def _best_groups(choice, NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.
 @triton.jit(do_not_specialize=["num_tokens"])
 def split_product_kernel(
     x, gate, parts, num_tokens, x_stride,
-    HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """parts[:, split] [tokens, experts] float32 = x[:, columns of the split] @ gate[:, those].T.
-    Grid (splits of BLOCK_K columns, blocks of experts, blocks of ROWS tokens)."""
+    """parts[:, split] [tokens, rows of the gate, filled up to whole blocks] float32 = x[:, columns
+    of the split] @ gate[:, those].T.
+    Grid (splits of BLOCK_K columns, blocks of BLOCK_E rows, blocks of ROWS tokens)."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     own = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     tokens = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    is_token, is_expert = (tokens < num_tokens)[:, None], own < NUM_EXPERTS
+    is_token = (tokens < num_tokens)[:, None]
     # The weight is no kernel's output: it is on its way while the one before this ends.
-    is_loaded = is_expert[:, None] & (k < HIDDEN)[None, :]
+    is_loaded = (own < NUM_ROWS)[:, None] & (k < HIDDEN)[None, :]
     w = tl.load(gate + own[:, None] * HIDDEN + k[None, :], mask=is_loaded, other=0.0)
     begin_dependent(PDL)
     rows = x + tokens.to(tl.int64)[:, None] * x_stride + k[None, :]
     values = tl.load(rows, mask=is_token & (k < HIDDEN)[None, :], other=0.0)
     part = tokens * tl.num_programs(0) + tl.program_id(0)
-    target = parts + part[:, None] * NUM_EXPERTS + own[None, :]
-    tl.store(target, tl.dot(values, tl.trans(w)), mask=is_token & is_expert[None, :])
+    target = parts + part[:, None] * (tl.num_programs(1) * BLOCK_E) + own[None, :]
+    tl.store(target, tl.dot(values, tl.trans(w)), mask=is_token)
+
+
+@triton.jit
+def _sum(
+    logits, is_there, missing,
+    SPLITS: tl.constexpr, SPLIT_STRIDE: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Of SPLITS parts; as ROUNDED has it: the type in which a linear layer would hand it over, or
+    None."""
+    x = tl.load(logits, mask=is_there, other=missing).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(logits + split * SPLIT_STRIDE, mask=is_there, other=0.0)
+    return x if ROUNDED is None else x.to(ROUNDED).to(tl.float32)
 
 
 @triton.jit
 def route_kernel(
-    logits, bias, weights, ids, row_stride, factor,
-    NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
+    logits, bias, weights, ids, others, row_stride, factor,
+    NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, NUM_OTHERS: tl.constexpr,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_STRIDE: tl.constexpr, ROUNDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token. Logits are the sum of SPLITS parts, which lie one after another,
-    as ROUNDED has them: the type in which a linear layer would hand them over, or None."""
+    """A program for each token. Logits are sums of SPLITS parts (`_sum`): of experts, then others,
+    which it hands on."""
     begin_dependent(PDL)
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
     is_expert = experts < NUM_EXPERTS
     start = logits + token * row_stride + experts
-    x = tl.load(start, mask=is_expert, other=float("-inf")).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        x += tl.load(start + split * NUM_EXPERTS, mask=is_expert, other=0.0)
-    if ROUNDED is not None:
-        x = x.to(ROUNDED).to(tl.float32)
+    x = _sum(start, is_expert, float("-inf"), SPLITS, SPLIT_STRIDE, ROUNDED)
+    for other in tl.static_range(NUM_OTHERS):
+        place = logits + token * row_stride + (NUM_EXPERTS + other)
+        y = _sum(place, True, 0.0, SPLITS, SPLIT_STRIDE, ROUNDED)
+        tl.store(others + token * NUM_OTHERS + other, y.to(others.dtype.element_ty))
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:

@@ -1,15 +1,16 @@
 """Qwen3 mixture of experts: Qwen3's attention, and in most layers routed experts for the MLP."""
 
 import dataclasses
+from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from vllm.distributed.groups import Addend
 from vllm.kernels.activations import Activation, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.router import Routing
-from vllm.model_executor.layers.linear import plain_linear
+from vllm.model_executor.layers.linear import merged_linear
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaMLP
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
@@ -23,6 +24,9 @@ class Qwen3MoeAttention(Qwen3Attention):
 
 
 class Qwen3MoeExperts(nn.Module):
+    # Beside the router, whose product they are part of: checkpoint name, rows.
+    other_gates: ClassVar[tuple[tuple[str, int], ...]] = ()
+
     def __init__(self, ctx: ModelContext, prefix: str):
         super().__init__()
         config, self.ops = ctx.hf_config, ctx.ops
@@ -31,7 +35,8 @@ class Qwen3MoeExperts(nn.Module):
         self.routing = Routing(num_experts, top_k, renormalises)
         # Checkpoints keep routers as they are whether they list them as not quantised or not.
         plain = dataclasses.replace(ctx, quant_config=None)
-        self.gate = plain_linear(plain, f"{prefix}.gate", config.hidden_size, num_experts)
+        gates = [("gate", num_experts), *self.other_gates]
+        self.gate = merged_linear(plain, f"{prefix}.gate", config.hidden_size, gates)
         self.experts = FusedMoE(
             ctx,
             f"{prefix}.experts",
@@ -46,9 +51,13 @@ class Qwen3MoeExperts(nn.Module):
         """Which may want the input quantised; all that read it besides take floats."""
         return self.experts
 
+    def choose(self, x: Activation) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and ids of experts, and the logits of `other_gates`, a column for each row."""
+        return self.ops.choose_experts(source_of(x), self.gate.kernel, self.routing)
+
     def forward(self, x: Activation) -> Addend:
-        choice = self.ops.choose_experts(source_of(x), self.gate.kernel, self.routing)
-        return self.experts(x, *choice)
+        weights, ids, _ = self.choose(x)
+        return self.experts(x, weights, ids)
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):

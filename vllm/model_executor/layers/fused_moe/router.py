@@ -52,9 +52,10 @@ class Routing:
 
 def choose_experts(
     x: Tensor, gate: LinearKernel, routing: Routing, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`route` of gate(x), for x [T, hidden]."""
-    return route(gate(x), bias=bias, **routing.arguments())
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
+    logits, others = gate(x).tensor_split([routing.num_experts], 1)
+    return *route(logits, bias=bias, **routing.arguments()), others
 
 
 def route(
