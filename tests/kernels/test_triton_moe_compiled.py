@@ -77,17 +77,35 @@ def test_the_router_reads_tokens_16_bytes_at_a_time():
         "num_tokens": "i32",
         "x_stride": "i32",
     }
-    constants = {"HIDDEN": 2048, "BLOCK_K": 512, "NUM_ROWS": 128, "BLOCK_E": 16, "ROWS": 16,
+    constants = {"HIDDEN": 2048, "BLOCK_K": 512, "NUM_ROWS": 129, "BLOCK_E": 16, "ROWS": 16,
                  "PDL": True}  # fmt: skip
-    names = split_product_kernel.arg_names
+    early, late = loads_around_the_wait(split_product_kernel, types, constants)
+    assert early and late and all(".v4.b32" in line for line in early + late)
+
+
+@pytest.mark.parametrize("k", (2048, 4096))
+def test_small_weights_are_read_16_bytes_at_a_time_before_the_wait_and_tokens_after(k):
+    from vllm.kernels.triton.skinny import ROWS, product_kernel
+
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "x_stride": "i32", "num_rows": "i32"}
+    constants = {"K": k, "K_PAD": k, "ROWS": ROWS, "PDL": True}
+    early, late = loads_around_the_wait(product_kernel, types, constants)
+    threads = 128
+    assert len(early) == ROWS * len(late) == ROWS * k // (8 * threads)
+    assert all(".v4.b32" in line for line in early + late)
+
+
+def loads_around_the_wait(kernel, types, constants) -> tuple[list[str], list[str]]:
+    """Of a kernel as a launch marks its arguments: tensors are aligned, and a specialised integer
+    that 16 divides."""
+    names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    # As a launch marks them: tensors are aligned, and a specialised integer that 16 divides.
-    unmarked = {p.name for p in split_product_kernel.params if p.do_not_specialize}
+    unmarked = {p.name for p in kernel.params if p.do_not_specialize}
     marked = [name for name in types if name not in unmarked]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in marked}
-    source = ASTSource(split_product_kernel, signature, constants, attrs)
+    source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": 4, "launch_pdl": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    _, late = ptx.split("griddepcontrol.wait", 1)
-    loads = [line for line in late.splitlines() if "ld.global" in line]
-    assert loads and all(".v4.b32" in line for line in loads)
+    early, late = ([line for line in part.splitlines() if "ld.global" in line]
+                   for part in ptx.split("griddepcontrol.wait", 1))  # fmt: skip
+    return early, late

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
+from vllm.kernels.activations import KernelByTokens
 from vllm.kernels.backends.torch import DenseKernel
 from vllm.kernels.triton import moe_router as kernels
 from vllm.model_executor.layers.fused_moe import router
@@ -165,6 +166,17 @@ def test_a_gate_that_keeps_no_weight_is_called():
     weights, ids, _ = kernels.choose_experts(x, gate, routing)
     wanted, expected = kernels.route(multiply(x, weight), 4, True)
     assert torch.equal(ids, expected) and torch.equal(weights, wanted)
+
+
+def test_a_gate_whose_kernel_depends_on_the_number_of_tokens_keeps_its_weight():
+    x, gate = whole_numbers(5, 512), DenseKernel(whole_numbers(40, 512), multiply)
+
+    def unread(x: Tensor) -> Tensor:
+        raise AssertionError("the router's product was not ours")
+
+    split = KernelByTokens([(8, unread), (None, gate)])
+    found, wanted = (kernels.choose_experts(x, g, Routing(40, 4, True)) for g in (split, gate))
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="CUDA graphs need a GPU")

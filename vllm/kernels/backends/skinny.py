@@ -1,15 +1,15 @@
-"""Our FP8 GEMM for few tokens, limited by memory: of block scales, whose activations it quantises
-itself, and of a scale for each row.
+"""Our GEMMs for few tokens, limited by memory: of FP8 with block scales, whose activations it
+quantises itself, or a scale for each row; and, in Triton, of small weights in half precision.
 
-It serves at most 16 tokens, so it runs as the first part of a split (kernels/tune_table.py).
+They serve at most 16 tokens, so they run as the first part of a split (kernels/tune_table.py).
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.kernels import channel_scales
-from vllm.kernels.problem import ActScheme, LinearProblem
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Scales
+from vllm.kernels.problem import ActScheme, LinearProblem, Problem
+from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,33 +17,62 @@ if TYPE_CHECKING:
     from vllm.kernels.tensors import LinearKernel, LinearTensors
 
 MAX_TOKENS = 16
+# Numbers of a weight in half precision. Each token reads them from L2, 16 MiB for 16 tokens:
+# estimated, at 4 TB/s that takes 4 us, as long as cuBLAS does.
+MAX_SIZE = 1 << 19
+# Columns, of which a program keeps two rows in registers.
+MAX_COLUMNS = 1 << 13
+
+_HALF = frozenset({"bf16", "fp16"})
+
+
+def _is_small(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, LinearProblem)
+    if problem.k <= MAX_COLUMNS and problem.n * problem.k <= MAX_SIZE:
+        return []
+    # Without the sizes of the problem: layers that are refused alike are shown together.
+    return [Reason(Why.SHAPE, f"takes K up to {MAX_COLUMNS} and N * K up to {MAX_SIZE}")]
+
 
 _Spec = partial(
     KernelSpec,
     backend="skinny",
     family="linear",
-    devices=frozenset({"sm_90"}),
-    dtypes=frozenset({"bf16", "fp16"}),
-    libs=((NATIVE, ""),),
-    native=("skinny_fp8_block_gemm",),
-    native_archs=frozenset({"90", "90a"}),
+    dtypes=_HALF,
     k_align=16,
     max_tokens=MAX_TOKENS,
 )
+_Native = partial(
+    _Spec,
+    devices=frozenset({"sm_90"}),
+    libs=((NATIVE, ""),),
+    native=("skinny_fp8_block_gemm",),
+    native_archs=frozenset({"90", "90a"}),
+)
 SPECS = (
-    _Spec(
+    _Native(
         formats=frozenset({"fp8-block"}),
         act=frozenset({ActScheme.DYNAMIC_GROUP128}),
         blocks=frozenset({(128, 128)}),
         scales=(("*", Scales.FLOAT32),),
     ),
-    _Spec(formats=channel_scales.FORMATS, act=channel_scales.ACTS),
+    _Native(formats=channel_scales.FORMATS, act=channel_scales.ACTS),
+    _Spec(
+        formats=_HALF,
+        devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
+        libs=(("triton", "3.2"),),
+        compiles="triton",
+        takes_bias=False,
+        check=_is_small,
+    ),
 )
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Takes the weight as it is stored. x [M, K] that comes as floats is quantised inside the
-    kernel, or before it where each row of the weight has its scale."""
+    """Takes the weight as it is stored. For one in FP8, x [M, K] that comes as floats is quantised
+    inside the kernel, or before it where each row of the weight has its scale."""
+    if problem.format in _HALF:
+        return _half_kernel(problem, tensors)
     from vllm import _native
 
     if problem.format in channel_scales.FORMATS:
@@ -71,3 +100,11 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         return QuantizingKernel(InputQuant(ScaleLayout.ROW_MAJOR), multiply, of_floats)
 
     return fitted_kernel(tensors, winner.fit, make)
+
+
+def _half_kernel(problem: LinearProblem, tensors: "LinearTensors") -> "LinearKernel":
+    from vllm.kernels.triton.skinny import product
+    from vllm.utils.torch_utils import dtype_of
+
+    weight = tensors.weight.to(dtype_of(problem.dtype))
+    return lambda x: product(x, weight)
