@@ -95,13 +95,27 @@ def test_small_weights_are_read_16_bytes_at_a_time_before_the_wait_and_tokens_af
     assert all(".v4.b32" in line for line in early + late)
 
 
+def test_gates_of_heads_are_read_16_bytes_at_a_time():
+    from vllm.kernels.triton.gates import _norm_kernel, _sigmoid_kernel
+
+    types = {"x": "*bf16", "gate": "*bf16", "gate_stride": "i32"}
+    constants = {"HEADS": 16, "DIM": 256, "HEAD_STRIDE": 512, "IS_ONE": False, "BLOCK": 2048}
+    _, of_sigmoid = loads_around_the_wait(_sigmoid_kernel, types, constants | {"PDL": True})
+    types |= {"weight": "*fp32", "out": "*bf16", "num_rows": "i32", "eps": "fp32"}
+    constants = {"HEADS": 32, "DIM": 128, "D_PAD": 128, "ROWS": 16, "PDL": True}
+    _, of_norm = loads_around_the_wait(_norm_kernel, types, constants)
+    # Two of each input, and what a thread reads of the norm's weight.
+    assert [".v4.b32" in line for line in of_sigmoid] == [True] * 4
+    assert [".v4.b32" in line for line in of_norm].count(True) == 4 == len(of_norm) - 1
+
+
 def loads_around_the_wait(kernel, types, constants) -> tuple[list[str], list[str]]:
     """Of a kernel as a launch marks its arguments: tensors are aligned, and a specialised integer
     that 16 divides."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     unmarked = {p.name for p in kernel.params if p.do_not_specialize}
-    marked = [name for name in types if name not in unmarked]
+    marked = [name for name in types if name not in unmarked and types[name] != "fp32"]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in marked}
     source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": 4, "launch_pdl": True}

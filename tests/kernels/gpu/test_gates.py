@@ -8,7 +8,7 @@ from vllm.kernels.triton import gates
 
 pytestmark = MARKS
 # tokens, heads, columns of a head
-SIZES = [(1, 32, 128), (5, 4, 20), (17, 3, 256), (0, 2, 64), (3, 1, 2048)]
+SIZES = [(1, 32, 128), (5, 4, 20), (17, 3, 256), (0, 2, 64), (3, 1, 2048), (65, 3, 1000)]
 # The interpreter rounds to bfloat16 by cutting off: twice the error.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 7e-4}
 

@@ -12,10 +12,10 @@ from vllm.kernels.triton.moe_kernels import begin_dependent
 from vllm.kernels.triton.moe_rows import launch_dependent
 
 NUM_WARPS = 4
-GATE_COLUMNS = 512  # of a row that one program multiplies
 
 
-@triton.jit(do_not_specialize=["num_rows", "gate_stride"])
+# A model has one stride of gates; Triton has to know that 16 divides it, or reads each by itself.
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x, gate, weight, out, num_rows, gate_stride, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -38,7 +38,7 @@ def _norm_kernel(
     tl.store(out + own, y.to(out.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["gate_stride"])
+@triton.jit
 def _sigmoid_kernel(
     x, gate, gate_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_STRIDE: tl.constexpr, IS_ONE: tl.constexpr,
@@ -50,8 +50,12 @@ def _sigmoid_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < HEADS * DIM
     place = x + token * (HEADS * DIM) + column
-    at = column // DIM * HEAD_STRIDE + (0 if IS_ONE else column % DIM)
-    g = tl.load(gate + token * gate_stride + at, mask=is_column, other=0.0).to(tl.float32)
+    own = gate + token * gate_stride
+    if IS_ONE and HEADS == 1:
+        g = tl.load(own).to(tl.float32)
+    else:
+        at = column // DIM * HEAD_STRIDE + (0 if IS_ONE else column % DIM)
+        g = tl.load(own + at, mask=is_column, other=0.0).to(tl.float32)
     values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
     tl.store(place, (values / (1.0 + tl.exp(-g))).to(x.dtype.element_ty), mask=is_column)
 
@@ -80,8 +84,11 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     assert x.is_contiguous() and gate.shape[:2] == x.shape[:2]
     assert gate.shape[2] == 1 or (gate.shape[2] == dim and gate.stride(2) == 1)
     if num_tokens:
-        _sigmoid_kernel[(num_tokens, triton.cdiv(heads * dim, GATE_COLUMNS))](
+        # Of few tokens many small programs; of many, a thread has 16 columns instead of 4 on their
+        # way at once.
+        block = min(triton.next_power_of_2(heads * dim), 512 if num_tokens < 64 else 2048)
+        _sigmoid_kernel[(num_tokens, triton.cdiv(heads * dim, block))](
             x, gate, gate.stride(0), HEADS=heads, DIM=dim, HEAD_STRIDE=gate.stride(1),
-            IS_ONE=gate.shape[2] == 1, BLOCK=GATE_COLUMNS, num_warps=NUM_WARPS,
+            IS_ONE=gate.shape[2] == 1, BLOCK=block, num_warps=NUM_WARPS,
             **launch_dependent(x.device),
         )  # fmt: skip
