@@ -37,6 +37,7 @@ vllm_cuda_kernel(NAME fp8_quant
                  SOURCES csrc/quantization/w8a8/tensor_quant.cu
                          csrc/quantization/w8a8/row_quant.cu
                          csrc/quantization/w8a8/group_quant.cu
+                         csrc/quantization/w8a8/peer_norm_quant.cu
                          csrc/bindings/cuda_fp8_quant.cu
                  ARCHS 8.0 9.0 10.0 12.0)
 # Portable, and native where the target has the conversion to E2M1: 10.0a, 12.0f and the like.

@@ -3,8 +3,9 @@
 usage: python benchmarks/kernels/bench_peer_sum.py [--out benchmarks/results/h200]
 
 A graph of 72 sums, as a step of Qwen3-8B has; microseconds of one, the median of 20 replays, on the
-slower rank. `norm` is our sum with the addition to the residual and the RMSNorm that follow; `then
-norm` our sum and the kernel that does only that. Sums of NCCL, torch and ours are compared first.
+slower rank. `with norm` is our sum with the addition to the residual and the RMSNorm that follow;
+`then norm` our sum and the kernel that does only that; likewise of the norm that quantises. Sums of
+NCCL, torch and ours are compared first.
 """
 
 import argparse
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 from gpu_results import write_results
 
+from vllm._custom_ops import ScaleLayout
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.distributed.peer_sums import make_peer_sums
+from vllm.kernels.activations import InputQuant
 
 DIM, ROWS, NUM_SUMS, NUM_REPLAYS = 4096, (1, 8, 32, 64, 128, 256), 72, 20
 
@@ -75,12 +78,20 @@ def ways(group, sums, rows: int) -> dict[str, Callable[[], object]]:
         sums.add_up(y)
         usable_ops("cuda").fused_add_rms_norm(y, residual, weight, 1e-6)
 
+    quant = InputQuant(ScaleLayout.TMA_ALIGNED)
+
+    def then_quantising_norm() -> None:
+        sums.add_up(y)
+        quant.add_rms_norm(y, residual, weight, 1e-6)
+
     return {
         "nccl": lambda: dist.all_reduce(y, group=group.handle),
         "torch one shot": lambda: one_shot(shared, y, "sum", name),
         "ours": lambda: sums.add_up(y),
         "ours then norm": then_norm,
         "ours with norm": lambda: sums.add_rms_norm(y, residual, weight, 1e-6),
+        "ours then quantising norm": then_quantising_norm,
+        "ours with quantising norm": lambda: quant.sum_and_norm(sums, y, residual, weight, 1e-6),
     }
 
 

@@ -28,7 +28,7 @@ from vllm import _native
 from vllm._custom_ops import scaled_fp8_quant
 from vllm._custom_weight_only import multiply, multiply_wide
 from vllm.kernels import registry
-from vllm.kernels.backends.marlin import MOST_TOKENS, WIDE_BYTES
+from vllm.kernels.backends.marlin import WIDE_BYTES, most_tokens
 from vllm.kernels.problem import LinearProblem, WeightFormat
 from vllm.kernels.spec import Candidate, Scales
 from vllm.kernels.tensors import LinearKernel, LinearTensors
@@ -63,7 +63,8 @@ def main() -> None:
     version = None if humming is None else str(humming)
     print(f"humming {'is not installed' if humming is None else humming}")
     copy = copy_bandwidth() * 1e6
-    print(f"copy {copy / 1e12:.2f} TB/s; most tokens of the kernel {MOST_TOKENS}")
+    most = ", ".join(f"{most_tokens(WeightFormat.parse(f).element)} of {f}" for f in args.formats)
+    print(f"copy {copy / 1e12:.2f} TB/s; most tokens of the kernel: {most}")
     rows = []
     for n, k in SIZES:
         plain = bf16_times(n, k, args.tokens)

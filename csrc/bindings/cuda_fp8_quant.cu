@@ -5,6 +5,7 @@
 
 #include "../quantization/w8a8/fp8_quant.h"
 #include "cuda_check.h"
+#include "cuda_peers.h"
 
 namespace vllm {
 namespace {
@@ -179,13 +180,9 @@ void silu_and_mul_fp8_quant_group(TensorView x, TensorView q, TensorView scales,
                   "silu_and_mul_fp8_quant_group");
 }
 
-// x [m, k] -> the same of rms_norm(x); with a residual [m, k], residual += x first and its norm.
-// normed [m, k] receives what is quantised.
-void rms_norm_fp8_quant_group(TensorView x, Optional<TensorView> residual, TensorView weight,
-                              double eps, Optional<TensorView> normed, TensorView q,
-                              TensorView scales, int64_t group_size, double min_amax,
-                              bool is_ue8m0) {
-  Matrix matrix = matrix_of(x, q);
+// The norm of x [m, k], whose operands may take from matrix that it is a vector.
+w8a8::RmsNorm norm_of(Matrix& matrix, const TensorView& x, const Optional<TensorView>& residual,
+                      const TensorView& weight, double eps, const Optional<TensorView>& normed) {
   VLLM_CHECK(matrix.k <= w8a8::kMaxRowColumns,
              "x: given " << matrix.k << " columns; accepted: up to " << w8a8::kMaxRowColumns);
   VLLM_CHECK(std::isfinite(eps) && eps >= 0, "eps: given " << eps << "; accepted: 0 or more");
@@ -214,10 +211,40 @@ void rms_norm_fp8_quant_group(TensorView x, Optional<TensorView> residual, Tenso
     norm.normed = data_of(given);
     matrix.is_vector = matrix.is_vector && is_aligned(given, kVectorBytes);
   }
+  return norm;
+}
+
+// x [m, k] -> the same of rms_norm(x); with a residual [m, k], residual += x first and its norm.
+// normed [m, k] receives what is quantised.
+void rms_norm_fp8_quant_group(TensorView x, Optional<TensorView> residual, TensorView weight,
+                              double eps, Optional<TensorView> normed, TensorView q,
+                              TensorView scales, int64_t group_size, double min_amax,
+                              bool is_ue8m0) {
+  Matrix matrix = matrix_of(x, q);
+  const w8a8::RmsNorm norm = norm_of(matrix, x, residual, weight, eps, normed);
   const GroupScales layout = group_scales_of(scales, x, matrix, group_size, min_amax, is_ue8m0);
   const DeviceGuard guard(x);
   check_launch(w8a8::launch_rms_norm_group_quant(matrix, norm, layout, stream_of(x)),
                "rms_norm_fp8_quant_group");
+}
+
+// The same of the sum of x over the ranks, with a residual.
+void peer_sum_rms_norm_fp8_quant_group(TensorView x, TensorView residual, TensorView weight,
+                                       double eps, Optional<TensorView> normed, TensorView q,
+                                       TensorView scales, int64_t group_size, double min_amax,
+                                       bool is_ue8m0, TensorView inboxes, int64_t rank,
+                                       TensorView rounds) {
+  Matrix matrix = matrix_of(x, q);
+  const w8a8::RmsNorm norm = norm_of(matrix, x, residual, weight, eps, normed);
+  const GroupScales layout = group_scales_of(scales, x, matrix, group_size, min_amax, is_ue8m0);
+  const layers::Peers peers = peers_of(x, inboxes, rank, rounds);
+  VLLM_CHECK(matrix.is_vector && matrix.k <= w8a8::kMaxPeerNormColumns,
+             "x: given rows of " << matrix.k << "; accepted: multiples of 16 up to "
+                                 << w8a8::kMaxPeerNormColumns
+                                 << ", 16-byte aligned in all operands");
+  const DeviceGuard guard(x);
+  check_launch(w8a8::launch_peer_norm_quant(matrix, norm, layout, peers, stream_of(x)),
+               "peer_sum_rms_norm_fp8_quant_group");
 }
 
 }  // namespace
@@ -228,5 +255,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quant_token, fp8_quant_token);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quant_group, fp8_quant_group);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul_fp8_quant_group, silu_and_mul_fp8_quant_group);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_fp8_quant_group, rms_norm_fp8_quant_group);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_sum_rms_norm_fp8_quant_group, peer_sum_rms_norm_fp8_quant_group);
 
 }  // namespace vllm

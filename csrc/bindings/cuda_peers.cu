@@ -5,6 +5,7 @@
 
 #include "../layers/peer_sum.h"
 #include "cuda_float.h"
+#include "cuda_peers.h"
 
 namespace vllm {
 namespace {
@@ -24,27 +25,13 @@ layers::PeerSumArgs args_of(const TensorView& x, const TensorView& out, const Te
   layers::PeerSumArgs args;
   check_like(x, "x", x);
   check_like(out, "out", x);
-  check_cpu(inboxes, "inboxes", 1);
-  check_type(inboxes, "inboxes", kDLInt, 64);
-  check_cuda(rounds, "rounds", 1, x, "x");
-  check_type(rounds, "rounds", kDLInt, 32);
   args.type = type_of(x, "x");
-  args.num_rows = x.size(0), args.dim = x.size(1), args.max_rows = rounds.size(0);
-  args.num_ranks = static_cast<int>(inboxes.size(0)), args.rank = static_cast<int>(rank);
+  args.num_rows = x.size(0), args.dim = x.size(1);
+  args.peers = peers_of(x, inboxes, rank, rounds);
   VLLM_CHECK(args.dim % layers::kWidth == 0 && args.dim <= layers::kMaxNormDim,
              "x: given rows of " << args.dim << "; accepted: multiples of " << layers::kWidth
                                  << " up to " << layers::kMaxNormDim);
-  VLLM_CHECK(args.num_rows <= args.max_rows, "x: given " << args.num_rows
-                                                         << " rows; accepted: up to "
-                                                         << args.max_rows << ", as rounds has");
-  VLLM_CHECK(args.num_ranks <= layers::kMaxPeers && rank >= 0 && rank < args.num_ranks,
-             "rank: given " << rank << " of " << args.num_ranks << "; accepted: one of up to "
-                            << layers::kMaxPeers);
   args.x = data_of(x), args.out = data_of(out);
-  for (int i = 0; i < args.num_ranks; ++i) {
-    args.inboxes[i] = reinterpret_cast<void*>(static_cast<const int64_t*>(data_of(inboxes))[i]);
-  }
-  args.rounds = static_cast<uint32_t*>(data_of(rounds));
   return args;
 }
 

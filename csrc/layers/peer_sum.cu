@@ -1,13 +1,6 @@
-// Every GPU writes its row into the inboxes of all others and adds up what comes into its own. Each
-// word of data travels with the number of its round, in one access, so nothing else has to be
-// waited for: the time is that of one write over NVLink. This is how the LL protocol of NCCL passes
-// data (Hu et al., "Demystifying NCCL", arXiv 2507.04786), and it doubles the bytes: for short
-// messages.
-//
-// A row has two places in an inbox, taken in turn. Who writes into one for round n + 2 has read its
-// peer's row of round n + 1, which the peer wrote after its kernel of round n had ended, and so
-// after it had read what is overwritten.
+// Sums over GPUs (peer_exchange.cuh), alone or with the norm that follows.
 #include "launch.cuh"
+#include "peer_exchange.cuh"
 #include "peer_sum.h"
 #include "vector.cuh"
 
@@ -18,33 +11,8 @@ constexpr int kManyChunks = 4;
 template <int kChunks>
 constexpr int kMaxThreads = kChunks == 1 ? 1024 : kMaxNormDim / kWidth / kManyChunks;
 
-// kWidth elements as words, two to a packet with their round: {word, round, word, round}.
 template <typename T>
-constexpr int kPackets = kWidth * sizeof(T) / 8;
-
-template <typename T>
-struct alignas(16) Words {
-  uint32_t words[2 * kPackets<T>];
-};
-
-__device__ __forceinline__ void send(uint4* to, uint32_t a, uint32_t b, uint32_t round) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(a), "r"(round),
-               "r"(b)
-               : "memory");
-}
-
-__device__ __forceinline__ void receive(const uint4* from, uint32_t round, uint32_t* words) {
-  uint32_t first, second;
-  do {
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(first), "=r"(words[1]), "=r"(second)
-                 : "l"(from)
-                 : "memory");
-  } while (first != round || second != round);
-}
-
-template <typename T>
-__device__ __forceinline__ void add(const Words<T>& words, float (&values)[kWidth]) {
+__device__ __forceinline__ void add(const Stored<T>& words, float (&values)[kWidth]) {
   const T* elements = reinterpret_cast<const T*>(words.words);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) values[i] += to_float(elements[i]);
@@ -55,31 +23,17 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
   __shared__ float shared[32];
   wait_for_inputs();
   const int64_t row = blockIdx.x;
-  const int64_t row_packets = args.dim / kWidth * kPackets<T>;
-  const uint32_t round = args.rounds[row] + 1;
-  const int64_t turn = static_cast<int64_t>(round % 2) * args.num_ranks;
-  const auto place = [&](int reader, int writer) {
-    return static_cast<uint4*>(args.inboxes[reader]) +
-           ((turn + writer) * args.max_rows + row) * row_packets;
-  };
-  // Packet p of the elements from `column` on; neighbours in a warp write side by side.
-  const auto packet = [&](int column, int p) { return p * (args.dim / kWidth) + column / kWidth; };
+  const int64_t num_pieces = args.dim / kWidth;
+  const PeerRow peer_row(args.peers, row, num_pieces * (Stored<T>::kWords / 2));
 
-  Words<T> own[kChunks];
+  Stored<T> own[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const int column = (c * blockDim.x + threadIdx.x) * kWidth;
     if (column >= args.dim) continue;
-    own[c] =
-        *reinterpret_cast<const Words<T>*>(static_cast<const T*>(args.x) + row * args.dim + column);
-    for (int peer = 0; peer < args.num_ranks; ++peer) {
-      if (peer == args.rank) continue;
-      uint4* to = place(peer, args.rank);
-#pragma unroll
-      for (int p = 0; p < kPackets<T>; ++p) {
-        send(to + packet(column, p), own[c].words[2 * p], own[c].words[2 * p + 1], round);
-      }
-    }
+    own[c] = *reinterpret_cast<const Stored<T>*>(static_cast<const T*>(args.x) + row * args.dim +
+                                                 column);
+    peer_row.send_piece(own[c].words, column / kWidth, num_pieces);
   }
 
   // What the norm reads is fetched while the rows of peers are on their way.
@@ -104,14 +58,10 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
 #pragma unroll
     for (float& value : values[c]) value = 0.0f;
     if (column >= args.dim) continue;
-    for (int peer = 0; peer < args.num_ranks; ++peer) {
-      Words<T> words = own[c];
-      if (peer != args.rank) {
-        const uint4* from = place(args.rank, peer);
-#pragma unroll
-        for (int p = 0; p < kPackets<T>; ++p) {
-          receive(from + packet(column, p), round, &words.words[2 * p]);
-        }
+    for (int peer = 0; peer < args.peers.num_ranks; ++peer) {
+      Stored<T> words = own[c];
+      if (peer != args.peers.rank) {
+        peer_row.receive_piece(peer, words.words, column / kWidth, num_pieces);
       }
       add<T>(words, values[c]);
     }
@@ -141,7 +91,7 @@ __global__ __launch_bounds__(kMaxThreads<kChunks>) void peer_sum_kernel(PeerSumA
   } else {
     __syncthreads();  // all have read the number of the round
   }
-  if (threadIdx.x == 0) args.rounds[row] = round;
+  if (threadIdx.x == 0) peer_row.end();
 }
 
 template <typename T, int kChunks>
@@ -157,8 +107,8 @@ cudaError_t launch_chunks(const PeerSumArgs& args, cudaStream_t stream) {
 
 cudaError_t launch_peer_sum(const PeerSumArgs& args, cudaStream_t stream) {
   if (args.num_rows == 0) return cudaSuccess;
-  if (args.dim % kWidth != 0 || args.dim > kMaxNormDim || args.num_rows > args.max_rows ||
-      args.num_ranks > kMaxPeers) {
+  if (args.dim % kWidth != 0 || args.dim > kMaxNormDim || args.num_rows > args.peers.max_rows ||
+      args.peers.num_ranks > kMaxPeers) {
     return cudaErrorInvalidValue;
   }
   return dispatch(args.type, [&]<typename T>() {

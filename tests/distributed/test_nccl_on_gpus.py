@@ -319,6 +319,29 @@ def eager_sums(sums, rank: int) -> str:
         sums.add_rms_norm(x, residual, weight, 1e-6)
         if not (torch.equal(x, both[0]) and torch.equal(residual, both[1])):
             return f"norm {call} of {num_rows} rows"
+        if wrong := wrong_quantised(sums, inputs(rank, call, num_rows), wanted, weight):
+            return f"{wrong} of call {call}, {num_rows} rows"
+    return ""
+
+
+def wrong_quantised(sums, x, total, weight) -> str:
+    """Beside the quantising norm of what was added up before, in every layout."""
+    from vllm._custom_ops import ScaleLayout
+    from vllm.kernels.activations import InputQuant
+
+    for layout in ScaleLayout:
+        for keeps_source in (False, True):
+            quant = InputQuant(layout, keeps_source=keeps_source)
+            residual = total.roll(2, 0)
+            wanted_residual = residual.clone()
+            wanted = quant.add_rms_norm(total.clone(), wanted_residual, weight, 1e-6)
+            found = quant.sum_and_norm(sums, x, residual, weight, 1e-6)
+            pairs = [(residual, wanted_residual), (found.scales, wanted.scales)]
+            pairs += [(found.q.view(torch.uint8), wanted.q.view(torch.uint8))]
+            if keeps_source:
+                pairs += [(found.source, wanted.source)]
+            if not all(torch.equal(a, b) for a, b in pairs):
+                return f"{layout}"
     return ""
 
 

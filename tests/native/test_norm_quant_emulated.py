@@ -34,6 +34,8 @@ def program(tmp_path_factory):
     ignored = shutil.ignore_patterns("fp8_ptx.cuh")
     shutil.copytree(CSRC / "quantization" / "w8a8", target, ignore=ignored)
     shutil.copy(CSRC / "launch.cuh", folder / "csrc")
+    (folder / "csrc" / "layers").mkdir()
+    shutil.copy(CSRC / "layers" / "peers.h", folder / "csrc" / "layers")
     shutil.copy(HERE / "norm_quant.cpp", folder)
     return compiled(folder / "norm_quant.cpp", folder, "-ffp-contract=off")
 

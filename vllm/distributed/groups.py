@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from vllm.distributed.peer_sums import PeerSums
-    from vllm.kernels.activations import UnaddedRows
+    from vllm.kernels.activations import Activation, InputQuant, UnaddedRows
 
 # torch 2.13 renamed it; 2.11 knows the old name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -162,12 +162,18 @@ class PartialSum:
     def total(self) -> Tensor:
         return self.group.all_reduce(self.values)
 
-    def add_rms_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """residual += the sum, in place, then the norm of residual, in one kernel; None where
-        there is no such kernel."""
+    def add_rms_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, quant: "InputQuant | None"
+    ) -> "Activation | None":
+        """residual += the sum, in place, then the norm of residual, quantised if `quant` says how,
+        in one kernel; None where there is no such kernel."""
         sums = self.group.peer_sums
         if sums is None or not sums.takes(self.values):
             return None
+        if quant is not None:
+            if not sums.can_quantise():
+                return None
+            return quant.sum_and_norm(sums, self.values, residual, weight, eps)
         sums.add_rms_norm(self.values, residual, weight, eps)
         return self.values
 

@@ -25,6 +25,7 @@ _MAX_RANKS = 8
 # Rows are sent to every rank, each word with a flag beside it: with more of them NCCL is faster.
 _MAX_ROWS_SENT = 256
 _MAX_DIM, _DIM_MULTIPLE = 16384, 8
+_MAX_QUANTISED_DIM, _QUANTISED_DIM_MULTIPLE = 8192, 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -80,6 +81,18 @@ class PeerSums:
         """residual += the sum of x, rounded, in place; then x = the RMSNorm of residual."""
         self._kernels.cuda_peer_sum_add_rms_norm(
             x, residual, weight, eps, self._inboxes, self._rank, self._rounds
+        )
+
+    def can_quantise(self) -> bool:
+        return self._dim <= _MAX_QUANTISED_DIM and self._dim % _QUANTISED_DIM_MULTIPLE == 0
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *results: Any
+    ) -> None:
+        """residual += the sum of x, rounded, in place; then its RMSNorm is quantised. results: what
+        `rms_norm_fp8_quant_group` takes after eps."""
+        self._kernels.peer_sum_rms_norm_fp8_quant_group(
+            x, residual, weight, eps, *results, self._inboxes, self._rank, self._rounds
         )
 
 

@@ -7,18 +7,25 @@ activation of an MLP) then quantises in the same pass over memory, and hands ove
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vllm._custom_ops import (
     ScaleLayout,
+    empty_groups,
     per_token_group_fp8_quant,
     rms_norm_group_quant,
     silu_and_mul_group_quant,
 )
 from vllm.kernels.tensors import LinearKernel, MoEKernel
+from vllm.model_executor.layers.quantization.utils.fp8_utils import MIN_AMAX
+
+if TYPE_CHECKING:
+    from vllm.distributed.peer_sums import PeerSums
+
+GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,19 @@ class InputQuant:
             x, weight, eps, residual, layout=layout, use_ue8m0=self.use_ue8m0, normed=normed
         )
         return QuantizedInput(*results, x.dtype, normed)
+
+    def sum_and_norm(
+        self, sums: "PeerSums", x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedInput:
+        """residual += the sum of x over the ranks, in place; then the norm of residual."""
+        normed = torch.empty_like(x) if self.keeps_source else None
+        rows, columns = x.shape
+        q, scales, is_ue8m0 = empty_groups(
+            x, rows, columns, GROUP_SIZE, self.layout, self.use_ue8m0
+        )
+        results = normed, q, scales, GROUP_SIZE, MIN_AMAX, is_ue8m0
+        sums.add_rms_norm_quant(x, residual, weight, eps, *results)
+        return QuantizedInput(q, scales[:rows], x.dtype, normed)
 
     def silu_and_mul(self, x: Tensor) -> QuantizedInput:
         """silu(x[:, :K]) * x[:, K:] for x [M, 2 K]. Nobody reads its floats."""

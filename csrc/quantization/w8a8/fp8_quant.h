@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "../../layers/peers.h"
+
 namespace vllm::w8a8 {
 
 enum class InputType { kFloat32, kBFloat16, kFloat16 };
@@ -59,6 +61,13 @@ struct RmsNorm {
 };
 cudaError_t launch_rms_norm_group_quant(const Matrix& matrix, const RmsNorm& norm,
                                         const GroupScales& scales, cudaStream_t stream);
+
+// The same of the sum of x over the ranks, added in float32 in their order and rounded once: bit
+// for bit that of launch_peer_sum's result. For matrices with is_vector, and a residual.
+inline constexpr int64_t kMaxPeerNormColumns = 8192;
+cudaError_t launch_peer_norm_quant(const Matrix& matrix, const RmsNorm& norm,
+                                   const GroupScales& scales, const layers::Peers& peers,
+                                   cudaStream_t stream);
 
 // One scale [m] per row. max_amax: null, or a float32 that bounds max|x| from above.
 cudaError_t launch_token_quant(const Matrix& matrix, float* scales, float min_amax,

@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 # Columns that share a float32 scale: at least so many, and a power of two.
 _LEAST_GROUP = 32
 # Most tokens for our kernel: more are multiplied with a weight that is widened into memory. In FP8
-# 96 tokens take our kernel longer than 512 take that (an H100, tuned/sm_90_132_3352.json); other
-# formats, whose products are the same, have not been measured so.
-MOST_TOKENS = 64
+# 96 tokens take our kernel longer than 512 take that (an H100, tuned/sm_90_132_3352.json), as 128
+# do with int4. Scales of NVFP4 are multiplied into the weight: 128 tokens take 0.6 of what widening
+# takes, 256 as long (an H200, results/h200/weight_only_sweep.txt).
+_MOST_TOKENS, _MOST_TOKENS_NVFP4 = 64, 128
 # Rows of an expert that are multiplied together: the token tiles of the kernel.
 _BLOCK_ROWS = (8, 16, 32, 64)
 # Of a weight that is widened into memory at a time.
 WIDE_BYTES = 128 << 20
+
+
+def most_tokens(element: str) -> int:
+    """For which our kernel multiplies a weight of such elements."""
+    return _MOST_TOKENS_NVFP4 if element == "nvfp4" else _MOST_TOKENS
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
@@ -94,9 +100,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
     by_fp8 = winner.act is ActScheme.DYNAMIC_TOKEN
     weight, bias = pack_weight(tensors, by_fp8), tensors.bias
+    most = most_tokens(weight.format)
 
     def apply(x: "Tensor") -> "Tensor":
-        if x.shape[0] > MOST_TOKENS and not by_fp8:
+        if x.shape[0] > most and not by_fp8:
             return multiply_wide(x, weight, bias, WIDE_BYTES)
         return multiply(x, weight, bias)
 

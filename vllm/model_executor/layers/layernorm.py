@@ -35,14 +35,10 @@ class RMSNorm(nn.Module):
         reader: what alone reads the norm, and may want it quantised.
         """
         quant = reader and reader.input_quant(residual.shape[0])
-        if isinstance(x, PartialSum) and not quant:
-            normed = x.add_rms_norm(residual, self.weight, self.eps)
+        if isinstance(x, PartialSum) or (isinstance(x, UnaddedRows) and quant):
+            normed = x.add_rms_norm(residual, self.weight, self.eps, quant)
             if normed is not None:
                 return normed
-        if isinstance(x, UnaddedRows) and quant:
-            quantised = x.add_rms_norm(residual, self.weight, self.eps, quant)
-            if quantised is not None:
-                return quantised
         x = total(x)
         if quant:
             return quant.add_rms_norm(x, residual, self.weight, self.eps)
