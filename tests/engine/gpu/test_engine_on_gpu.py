@@ -14,6 +14,8 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
 }  # fmt: skip
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 17, 64, 200)]
+# Of a log probability, on average; on the CPU it is 0.076.
+MOST_OF_FP8_CACHE = 0.12
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,15 @@ def test_fp8_kernels_lose_no_more_than_their_emulation_does(folder):
     slow = prompt_logprobs(engine(folder, quantization="fp8", linear_backend="emulation"))
     assert mean_gap(fast, exact) < 1.2 * mean_gap(slow, exact)
     assert mean_gap(fast, slow) < mean_gap(slow, exact)
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_an_fp8_cache_loses_what_rounding_keys_and_values_does(folder, is_eager):
+    """In chunks, which read what those before them wrote."""
+    options = {"max_num_batched_tokens": 48, "enforce_eager": is_eager}
+    exact = prompt_logprobs(engine(folder, **options))
+    rounded = prompt_logprobs(engine(folder, kv_cache_dtype="fp8", **options))
+    assert 0 < mean_gap(rounded, exact) < MOST_OF_FP8_CACHE
 
 
 def test_sampling_with_a_seed_gives_one_text(folder):
