@@ -28,6 +28,7 @@ def scheduler(num_blocks=64, max_num_seqs=8, budget=32, max_model_len=64, prefix
 def advance(s: Scheduler, token=lambda r: 7) -> list[Request]:
     """One step in which every request whose known tokens are all computed gets a next one."""
     step = s.schedule()
+    s.prepare_update(step)
     sampled = {}
     for request_id, num_tokens in step.num_tokens.items():
         r = s.requests[request_id]
@@ -124,6 +125,24 @@ def test_equal_prompts_share_blocks_and_compute_only_what_is_left():
     assert step.num_tokens == {"b": 2}
     assert again.num_cached_tokens == 8
     assert (s.prefix_cache.num_queried, s.prefix_cache.num_hit) == (20, 8)
+
+
+def test_a_launched_step_hashes_what_it_computes_and_admission_no_more_than_it_must():
+    whole = scheduler()
+    whole.add(request("a", list(range(30)), 2))
+    advance(whole)
+    s = scheduler()
+    r = request("b", list(range(30)), 2)
+    s.add(r)
+    step = s.schedule()
+    assert len(r.block_hashes) == 1, "of a prompt that nobody began alike"
+    s.prepare_update(step)
+    assert r.block_hashes == whole.requests["a"].block_hashes and len(r.block_hashes) == 7
+    ahead = s.schedule()  # its one token is not known yet
+    s.prepare_update(ahead)
+    s.update(step, {"b": 7})
+    again = request("c", list(range(29)))
+    assert s.prefix_cache.match(again) == r.block_ids[:7] and again.block_hashes == r.block_hashes
 
 
 def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_cached():

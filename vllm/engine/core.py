@@ -137,6 +137,7 @@ class EngineCore:
             bitmasks, hopeless = self._bitmasks(step)
             launched = step, self.executor.launch(step, bitmasks)
             self._note_waits(step)
+            self.scheduler.prepare_update(step)
             outputs += [self._refusal(*refused) for refused in hopeless.items()]
         outputs += self._finish_running()
         self._running = launched

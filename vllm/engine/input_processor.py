@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,6 +30,8 @@ class InputProcessor:
     def __init__(self, config: ModelConfig, tokenizer: Any):
         self.config = config
         self.tokenizer = tokenizer
+        id_range = msgspec.Meta(ge=0, lt=config.vocab_size)
+        self._ids_type = list[Annotated[int, id_range]]
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
         text, token_ids = self._tokenise(prompt)
@@ -95,22 +97,25 @@ class InputProcessor:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
-        limit = self.config.vocab_size
-        # Token by token only where one of these quick passes finds something.
-        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= limit:
-            for token in token_ids:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
-                    raise RequestError(
-                        f"token id {token!r} in the prompt: it takes integers from 0 to "
-                        f"{limit - 1}",
-                        "prompt",
-                    )
+        try:
+            msgspec.convert(token_ids, self._ids_type)
+        except msgspec.ValidationError:  # does not name the token
+            self._check_ids(token_ids)
         if len(token_ids) > self.config.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; this server takes at most "
                 f"{self.config.max_model_len}, prompt and output together",
                 "prompt",
             )
+
+    def _check_ids(self, token_ids: list[int]) -> None:
+        limit = self.config.vocab_size
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
+                raise RequestError(
+                    f"token id {token!r} in the prompt: it takes integers from 0 to {limit - 1}",
+                    "prompt",
+                )
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = self.config.max_model_len - num_prompt

@@ -31,8 +31,9 @@ class PrefixCache:
             return []
         num_blocks = (len(request.all_token_ids) - 1) // self.block_size
         blocks = []
-        for content in self.hashes(request, num_blocks):
-            block = self.pool.find(content)
+        for i in range(num_blocks):
+            self.hash(request, i + 1)  # no more than are found: the step's launch waits for this
+            block = self.pool.find(request.block_hashes[i])
             if block is None:
                 break
             blocks.append(block)
@@ -49,16 +50,24 @@ class PrefixCache:
         first, last = num_before // self.block_size, request.num_computed_tokens // self.block_size
         if first == last:
             return
-        hashes = self.hashes(request, last)
+        self.hash(request, last)
         for i in range(first, last):
-            self.pool.remember(request.block_ids[i], hashes[i])
+            self.pool.remember(request.block_ids[i], request.block_hashes[i])
 
-    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Of its first blocks; it has that many full ones."""
+    def hash_ahead(self, request: Request, num_tokens: int) -> None:
+        """Hashes what `record` will want when so many tokens are computed, as far as they are
+        known: there is time for it while the device computes them."""
+        if self.enabled:
+            self.hash(request, min(num_tokens, len(request.all_token_ids)) // self.block_size)
+
+    def hash(self, request: Request, num_blocks: int) -> None:
+        """Makes `block_hashes` hold its first blocks at least; it has that many full ones."""
         hashes, size = request.block_hashes, self.block_size
-        while len(hashes) < num_blocks:
-            start = len(hashes) * size
-            tokens = array("q", request.all_token_ids[start : start + size])
-            previous = hashes[-1] if hashes else b""
-            hashes.append(sha256(previous + tokens.tobytes()).digest())
-        return hashes[:num_blocks]
+        if len(hashes) >= num_blocks:
+            return
+        tokens = array("Q", request.all_token_ids[len(hashes) * size : num_blocks * size])
+        content, stride = tokens.tobytes(), size * tokens.itemsize
+        last = hashes[-1] if hashes else b""
+        for start in range(0, len(content), stride):
+            last = sha256(last + content[start : start + stride]).digest()
+            hashes.append(last)

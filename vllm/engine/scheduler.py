@@ -164,8 +164,9 @@ class Scheduler:
             return
         end = request.num_computed_tokens + request.num_scheduled_tokens
         if end in request.states_kept_after:
-            content = self.prefix_cache.hashes(request, end // self.block_size)[-1]
-            slot = self.snapshots.keep(content)
+            num_blocks = end // self.block_size
+            self.prefix_cache.hash(request, num_blocks)
+            slot = self.snapshots.keep(request.block_hashes[num_blocks - 1])
             if slot is not None:
                 step.kept_states[request.request_id] = slot
 
@@ -223,6 +224,14 @@ class Scheduler:
         self._dropped.append(request.request_id)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
+
+    def prepare_update(self, step: Step) -> None:
+        """Does what `update` need not do anew, once a step was launched."""
+        for request_id, num_tokens in step.num_tokens.items():
+            if num_tokens > 1:  # one token ends a block now and then, which may wait
+                request = self.requests[request_id]
+                end = request.num_computed_tokens + request.num_scheduled_tokens
+                self.prefix_cache.hash_ahead(request, end)
 
     def update(self, step: Step, sampled: dict[str, int]) -> list[Request]:
         """Takes the results of a step: the next token of each request that got one.
