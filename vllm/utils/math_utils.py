@@ -1,4 +1,4 @@
-"""Integer arithmetic."""
+"""Integer arithmetic. Triton has such functions too, of 2 us a call on the host."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -9,3 +9,8 @@ def cdiv(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """The smallest multiple of b that is at least a."""
     return cdiv(a, b) * b
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and 1 for n < 1."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -19,6 +19,7 @@ from vllm.kernels.triton.attention_kernels import (
     write_kernel,
 )
 from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LOG2_E = math.log2(math.e)
 FP8 = torch.float8_e4m3fn
@@ -105,10 +106,10 @@ def plan_splits(programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int
     """
     if programs > NUM_COUNTERS:
         return 1, SHORT_SPLIT
-    wanted = triton.cdiv(2 * num_sms, programs)
+    wanted = cdiv(2 * num_sms, programs)
     min_split = SHORT_SPLIT if wanted > 1 else LONG_SPLIT // 4
-    wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
-    return max(1, min(wanted, triton.cdiv(max_seq_len, min_split), MAX_SPLITS)), min_split
+    wanted = max(wanted, cdiv(max_seq_len, LONG_SPLIT))
+    return max(1, min(wanted, cdiv(max_seq_len, min_split), MAX_SPLITS)), min_split
 
 
 def paged_attention(
@@ -174,7 +175,7 @@ def reshape_and_cache(
     write_kernel[(num_tokens,)](
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale,
         *key.stride()[:2], *value.stride()[:2],
-        DIM=dim, ROW=row, ROW_PAD=triton.next_power_of_2(row),
+        DIM=dim, ROW=row, ROW_PAD=next_power_of_2(row),
         LIMIT=torch.finfo(FP8).max if k_cache.dtype == FP8 else 0.0,
     )  # fmt: skip
 
@@ -200,7 +201,7 @@ class _Call(NamedTuple):
             "KV_HEADS": num_kv_heads,
             "GROUP": self.query.shape[1] // num_kv_heads,
             "DIM": dim,
-            "DIM_PAD": max(64, triton.next_power_of_2(dim)),
+            "DIM_PAD": max(64, next_power_of_2(dim)),
             "BLOCK_SIZE": block_size,
         }
 
@@ -261,11 +262,11 @@ def _decode(call: _Call, max_seq_len: int) -> None:
     slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
     partial = query.new_empty((*slots, sizes["DIM"]), dtype=torch.float32)
     partial_lse = query.new_empty(slots, dtype=torch.float32)
-    row = triton.next_power_of_2(sizes["GROUP"] * sizes["DIM"])
+    row = next_power_of_2(sizes["GROUP"] * sizes["DIM"])
     decode_kernel[(sizes["KV_HEADS"], num_requests, num_splits)](
         *call, partial, partial_lse, arrival_counters(query.device), query.shape[0],
         call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2], **sizes,
-        BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n, ROW_PAD=row,
+        BLOCK_M=max(16, next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n, ROW_PAD=row,
         AT_ONCE=max(1, COMBINED_BYTES // (4 * row)), num_warps=4, num_stages=DECODE_STAGES[item],
         **launch_dependent(query.device),
     )  # fmt: skip

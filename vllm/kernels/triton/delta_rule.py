@@ -6,7 +6,6 @@ up the graph have slot 0, which is nobody's.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from vllm.kernels.triton.delta_rule_kernels import (
@@ -18,6 +17,7 @@ from vllm.kernels.triton.delta_rule_kernels import (
     step_kernel,
 )
 from vllm.kernels.triton.moe_rows import capability_major, launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 CHUNK = 64  # tokens that matrix products take at a time
 LEAST_REQUESTS_PAD = 256  # each number is compiled apart, which would keep requests waiting
@@ -42,17 +42,17 @@ def causal_conv1d(
     assert x.stride(1) == 1 and result.is_contiguous() and weight.is_contiguous() and taps > 1
     assert state.is_contiguous()
     requests = (state_slots, query_start_loc, seq_lens)
-    conv_step_kernel[(num_requests, triton.cdiv(channels, STEP_BLOCK))](
+    conv_step_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
         x, weight, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
         TAPS=taps, BLOCK=STEP_BLOCK, **launch_dependent(x.device),
     )  # fmt: skip
     if num_tokens > num_requests:
-        blocks = triton.cdiv(channels, CONV_BLOCK)
-        conv_tokens_kernel[(triton.cdiv(num_tokens, CONV_TOKENS), blocks)](
+        blocks = cdiv(channels, CONV_BLOCK)
+        conv_tokens_kernel[(cdiv(num_tokens, CONV_TOKENS), blocks)](
             x, weight, state, *requests, result, num_tokens, num_requests, x.stride(0),
             CHANNELS=channels, TAPS=taps, TOKENS=CONV_TOKENS, BLOCK=CONV_BLOCK,
         )  # fmt: skip
-        conv_state_kernel[(num_requests, triton.cdiv(channels, STEP_BLOCK))](
+        conv_state_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
             x, state, *requests, num_requests, x.stride(0), CHANNELS=channels, TAPS=taps,
             BLOCK=STEP_BLOCK,
         )  # fmt: skip
@@ -87,10 +87,10 @@ def gated_delta_rule(
     gates = (a, b, decay_rate, dt_bias)
     requests = (state_slots, query_start_loc, seq_lens)
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
-    key_pad = max(16, triton.next_power_of_2(dim_k))
+    key_pad = max(16, next_power_of_2(dim_k))
     sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
     group = heads // key.shape[1]
-    step_kernel[(triton.cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
+    step_kernel[(cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
         query, key, value, *gates, state, *requests, result, *strides, num_requests, **sizes,
         GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
     )  # fmt: skip
@@ -98,9 +98,9 @@ def gated_delta_rule(
         # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
         # requests than there are tokens beyond the first of each.
         many = min(num_requests, num_tokens // 2)
-        num_chunks = triton.cdiv(num_tokens, CHUNK) + many
-        requests_pad = max(LEAST_REQUESTS_PAD, triton.next_power_of_2(num_requests))
-        sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * triton.cdiv(dim_v, CHUNK)}
+        num_chunks = cdiv(num_tokens, CHUNK) + many
+        requests_pad = max(LEAST_REQUESTS_PAD, next_power_of_2(num_requests))
+        sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * cdiv(dim_v, CHUNK)}
         prepared = [
             value.new_empty(num_chunks, heads, *shape, dtype=dtype)
             for shape, dtype in (
@@ -114,7 +114,7 @@ def gated_delta_rule(
             query, key, value, *gates, query_start_loc, *prepared, *strides, num_requests,
             **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
         )  # fmt: skip
-        chunk_kernel[(triton.cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
+        chunk_kernel[(cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
             state, *requests, *prepared, result, num_requests, **sizes, BLOCK_V=CHUNK_BLOCK_V,
             num_warps=4, num_stages=_num_stages(value.device, key_pad),
         )  # fmt: skip

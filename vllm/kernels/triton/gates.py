@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm.kernels.triton.moe_kernels import begin_dependent
 from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 NUM_WARPS = 4
 
@@ -68,10 +69,10 @@ def rms_norm_gated(
     result = x.new_empty(x.shape) if out is None else out
     assert x.is_contiguous() and result.is_contiguous() and gate.shape == x.shape
     assert gate.stride(2) == 1 and gate.stride(1) == dim
-    padded, num_rows = triton.next_power_of_2(dim), num_tokens * heads
+    padded, num_rows = next_power_of_2(dim), num_tokens * heads
     rows = max(1, min(16, 2048 // padded))
     if num_rows:
-        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _norm_kernel[(cdiv(num_rows, rows),)](
             x, gate, weight, result, num_rows, gate.stride(0), eps, HEADS=heads, DIM=dim,
             D_PAD=padded, ROWS=rows, num_warps=NUM_WARPS, **launch_dependent(x.device),
         )  # fmt: skip
@@ -86,8 +87,8 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     if num_tokens:
         # Of few tokens many small programs; of many, a thread has 16 columns instead of 4 on their
         # way at once.
-        block = min(triton.next_power_of_2(heads * dim), 512 if num_tokens < 64 else 2048)
-        _sigmoid_kernel[(num_tokens, triton.cdiv(heads * dim, block))](
+        block = min(next_power_of_2(heads * dim), 512 if num_tokens < 64 else 2048)
+        _sigmoid_kernel[(num_tokens, cdiv(heads * dim, block))](
             x, gate, gate.stride(0), HEADS=heads, DIM=dim, HEAD_STRIDE=gate.stride(1),
             IS_ONE=gate.shape[2] == 1, BLOCK=block, num_warps=NUM_WARPS,
             **launch_dependent(x.device),

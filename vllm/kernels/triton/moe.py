@@ -12,7 +12,6 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout
@@ -36,6 +35,7 @@ from vllm.kernels.triton.moe_rows import (
     sizes_compiled_apart,
     sort,
 )
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import dtype_of
 
 
@@ -196,9 +196,9 @@ class Experts:
             values = x_scales = x.contiguous()
         dtype = FP8 if quantises else self.dtype
         out = torch.empty(num_pairs, self.inner, dtype=dtype, device=self.device)
-        shape = (num_pairs, triton.cdiv(self.inner, GROUP)) if quantises else (0,)
+        shape = (num_pairs, cdiv(self.inner, GROUP)) if quantises else (0,)
         out_scales = torch.empty(shape, dtype=torch.float32, device=self.device)
-        gate_up_kernel[(num_blocks * triton.cdiv(self.inner, tile.block_n),)](
+        gate_up_kernel[(num_blocks * cdiv(self.inner, tile.block_n),)](
             values, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids,
             blocks, order, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
             TOP_K=ids.shape[1], X=form.value, QUANTISES=quantises, OFFSET=self.tensors.row_offset,
@@ -216,7 +216,7 @@ class Experts:
     ) -> None:
         ids, blocks, _, num_blocks = grouped
         tile = plan.down
-        down_kernel[(num_blocks * triton.cdiv(self.hidden, tile.block_n),)](
+        down_kernel[(num_blocks * cdiv(self.hidden, tile.block_n),)](
             x, x_scales, self.tensors.down, self.down_scales, out, ids, blocks, num_blocks,
             self.num_experts, HIDDEN=self.hidden, INNER=self.inner, X=self._form(plan).value,
             OFFSET=self.tensors.column_offset, **self._constants(plan, tile, self.steps[1]),

@@ -7,7 +7,6 @@ it can be captured in a CUDA graph.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from vllm.kernels.tensors import LinearKernel
 from vllm.kernels.triton.moe_router_kernels import route_kernel, split_product_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.model_executor.layers.fused_moe.router import Routing
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 # Most tokens whose product is a kernel of our own, which reads the gate while the norm before it
 # still runs. Estimated: each block of tokens reads the whole gate again.
@@ -35,13 +35,13 @@ def choose_experts(
         return *route(logits, bias=bias, **routing.arguments()), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
     (num_tokens, hidden), num_rows = x.shape, len(weight)
-    num_splits, blocks = triton.cdiv(hidden, BLOCK_K), triton.cdiv(num_rows, BLOCK_E)
+    num_splits, blocks = cdiv(hidden, BLOCK_K), cdiv(num_rows, BLOCK_E)
     # As wide as whole blocks: sums are read several at a time.
     shape = num_tokens, num_splits, blocks * BLOCK_E
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     others = x.new_empty(num_tokens, num_rows - routing.num_experts)
     if num_tokens:
-        split_product_kernel[(num_splits, blocks, triton.cdiv(num_tokens, ROWS))](
+        split_product_kernel[(num_splits, blocks, cdiv(num_tokens, ROWS))](
             x, weight, parts, num_tokens, x.stride(0), HIDDEN=hidden, BLOCK_K=BLOCK_K,
             NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
@@ -53,7 +53,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T [T, N], whose rows lie whole 16 bytes apart: with an odd N they would not, which
     keeps cuBLAS from its fast kernels."""
     num_rows = len(weight)
-    y = x.new_empty(len(x), triton.cdiv(num_rows, _ALIGNED) * _ALIGNED)[:, :num_rows]
+    y = x.new_empty(len(x), cdiv(num_rows, _ALIGNED) * _ALIGNED)[:, :num_rows]
     return torch.mm(x, weight.T, out=y)
 
 
@@ -84,12 +84,12 @@ def _route(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens == 0:
         return weights, ids
-    padded = triton.next_power_of_2(num_experts)
+    padded = next_power_of_2(num_experts)
     assert logits.stride(2) == 1 and (num_groups == 1 or padded == num_experts)
     route_kernel[(num_tokens,)](
         logits, bias, weights, ids, others, logits.stride(0), factor, NUM_EXPERTS=num_experts,
         E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1], TOP_K=top_k,
-        K_PAD=triton.next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
+        K_PAD=next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
         ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=is_sigmoid,
         RENORMALISES=renormalise, HAS_BIAS=bias is not None, NUM_GROUPS=num_groups,
         KEPT_GROUPS=kept_groups, num_warps=1, **launch_dependent(logits.device),

@@ -30,6 +30,7 @@ from vllm.kernels.triton.moe_rows_kernels import (
     sort_kernel,
     spread_kernel,
 )
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 _FORMS: dict[str, Any] = {
     Scales.FLOAT32: FLOAT32,
@@ -100,10 +101,10 @@ def sort(
     num_rows = num_pairs
     if is_aligned or rows_per_expert:
         num_rows = num_blocks * block_m if is_aligned else num_experts * rows_per_expert
-    bins = triton.next_power_of_2(num_experts + 1)
-    chunk = min(SMALL_CHUNK, max(LEAST_CHUNK, triton.next_power_of_2(num_pairs)))
-    chunk = max(chunk, triton.next_power_of_2(triton.cdiv(num_pairs, CHUNKS[-1])))
-    num_chunks = triton.cdiv(num_pairs, chunk)
+    bins = next_power_of_2(num_experts + 1)
+    chunk = min(SMALL_CHUNK, max(LEAST_CHUNK, next_power_of_2(num_pairs)))
+    chunk = max(chunk, next_power_of_2(cdiv(num_pairs, CHUNKS[-1])))
+    num_chunks = cdiv(num_pairs, chunk)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
@@ -128,7 +129,7 @@ def sort(
 def sizes_compiled_apart(top_k: int) -> list[int]:
     """Numbers of tokens of which each makes `sort` compile another kernel."""
     pairs = [LEAST_CHUNK, 2 * LEAST_CHUNK, *(SMALL_CHUNK * count for count in CHUNKS)]
-    return [triton.cdiv(count, top_k) for count in pairs]
+    return [cdiv(count, top_k) for count in pairs]
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -151,10 +152,10 @@ class Rows(NamedTuple):
         """q E4M3 [num_rows, k]; scales [num_rows, groups], or [E, rows_per_expert, groups], rows
         running fastest and padded to 16 bytes, UE8M0 packed in int32; and the kernels' arguments
         for them."""
-        groups, rows = triton.cdiv(k, GROUP), self.rows_per_expert or self.num_rows
+        groups, rows = cdiv(k, GROUP), self.rows_per_expert or self.num_rows
         is_packed = self.scales == Scales.UE8M0
-        columns = triton.cdiv(groups, 4) if is_packed else groups
-        stride = triton.cdiv(rows, 4) * 4
+        columns = cdiv(groups, 4) if is_packed else groups
+        stride = cdiv(rows, 4) * 4
         q = torch.empty(self.num_rows, k, dtype=FP8, device=device)
         dtype = torch.int32 if is_packed else torch.float32
         memory = torch.empty(self.num_rows // rows, columns, stride, dtype=dtype, device=device)
@@ -168,7 +169,7 @@ class Rows(NamedTuple):
             "row_stride": groups if self.is_row_major else 1,
             "group_stride": 1 if self.is_row_major else stride,
             "K": k,
-            "G_PAD": max(4, triton.next_power_of_2(groups)),
+            "G_PAD": max(4, next_power_of_2(groups)),
             "FORM": _FORMS[self.scales].value,
         }
         return q, scales if self.rows_per_expert else scales[0], arguments
@@ -236,12 +237,12 @@ class ExpertRows(UnaddedRows):
         normed = torch.empty_like(residual) if quant.keeps_source else None
         assert residual.is_contiguous() and residual.dtype == self.rows.dtype
         assert self.addend is None or self.addend.is_contiguous()
-        groups = triton.cdiv(hidden, GROUP)
+        groups = cdiv(hidden, GROUP)
         if num_tokens:
             combine_norm_kernel[(len(scales),)](
                 self.rows, self.weights, self.positions, self.addend, residual, weight, normed, q,
                 scales, num_tokens, self.num_experts, eps, len(scales), *scales.stride(), K=hidden,
-                G_PAD=triton.next_power_of_2(groups), TOP_K=top_k, IS_SORTED=self.is_sorted,
+                G_PAD=next_power_of_2(groups), TOP_K=top_k, IS_SORTED=self.is_sorted,
                 FORM=(FLOAT32_CEIL_UE8M0 if is_ue8m0 else FLOAT32).value,
                 num_warps=_warps_of(hidden), **launch_dependent(residual.device),
             )  # fmt: skip
@@ -250,7 +251,7 @@ class ExpertRows(UnaddedRows):
 
 def _warps_of(hidden: int) -> int:
     """So many that a thread has eight columns of a row, 16 bytes."""
-    return min(max(int(triton.next_power_of_2(hidden)) // 256, 1), 16)
+    return min(max(next_power_of_2(hidden) // 256, 1), 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +275,8 @@ def combine(
     num_tokens, top_k = weights.shape
     hidden = rows.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=rows.dtype, device=rows.device)
-    block = min(triton.next_power_of_2(hidden), 512 if num_tokens < 64 else 2048)
-    combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), 512 if num_tokens < 64 else 2048)
+    combine_kernel[(num_tokens, cdiv(hidden, block))](
         rows, weights, positions, out, num_experts, HIDDEN=hidden, TOP_K=top_k,
         IS_SORTED=is_sorted, BLOCK=block, num_warps=1 if block <= 512 else 4,
         **launch_dependent(rows.device),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm.kernels.triton.moe_kernels import begin_dependent
 from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
 
 ROWS = 2  # of the weight, that one program multiplies
 
@@ -42,8 +43,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
     out = x.new_empty(num_tokens, num_rows)
     if num_tokens:
-        product_kernel[(triton.cdiv(num_rows, ROWS), num_tokens)](
-            x, weight, out, x.stride(0), num_rows, K=k, K_PAD=triton.next_power_of_2(k), ROWS=ROWS,
+        product_kernel[(cdiv(num_rows, ROWS), num_tokens)](
+            x, weight, out, x.stride(0), num_rows, K=k, K_PAD=next_power_of_2(k), ROWS=ROWS,
             **launch_dependent(x.device),
         )  # fmt: skip
     return out
