@@ -57,12 +57,14 @@ def _silu_quant_grouped(
 _RESULTS = "Tensor(a!) q, Tensor(b!) scales"
 _PLAIN = f"(Tensor x, Tensor global_scale, {_RESULTS}, bool is_swizzled) -> ()"
 _GROUPED = "(Tensor x, Tensor global_scales, Tensor expert_offsets"
-register(f"nvfp4_quant{_PLAIN}", _quant)
-register(f"silu_and_mul_nvfp4_quant{_PLAIN}", _silu_quant)
-register(
+_nvfp4_quant = register(f"nvfp4_quant{_PLAIN}", _quant)
+_silu_and_mul_nvfp4_quant = register(f"silu_and_mul_nvfp4_quant{_PLAIN}", _silu_quant)
+_nvfp4_quant_grouped = register(
     f"nvfp4_quant_grouped{_GROUPED}, Tensor? pairs, int top_k, {_RESULTS}) -> ()", _quant_grouped
 )
-register(f"silu_and_mul_nvfp4_quant_grouped{_GROUPED}, {_RESULTS}) -> ()", _silu_quant_grouped)
+_silu_and_mul_nvfp4_quant_grouped = register(
+    f"silu_and_mul_nvfp4_quant_grouped{_GROUPED}, {_RESULTS}) -> ()", _silu_quant_grouped
+)
 
 
 def scaled_fp4_quant(
@@ -77,7 +79,7 @@ def scaled_fp4_quant(
     """
     q, scales = _results(input, 1, is_sf_swizzled_layout)
     global_scale = input_global_scale.reshape(1)
-    torch.ops.vllm.nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
+    _nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
     return q, scales
 
 
@@ -88,7 +90,7 @@ def silu_and_mul_scaled_fp4_quant(
     before."""
     q, scales = _results(input, 2, is_sf_swizzled_layout)
     global_scale = input_global_scale.reshape(1)
-    torch.ops.vllm.silu_and_mul_nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
+    _silu_and_mul_nvfp4_quant(input, global_scale, q, scales, is_sf_swizzled_layout)
     return q, scales
 
 
@@ -108,9 +110,7 @@ def scaled_fp4_quant_grouped(
     """
     num_rows = None if pairs is None else pairs.shape[0]
     q, scales = _results(input, 1, True, input_global_scales.shape[0], num_rows)
-    torch.ops.vllm.nvfp4_quant_grouped(
-        input, input_global_scales, expert_offsets, pairs, top_k, q, scales
-    )
+    _nvfp4_quant_grouped(input, input_global_scales, expert_offsets, pairs, top_k, q, scales)
     return q, scales
 
 
@@ -119,9 +119,7 @@ def silu_and_mul_scaled_fp4_quant_grouped(
 ) -> tuple[Tensor, Tensor]:
     """input [M, 2 K] -> scaled_fp4_quant_grouped of silu(input[:, :K]) * input[:, K:]."""
     q, scales = _results(input, 2, True, num_experts=input_global_scales.shape[0])
-    torch.ops.vllm.silu_and_mul_nvfp4_quant_grouped(
-        input, input_global_scales, expert_offsets, q, scales
-    )
+    _silu_and_mul_nvfp4_quant_grouped(input, input_global_scales, expert_offsets, q, scales)
     return q, scales
 
 

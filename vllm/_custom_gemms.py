@@ -84,15 +84,17 @@ def _nvfp4_values(packed: Tensor, swizzled: Tensor) -> Tensor:
 
 
 _ARGS = "Tensor a, Tensor a_scales, Tensor b, Tensor b_scales"
-register(f"cutlass_fp8_block_gemm({_ARGS}, Tensor? bias, Tensor(a!) out) -> ()", _fp8_block_gemm)
-register(
+cutlass_fp8_block_gemm = register(
+    f"cutlass_fp8_block_gemm({_ARGS}, Tensor? bias, Tensor(a!) out) -> ()", _fp8_block_gemm
+)
+cutlass_fp8_block_gemm_grouped = register(
     f"cutlass_fp8_block_gemm_grouped({_ARGS}, Tensor offsets, Tensor(a!) out) -> ()",
     _fp8_block_gemm_grouped,
 )
-register(
+cutlass_nvfp4_gemm = register(
     f"cutlass_nvfp4_gemm({_ARGS}, Tensor alpha, Tensor? bias, Tensor(a!) out) -> ()", _nvfp4_gemm
 )
-register(
+cutlass_nvfp4_gemm_grouped = register(
     f"cutlass_nvfp4_gemm_grouped({_ARGS}, Tensor alpha, Tensor offsets, Tensor(a!) out) -> ()",
     _nvfp4_gemm_grouped,
 )
@@ -132,7 +134,7 @@ def cutlass_scaled_mm(
         out = a.new_empty(m, n, dtype=out_dtype)
         grid = scale_b.t().contiguous()
         wide_bias = None if bias is None else bias.float()
-        torch.ops.vllm.cutlass_fp8_block_gemm(a, scale_a, b.t(), grid, wide_bias, out)
+        cutlass_fp8_block_gemm(a, scale_a, b.t(), grid, wide_bias, out)
         return out
     if scale_a.numel() not in (1, m) or scale_b.numel() not in (1, n):
         raise ValueError(
@@ -189,5 +191,5 @@ def cutlass_scaled_fp4_mm(
         )
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     scale = alpha.reshape(1)
-    torch.ops.vllm.cutlass_nvfp4_gemm(a, block_scale_a, b, block_scale_b, scale, None, out)
+    cutlass_nvfp4_gemm(a, block_scale_a, b, block_scale_b, scale, None, out)
     return out

@@ -8,7 +8,6 @@ sum, those with SiLU up to the chip's exponential). Importing this module needs 
 the native library.
 """
 
-from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -117,31 +116,29 @@ def _rms_norm_quant_group(
 
 # ---------------------------------------------------------------- registration
 
+# On CUDA the native function of the same name takes the arguments.
 _GROUP = "Tensor(a!) q, Tensor(b!) scales, int group_size, float min_amax, bool is_ue8m0"
-# Schema and CPU implementation; on CUDA the native function of the same name takes the arguments.
-_OPS: tuple[tuple[str, Callable[..., None]], ...] = (
-    ("fp8_quant_static(Tensor x, Tensor scale, Tensor(a!) q) -> ()", _quant_static),
-    (
-        "fp8_quant_tensor(Tensor x, Tensor(a!) q, Tensor(b!) scale, float min_amax) -> ()",
-        _quant_tensor,
-    ),
-    (
-        "fp8_quant_token(Tensor x, Tensor(a!) q, Tensor(b!) scales, float min_amax, "
-        "Tensor? max_amax) -> ()",
-        _quant_token,
-    ),
-    (f"fp8_quant_group(Tensor x, {_GROUP}) -> ()", _quant_group),
-    (f"silu_and_mul_fp8_quant_group(Tensor x, {_GROUP}) -> ()", _silu_and_mul_quant_group),
-    (
-        "rms_norm_fp8_quant_group(Tensor x, Tensor(c!)? residual, Tensor weight, float eps, "
-        f"Tensor(d!)? normed, {_GROUP}) -> ()",
-        _rms_norm_quant_group,
-    ),
+_fp8_quant_static = register(
+    "fp8_quant_static(Tensor x, Tensor scale, Tensor(a!) q) -> ()", _quant_static
 )
-
-
-for _schema, _reference in _OPS:
-    register(_schema, _reference)
+_fp8_quant_tensor = register(
+    "fp8_quant_tensor(Tensor x, Tensor(a!) q, Tensor(b!) scale, float min_amax) -> ()",
+    _quant_tensor,
+)
+_fp8_quant_token = register(
+    "fp8_quant_token(Tensor x, Tensor(a!) q, Tensor(b!) scales, float min_amax, "
+    "Tensor? max_amax) -> ()",
+    _quant_token,
+)
+_fp8_quant_group = register(f"fp8_quant_group(Tensor x, {_GROUP}) -> ()", _quant_group)
+_silu_and_mul_fp8_quant_group = register(
+    f"silu_and_mul_fp8_quant_group(Tensor x, {_GROUP}) -> ()", _silu_and_mul_quant_group
+)
+_rms_norm_fp8_quant_group = register(
+    "rms_norm_fp8_quant_group(Tensor x, Tensor(c!)? residual, Tensor weight, float eps, "
+    f"Tensor(d!)? normed, {_GROUP}) -> ()",
+    _rms_norm_quant_group,
+)
 
 
 # ---------------------------------------------------------------- FP8 by one scale or per token
@@ -178,7 +175,7 @@ def scaled_fp8_quant(
                 "use_per_token_if_dynamic and scale_ub are for computed scales: leave scale out"
             )
         if scale.numel() == 1:
-            torch.ops.vllm.fp8_quant_static(input, scale.reshape(1), body)
+            _fp8_quant_static(input, scale.reshape(1), body)
         else:
             body.copy_(round_to_fp8(input, _spread(scale, num_tokens, num_columns, group_shape)))
         return q, scale
@@ -187,14 +184,14 @@ def scaled_fp8_quant(
         raise ValueError("scale_ub is for scales per token: pass use_per_token_if_dynamic=True")
     if shape == GroupShape.PER_TENSOR:
         scales = input.new_empty(1, dtype=torch.float32)
-        torch.ops.vllm.fp8_quant_tensor(input, body, scales, MIN_AMAX)
+        _fp8_quant_tensor(input, body, scales, MIN_AMAX)
     elif shape == GroupShape.PER_TOKEN:
         scales = input.new_empty(num_tokens, 1, dtype=torch.float32)
         bound = None if scale_ub is None else scale_ub.reshape(1)
-        torch.ops.vllm.fp8_quant_token(input, body, scales.view(-1), MIN_AMAX, bound)
+        _fp8_quant_token(input, body, scales.view(-1), MIN_AMAX, bound)
     else:
         scales = input.new_empty(num_tokens, cdiv(num_columns, shape.col), dtype=torch.float32)
-        torch.ops.vllm.fp8_quant_group(input, body, scales, shape.col, MIN_AMAX, False)
+        _fp8_quant_group(input, body, scales, shape.col, MIN_AMAX, False)
     return q, scales
 
 
@@ -289,7 +286,7 @@ def per_token_group_fp8_quant(
     a slower path.
     """
     q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
-    torch.ops.vllm.fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
+    _fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
     return q, scales[: x.shape[0]]
 
 
@@ -307,7 +304,7 @@ def silu_and_mul_group_quant(
     q, scales, is_ue8m0 = empty_groups(
         x, num_tokens, num_columns // 2, group_size, layout, use_ue8m0
     )
-    torch.ops.vllm.silu_and_mul_fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
+    _silu_and_mul_fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
     return q, scales[:num_tokens]
 
 
@@ -329,7 +326,7 @@ def rms_norm_group_quant(
     is quantised.
     """
     q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
-    torch.ops.vllm.rms_norm_fp8_quant_group(
+    _rms_norm_fp8_quant_group(
         x, residual, weight, rms_eps, normed, q, scales, group_size, eps, is_ue8m0
     )
     return q, scales[: x.shape[0]]

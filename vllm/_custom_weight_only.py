@@ -63,16 +63,18 @@ _X = "Tensor x, Tensor? x_scales"
 _WEIGHT = "Tensor codes, Tensor? scales, Tensor? row_factors"
 _FORM = "str format, int columns_per_scale"
 _SHAPE = "int row_tiles, int splits"
-register(
+_marlin_gemm = register(
     f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()",
     _gemm,
 )
-register(
+_marlin_gemm_grouped = register(
     f"marlin_gemm_grouped({_X}, {_WEIGHT}, Tensor blocks, Tensor? order, Tensor(a!) out, "
     f"{_FORM}, int block_rows, int top_k, {_SHAPE}) -> ()",
     _gemm_grouped,
 )
-register(f"marlin_widen({_WEIGHT}, int n, int first_row, Tensor(a!) out, {_FORM}) -> ()", _widen)
+_marlin_widen = register(
+    f"marlin_widen({_WEIGHT}, int n, int first_row, Tensor(a!) out, {_FORM}) -> ()", _widen
+)
 
 
 def multiply(
@@ -81,7 +83,7 @@ def multiply(
     """x [M, K] (bfloat16 or float16) -> [M, N]; row_tiles, splits: 0 to have them chosen. By a
     weight of format w4a8, x is quantised per token first."""
     out = x.new_empty(x.shape[0], weight.num_rows)
-    torch.ops.vllm.marlin_gemm(
+    _marlin_gemm(
         *_operand(x, weight), weight.codes, weight.scales, weight.row_factors, bias, out,
         weight.format, weight.columns_per_scale, row_tiles, splits,
     )  # fmt: skip
@@ -106,7 +108,7 @@ def multiply_wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, most_byt
     out = x.new_empty(x.shape[0], num_rows)
     for first in range(0, num_rows, step):
         part = wide[: min(step, num_rows - first)]
-        torch.ops.vllm.marlin_widen(
+        _marlin_widen(
             weight.codes, weight.scales, weight.row_factors, num_rows, first, part, weight.format,
             weight.columns_per_scale,
         )  # fmt: skip
@@ -121,7 +123,7 @@ def multiply_experts(
     """[num_rows, N]: rows of each block (`moe_rows.Sorted`) times its expert. Row r is of row
     order[r] / top_k of x; without order, of row r. Rows of no block are not written."""
     out = x.new_empty(num_rows, weight.num_rows)
-    torch.ops.vllm.marlin_gemm_grouped(
+    _marlin_gemm_grouped(
         *_operand(x, weight), weight.codes, weight.scales, weight.row_factors, blocks, order, out,
         weight.format, weight.columns_per_scale, block_rows, top_k, row_tiles, splits,
     )  # fmt: skip

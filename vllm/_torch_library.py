@@ -3,14 +3,17 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from vllm import _native
 
 _LIBRARY = torch.library.Library("vllm", "FRAGMENT")
 
 
-def register(schema: str, reference: Callable[..., None]) -> None:
-    """Defines an op that fills tensors it is given, as `schema` declares.
+def register(schema: str, reference: Callable[..., None]) -> Callable[..., None]:
+    """Defines an op that fills tensors it is given, as `schema` declares; its first argument is
+    one. Returns what does the same to plain tensors at a third of the cost to the host.
 
     On the CPU it is `reference`, on CUDA the native function of the same name, or the reference
     where no library has one; its fake implementation does nothing, because there is nothing to
@@ -25,3 +28,19 @@ def register(schema: str, reference: Callable[..., None]) -> None:
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, call_native, "CUDA")
     torch.library.register_fake(f"vllm::{name}", lambda *args: None, lib=_LIBRARY)
+    op = getattr(torch.ops.vllm, name)
+
+    def call(first: Tensor, *others: object) -> None:
+        # torch's dispatcher is for who traces or fakes. It has no other use here, and costs 2 us.
+        if (
+            torch.compiler.is_compiling()
+            or is_in_torch_dispatch_mode()
+            or type(first) is not Tensor
+        ):
+            op(first, *others)
+        elif first.is_cuda:
+            call_native(first, *others)
+        else:
+            reference(first, *others)
+
+    return call

@@ -327,6 +327,38 @@ def test_schemas_name_exactly_the_arguments_that_change(name):
             assert has_changed == (declared.alias_info is not None), declared.name
 
 
+def test_plain_tensors_reach_the_same_function_without_the_dispatcher(monkeypatch):
+    x = torch.randn(5, 256).bfloat16()
+    expected = torch.empty(5, 256, dtype=FP8), torch.empty(5, 2)
+    torch.ops.vllm.fp8_quant_group(x, *expected, 128, 1e-10, False)
+    dispatched = []
+    monkeypatch.setattr(
+        torch._ops.OpOverloadPacket, "__call__", lambda op, *_: dispatched.append(op)
+    )
+    assert same(ops.per_token_group_fp8_quant(x), expected) and not dispatched
+    ops.per_token_group_fp8_quant(torch.nn.Parameter(x))
+    assert len(dispatched) == 1, "of a subclass, which may want to know"
+
+
+def test_who_traces_real_tensors_sees_ops():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.per_token_group_fp8_quant(x)
+
+    x, other = torch.randn(2, 5, 256).bfloat16()
+    traced, compiled = make_fx(quantise)(x), []
+
+    def backend(graph, _):
+        compiled.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    whole = torch.compile(quantise, fullgraph=True, backend=backend)
+    assert same(whole(other), quantise(other)) and same(traced(other), quantise(other))
+    assert torch.ops.vllm.fp8_quant_group.default in [node.target for node in traced.graph.nodes]
+    assert torch.ops.vllm.fp8_quant_group in compiled
+
+
 def test_functions_trace_to_ops_without_computing():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(5, 512, dtype=torch.bfloat16)

@@ -114,12 +114,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
     """One product for each run of merged parts that share a global scale."""
-    import torch
-
+    from vllm._custom_gemms import cutlass_nvfp4_gemm
     from vllm._custom_ops import scaled_fp4_quant
     from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_scales
 
-    gemm = torch.ops.vllm.cutlass_nvfp4_gemm
     weight, bias, input_scale = tensors.weight, tensors.bias, tensors.input_scale
     assert tensors.scales is not None and tensors.global_scales is not None
     assert input_scale is not None
@@ -143,7 +141,7 @@ def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
         q, scales = scaled_fp4_quant(x, inverse)
         out = x.new_empty(x.shape[0], weight.shape[0])
         for rows, *operands in products:
-            gemm(q, scales, *operands, out[:, rows])
+            cutlass_nvfp4_gemm(q, scales, *operands, out[:, rows])
         return out
 
     return apply
@@ -158,9 +156,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         return _nvfp4_moe(tensors, is_in_triton)
     import torch
 
+    from vllm._custom_gemms import cutlass_fp8_block_gemm_grouped as gemm
     from vllm._custom_ops import per_token_group_fp8_quant, silu_and_mul_group_quant
 
-    gemm = torch.ops.vllm.cutlass_fp8_block_gemm_grouped
     if winner.fit is not None:
         tensors = _with_whole_blocks(tensors)
     gate_up, down = tensors.gate_up, tensors.down
@@ -191,11 +189,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
     """The same in six launches, or seven for many tokens."""
-    import torch
-
+    from vllm._custom_gemms import cutlass_fp8_block_gemm_grouped as gemm
     from vllm.kernels.triton import moe_rows
 
-    gemm = torch.ops.vllm.cutlass_fp8_block_gemm_grouped
     num_experts = tensors.num_experts
 
     def unadded(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
@@ -316,14 +312,12 @@ class Nvfp4Moe:
     ) -> None:
         """To row r of out what the expert of pair pairs[r] makes of its token. Expert e has rows
         ends[e] to ends[e + 1]; others are not written, and nothing depends on them."""
-        import torch
-
+        from vllm._custom_gemms import cutlass_nvfp4_gemm_grouped as gemm
         from vllm._custom_ops import (
             scaled_fp4_quant_grouped,
             silu_and_mul_scaled_fp4_quant_grouped,
         )
 
-        gemm = torch.ops.vllm.cutlass_nvfp4_gemm_grouped
         gate_up, down = self.gate_up, self.down
         between = x.new_empty(len(pairs), 2 * self.inner)
         q, scales = scaled_fp4_quant_grouped(x, gate_up.input_divisors, ends, pairs, top_k)
