@@ -127,10 +127,15 @@ def test_the_engine_builds_what_explain_predicted(folder, wishes, tmp_path, monk
 
 
 def test_shipped_measurements_decide_on_this_chip(folder):
-    """Of our kernels: DeepGEMM has not been measured for all of these sizes."""
-    report, _ = predicted(folder, "VLLM_USE_DEEP_GEMM=0")
+    """Of our kernels: DeepGEMM has not been measured for all of these sizes. Where it would have
+    been taken, the variable decided."""
+    variable = "VLLM_USE_DEEP_GEMM=0"
+    report, _ = predicted(folder, variable)
     linear = [d for d in report["decisions"] if d["problem"].get("weight", "").startswith("fp8")]
-    assert linear and all(d["origin"]["rank"] == 6 for d in linear)
+    assert linear
+    for decision in linear:
+        origin = decision["origin"]
+        assert origin["rank"] == 6 or origin["text"] == variable
     assert all(d["expected"]["worst_regret"] <= 0.10 for d in linear)
 
 
