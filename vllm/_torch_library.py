@@ -36,6 +36,7 @@ def register(schema: str, reference: Callable[..., None]) -> Callable[..., None]
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()
             or type(first) is not Tensor
+            or first.is_meta
         ):
             op(first, *others)
         elif first.is_cuda:

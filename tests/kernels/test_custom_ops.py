@@ -338,6 +338,8 @@ def test_plain_tensors_reach_the_same_function_without_the_dispatcher(monkeypatc
     assert same(ops.per_token_group_fp8_quant(x), expected) and not dispatched
     ops.per_token_group_fp8_quant(torch.nn.Parameter(x))
     assert len(dispatched) == 1, "of a subclass, which may want to know"
+    ops.per_token_group_fp8_quant(x.to("meta"))
+    assert len(dispatched) == 2, "without data, for which there is a fake"
 
 
 def test_who_traces_real_tensors_sees_ops():
