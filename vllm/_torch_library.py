@@ -13,7 +13,7 @@ _LIBRARY = torch.library.Library("vllm", "FRAGMENT")
 
 def register(schema: str, reference: Callable[..., None]) -> Callable[..., None]:
     """Defines an op that fills tensors it is given, as `schema` declares; its first argument is
-    one. Returns what does the same to plain tensors at a third of the cost to the host.
+    one. Returns what does the same to plain tensors without torch's dispatcher.
 
     On the CPU it is `reference`, on CUDA the native function of the same name, or the reference
     where no library has one; its fake implementation does nothing, because there is nothing to
@@ -31,7 +31,7 @@ def register(schema: str, reference: Callable[..., None]) -> Callable[..., None]
     op = getattr(torch.ops.vllm, name)
 
     def call(first: Tensor, *others: object) -> None:
-        # torch's dispatcher is for who traces or fakes. It has no other use here, and costs 2 us.
+        # The dispatcher is for who traces or fakes; others it costs microseconds of the host.
         if (
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()

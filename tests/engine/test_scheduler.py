@@ -127,6 +127,19 @@ def test_equal_prompts_share_blocks_and_compute_only_what_is_left():
     assert (s.prefix_cache.num_queried, s.prefix_cache.num_hit) == (20, 8)
 
 
+def test_a_block_is_shared_only_after_all_that_stood_before_it():
+    s = scheduler(budget=64)
+    a, c = [1] * 4 + [2] * 4 + [9], [3] * 4 + [4] * 4 + [9]
+    first, second = request("a", a), request("c", c)
+    s.add(first)
+    s.add(second)
+    advance(s)
+    # Its first block is one's, its second the other's, where other tokens stood before it.
+    mixed = request("b", a[:4] + c[4:])
+    assert s.prefix_cache.match(mixed) == first.block_ids[:1]
+    assert s.prefix_cache.match(request("d", c)) == second.block_ids[:2]
+
+
 def test_a_launched_step_hashes_what_it_computes_and_admission_no_more_than_it_must():
     whole = scheduler()
     whole.add(request("a", list(range(30)), 2))

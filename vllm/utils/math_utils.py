@@ -1,4 +1,4 @@
-"""Integer arithmetic. Triton has such functions too, of 2 us a call on the host."""
+"""Integer arithmetic. Triton has such functions too, which cost the host microseconds a call."""
 
 
 def cdiv(a: int, b: int) -> int:

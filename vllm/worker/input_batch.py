@@ -51,7 +51,7 @@ class InputBatch:
         self.requests.append(request)
         self.row_of[request.request_id] = row
         tokens, sampling = request.all_token_ids, request.sampling
-        self.token_ids[row, : len(tokens)] = array("I", tokens)  # in a third of numpy's time
+        self.token_ids[row, : len(tokens)] = array("I", tokens)  # faster than a list
         self.num_tokens[row] = len(tokens)
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = num_computed

@@ -55,6 +55,7 @@ def serve(llm: LLM, count: int, seed: int) -> None:
         *((model, "", False) for model in MODELS),
         (MODELS[1], "VLLM_USE_DEEP_GEMM=1", False),
         (MODELS[1], "", True),
+        (MODELS[2], "", True),
     ],
 )
 def test_nothing_compiles_after_the_start(model, wish, is_eager, tmp_path, monkeypatch):

@@ -14,13 +14,16 @@ from vllm.kernels.tensors import LinearKernel
 from vllm.kernels.triton.moe_router_kernels import route_kernel, split_product_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.model_executor.layers.fused_moe.router import Routing
-from vllm.utils.math_utils import cdiv, next_power_of_2
+from vllm.utils.math_utils import cdiv, next_power_of_2, round_up
 
 # Most tokens whose product is a kernel of our own, which reads the gate while the norm before it
 # still runs. Estimated: each block of tokens reads the whole gate again.
 MOST_SPLIT = 128
 ROWS, BLOCK_E, BLOCK_K = 16, 16, 512
-_ALIGNED = 8  # numbers of 16 bits in 16 bytes
+# Columns that rows of logits are filled up to: with an odd number of them cuBLAS has no fast
+# kernels, and who reads the others finds 16 to divide their stride whatever the number of tokens,
+# or Triton would compile it twice.
+_ALIGNED = 16
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -39,7 +42,7 @@ def choose_experts(
     # As wide as whole blocks: sums are read several at a time.
     shape = num_tokens, num_splits, blocks * BLOCK_E
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    others = x.new_empty(num_tokens, num_rows - routing.num_experts)
+    others = _rows(x, num_rows - routing.num_experts)
     if num_tokens:
         split_product_kernel[(num_splits, blocks, cdiv(num_tokens, ROWS))](
             x, weight, parts, num_tokens, x.stride(0), HIDDEN=hidden, BLOCK_K=BLOCK_K,
@@ -50,11 +53,13 @@ def choose_experts(
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T [T, N], whose rows lie whole 16 bytes apart: with an odd N they would not, which
-    keeps cuBLAS from its fast kernels."""
-    num_rows = len(weight)
-    y = x.new_empty(len(x), cdiv(num_rows, _ALIGNED) * _ALIGNED)[:, :num_rows]
-    return torch.mm(x, weight.T, out=y)
+    """x @ weight.T [T, N]."""
+    return torch.mm(x, weight.T, out=_rows(x, len(weight)))
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """Empty [T, width], rows whole _ALIGNED numbers apart."""
+    return x.new_empty(len(x), round_up(width, _ALIGNED))[:, :width]
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool, **options: Any) -> tuple[Tensor, Tensor]:
@@ -88,7 +93,8 @@ def _route(
     assert logits.stride(2) == 1 and (num_groups == 1 or padded == num_experts)
     route_kernel[(num_tokens,)](
         logits, bias, weights, ids, others, logits.stride(0), factor, NUM_EXPERTS=num_experts,
-        E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1], TOP_K=top_k,
+        E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1],
+        OTHERS_STRIDE=0 if others is None else others.stride(0), TOP_K=top_k,
         K_PAD=next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
         ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=is_sigmoid,
         RENORMALISES=renormalise, HAS_BIAS=bias is not None, NUM_GROUPS=num_groups,

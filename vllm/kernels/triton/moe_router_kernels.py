@@ -67,7 +67,7 @@ def _sum(
 def route_kernel(
     logits, bias, weights, ids, others, row_stride, factor,
     NUM_EXPERTS: tl.constexpr, E_PAD: tl.constexpr, NUM_OTHERS: tl.constexpr,
-    TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    OTHERS_STRIDE: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_STRIDE: tl.constexpr, ROUNDED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, RENORMALISES: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +83,7 @@ def route_kernel(
     for other in tl.static_range(NUM_OTHERS):
         place = logits + token * row_stride + (NUM_EXPERTS + other)
         y = _sum(place, True, 0.0, SPLITS, SPLIT_STRIDE, ROUNDED)
-        tl.store(others + token * NUM_OTHERS + other, y.to(others.dtype.element_ty))
+        tl.store(others + token * OTHERS_STRIDE + other, y.to(others.dtype.element_ty))
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:
