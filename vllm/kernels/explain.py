@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.crossings import crossing
+from vllm.kernels.events import event
 from vllm.kernels.fit import Fit
 from vllm.kernels.layer_groups import Record, by_decision
 from vllm.kernels.ledger import Entry, Ledger
@@ -97,7 +97,7 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "chosen": decision.chosen,
         **({"emulated": str(decision.device)} if decision.is_emulated else {}),
         "origin": {"rank": decision.origin.rank, "text": decision.origin.text},
-        **({"event": event} if (event := crossing(decision)) else {}),
+        **({"event": text} if (text := event(decision)) else {}),
         "candidates": [_candidate_json(candidate) for candidate in decision.candidates],
         **_timings_json(decision),
     }

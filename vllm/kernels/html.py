@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from vllm.kernels.crossings import crossing_lines
+from vllm.kernels.events import event_lines
 from vllm.kernels.explain import Report
 from vllm.kernels.layer_groups import by_decision, compress, stories
 from vllm.kernels.page_style import SCRIPT, STYLE
@@ -22,7 +22,7 @@ def html_page(report: Report, title: str) -> str:
         facts["variables"] = ", ".join(f"{name}={value}" for name, value in report.env.items())
     rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     records = report.records
-    texts = [*notes(stories(records)), *crossing_lines(records), *stale_lines(records)]
+    texts = [*notes(stories(records)), *event_lines(records), *stale_lines(records)]
     said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
     grids = "".join(_grid(family, decided) for family, decided in families.items())
     return (

@@ -73,6 +73,12 @@ def specs(family: str) -> tuple[KernelSpec, ...]:
     )
 
 
+def spec_of(decision: Decision, name: str) -> KernelSpec | None:
+    """Of the kernel of backend `name` for the format of this problem."""
+    own = (spec for spec in specs(decision.problem.family) if spec.backend == name)
+    return next((spec for spec in own if decision.problem.format in spec.formats), None)
+
+
 def backend_names(family: str) -> list[str]:
     """The values that the family's flag takes."""
     return list(ORDER[family])

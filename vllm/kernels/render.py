@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from vllm.kernels import registry
-from vllm.kernels.crossings import crossing_lines
+from vllm.kernels.events import event_lines
 from vllm.kernels.layer_groups import Record, Story, compress, stories
 from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem, WeightFormat
 from vllm.kernels.spec import (
@@ -222,7 +222,7 @@ def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: boo
     paragraphs = [_where(report, width)]
     if len(told) > 1 or is_brief:
         paragraphs.append(_summary(told, width, bold))
-    events = [f"Event: {line}" for line in crossing_lines(report.records)]
+    events = [f"Event: {line}" for line in event_lines(report.records)]
     events += [f"Note: {line}" for line in stale_lines(report.records)]
     paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
     if is_brief:

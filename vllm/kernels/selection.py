@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.kernels import explain, registry
-from vllm.kernels.crossings import crossing_lines
+from vllm.kernels.events import event_lines, waits
 from vllm.kernels.ledger import Ledger
 from vllm.kernels.policy import set_variables
 from vllm.kernels.problem import Problem
@@ -138,6 +138,11 @@ class Selection:
             )
         return asked
 
+    @property
+    def needs_eager(self) -> bool:
+        """Whether the host waits for a chosen kernel, so that no CUDA graph can hold a step."""
+        return any(waits(decision) for _, decision in self.records)
+
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
         return explain.report(self.device, self.libs, set_variables(), self.records, self.ledger)
@@ -152,7 +157,7 @@ class Selection:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
         for line in explain.log_lines(self.records):
             logger.info("%s", line)
-        for line in crossing_lines(self.records):
+        for line in event_lines(self.records):
             logger.warning("%s", line)
         if line := stale_summary(self.records):
             logger.warning("%s", line)

@@ -210,7 +210,8 @@ class KernelSpec:
     device family. layouts: activation layouts of a MoE kernel. max_tokens: most tokens of a call,
     None for any number. compiles: which of COMPILERS makes its kernels where they run, "" for one
     that is built ahead of time. repacks: it keeps the weight in a layout of its own, so that no
-    other kernel can share it. check: for what data cannot say.
+    other kernel can share it. waits: on a GPU the host waits for it in each call, so that no CUDA
+    graph can hold a step with it. check: for what data cannot say.
     """
 
     backend: str
@@ -231,6 +232,7 @@ class KernelSpec:
     max_tokens: int | None = None
     compiles: str = ""
     repacks: bool = False
+    waits: bool = False
     layouts: frozenset[str] = frozenset({"standard"})
     takes_bias: bool = True
     is_emulation: bool = False

@@ -152,7 +152,7 @@ class ModelRunner:
         ]
         self._graphs: CudaGraphs | None = None
         if self.device.type == "cuda":
-            self._make_decoding_ready(config, report)
+            self._make_decoding_ready(config, report, selection.needs_eager)
         # Not of steps before requests, whose numbers mean nothing.
         debugs = config.model_config.debug_numerics
         self._watch = NumericsWatch(self.model) if debugs else None
@@ -179,9 +179,11 @@ class ModelRunner:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def _make_decoding_ready(self, config: VllmConfig, report: StartupReport) -> None:
+    def _make_decoding_ready(
+        self, config: VllmConfig, report: StartupReport, is_eager: bool
+    ) -> None:
         """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
-        is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
+        is_eager |= config.model_config.enforce_eager or config.parallel_config.needs_eager
         max_num_seqs = config.scheduler_config.max_num_seqs
         with (
             torch.inference_mode(),

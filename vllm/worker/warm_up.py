@@ -8,9 +8,10 @@ from torch import nn
 from vllm import envs
 from vllm.distributed.expert_exchange import AllToAll
 from vllm.distributed.parallel import Parallel
+from vllm.kernels import registry
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.jit.monitor import MONITOR
-from vllm.kernels.jit.ready import NVCC, WarmUp, needed_calls, spec_of
+from vllm.kernels.jit.ready import NVCC, WarmUp, needed_calls
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import COMPILERS, Decision
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -77,7 +78,7 @@ def _compiling_layers(model: nn.Module) -> Iterator[Linear | FusedMoE]:
 def _compilers(decision: Decision) -> set[str]:
     winner = decision.winner
     names = [name for _, name in winner.parts] or [winner.backend]
-    specs = [spec for name in names if (spec := spec_of(decision, name)) is not None]
+    specs = [spec for name in names if (spec := registry.spec_of(decision, name)) is not None]
     used = {name for spec in specs for name in (spec.compiles, *(lib for lib, _ in spec.libs))}
     return used & set(COMPILERS)
 

@@ -38,8 +38,8 @@ class DenseKernel:
 SPECS = (
     _Spec(family="linear", formats=_WEIGHTS),
     _Spec(family="moe", formats=_WEIGHTS),
-    _Spec(family="attention", formats=_FLOATS | {"fp8"}),
-    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}),
+    _Spec(family="attention", formats=_FLOATS | {"fp8"}, waits=True),
+    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, waits=True),
 )
 
 

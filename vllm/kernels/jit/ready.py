@@ -11,7 +11,7 @@ from vllm.kernels import registry
 from vllm.kernels.jit.memory import CompiledCall, Memory
 from vllm.kernels.jit.monitor import Compilation
 from vllm.kernels.problem import LinearProblem
-from vllm.kernels.spec import Candidate, Decision, KernelSpec
+from vllm.kernels.spec import Candidate, Decision
 from vllm.logger import get_logger
 from vllm.platforms.cpu import memory_limit, num_cores
 
@@ -80,19 +80,13 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
 
 def compiler_of(decision: Decision, name: str) -> str:
     """What compiles the kernels of backend `name` for this problem; "" for nothing."""
-    spec = spec_of(decision, name)
+    spec = registry.spec_of(decision, name)
     return spec.compiles if spec is not None else ""
 
 
 def _is_built_ahead(decision: Decision, name: str) -> bool:
-    spec = spec_of(decision, name)
+    spec = registry.spec_of(decision, name)
     return spec is not None and not spec.compiles and not spec.is_emulation
-
-
-def spec_of(decision: Decision, name: str) -> KernelSpec | None:
-    """Of the kernel of backend `name` for the format of this problem."""
-    specs = (spec for spec in registry.specs(decision.problem.family) if spec.backend == name)
-    return next((spec for spec in specs if decision.problem.format in spec.formats), None)
 
 
 def is_ready(decision: Decision, name: str) -> Callable[[int], bool]:

@@ -1,0 +1,81 @@
+"""What a choice costs beyond its kernel, on a GPU: weights made for quantised arithmetic that are
+widened instead (native to weight-only), and steps that no CUDA graph can hold."""
+
+from collections.abc import Iterable
+
+from vllm.kernels import registry
+from vllm.kernels.layer_groups import Record, compress
+from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem
+from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Why
+
+
+def event(decision: Decision) -> str:
+    """What happened, and what kept the better kernels away; "" where nothing did.
+
+    Only GPUs have native kernels and graphs: on a CPU there is nothing to lose.
+    """
+    if decision.device.kind == "cpu" or decision.chosen is None:
+        return ""
+    return _waiting(decision) if waits(decision) else _crossing(decision)
+
+
+def waits(decision: Decision) -> bool:
+    """Whether the host waits for the GPU when it calls the chosen kernel."""
+    if decision.device.kind == "cpu" or decision.chosen is None or decision.is_emulated:
+        return False
+    parts = decision.winner.parts
+    names = [name for _, name in parts] if parts else [decision.winner.backend]
+    specs = (registry.spec_of(decision, name) for name in names)
+    return any(spec is not None and spec.waits for spec in specs)
+
+
+def _waiting(decision: Decision) -> str:
+    problem, before = decision.problem, _before(decision)
+    texts = [f"{c.backend}: {c.reasons[0].text}" for c in before if c.reasons]
+    return (
+        f"no CUDA graphs: {problem.family} {problem.dtype} by {decision.chosen}, for which the "
+        f"host waits at every call; {_decider(decision) or '; '.join(texts)}"
+    )
+
+
+def _crossing(decision: Decision) -> str:
+    problem = decision.problem
+    if not isinstance(problem, LinearProblem | MoEProblem) or problem.act[0] is ActScheme.NONE:
+        return ""
+    winner = decision.winner
+    if winner.act is not ActScheme.NONE or not problem.weight.is_quantized:
+        return ""
+    return (
+        f"native -> weight-only: {problem.family} {problem.weight} by {winner.backend}, which "
+        f"widens weights to {problem.dtype} and does not quantise activations ({problem.act[0]}); "
+        f"{_why(decision)}; --require-native refuses this"
+    )
+
+
+def _why(decision: Decision) -> str:
+    texts = [
+        f"{candidate.backend}: {candidate.reasons[0].text}"
+        for candidate in _before(decision)
+        if candidate.act not in (None, ActScheme.NONE)
+        and not any(reason.why is Why.FORMAT for reason in candidate.reasons)
+    ]
+    return _decider(decision) or "; ".join(texts) or "no kernel quantises them"
+
+
+def _decider(decision: Decision) -> str:
+    """Who asked for the chosen kernel; "" where nobody did."""
+    return decision.origin.text if decision.origin.rank < DEFAULT_ORDER.rank else ""
+
+
+def _before(decision: Decision) -> tuple[Candidate, ...]:
+    """What would have been liked better."""
+    return decision.candidates[: decision.candidates.index(decision.winner)]
+
+
+def event_lines(records: Iterable[Record]) -> list[str]:
+    """One line per distinct event, with the layers it covers."""
+    layers_of: dict[str, list[str]] = {}
+    for layer, decision in records:
+        if text := event(decision):
+            layers_of.setdefault(text, []).append(layer)
+    return [f"{text} ({', '.join(compress(layers))})" for text, layers in layers_of.items()]
