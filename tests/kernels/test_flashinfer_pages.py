@@ -69,3 +69,16 @@ def test_the_workspace_holds_what_the_library_lays_out(
     problem = AttentionProblem(num_heads, num_kv_heads, 128, "bf16")
     needed = num_heads * tiles * rows * (128 + 1) * 4
     assert needed <= workspace_bytes(problem, 132, graph_size) <= max(128 << 20, 1.1 * needed)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(1, 1), (64, 1), (64, 4), (10, 3), (4, 4)])
+def test_padding_is_shared_out_among_the_requests(num_tokens: int, num_seqs: int) -> None:
+    inputs = StepInputs(64, 4, 8, 16, torch.device("cpu"))
+    batch = inputs.padding(num_tokens, num_seqs, 128)
+    attention = batch.attention
+    counts = attention.query_start_loc.diff()
+    assert len(batch.input_ids) == len(batch.positions) == num_tokens == int(counts.sum())
+    assert len(counts) == len(attention.seq_lens) == len(attention.block_tables) == num_seqs
+    assert int(counts.min()) > 0 and int(counts.max()) == attention.max_query_len
+    assert attention.slot_mapping.tolist() == [-1] * num_tokens
+    assert attention.state_slots.tolist() == [0] * num_seqs and attention.max_seq_len == 128

@@ -35,6 +35,7 @@ def warnings_of(selection, caplog):
     [
         ("90", attention("fp32", "fp32"), "all"),
         ("121", attention(head_dim=512), "all"),
+        ("90", attention(num_heads=65 * 8), "none"),
         ("75", attention("fp16", "fp16"), "none"),
         ("90", attention(), "broken"),
         ("90", KVQuantProblem(8, 128, "bf16"), "broken"),

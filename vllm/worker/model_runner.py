@@ -163,7 +163,8 @@ class ModelRunner:
             self._warm_up = begin_warm_up(selection, self._max_tokens)
 
     def _peak_bytes(self, config: VllmConfig) -> int:
-        """Memory that the largest step allocates on the way, measured on one without a cache."""
+        """Memory that the largest step allocates on the way, measured without a cache: of one
+        request, and of as many as there can be, for each of which kernels may keep something."""
         num_tokens = config.scheduler_config.max_num_batched_tokens
         num_seqs = config.scheduler_config.max_num_seqs
         torch.cuda.synchronize()
@@ -174,8 +175,13 @@ class ModelRunner:
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
         self._parallel.token_counts = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
-        hidden = self.model(inputs.padding(num_tokens))
-        self.model.compute_logits(hidden[:num_seqs])
+        for count, max_seq_len in (
+            (1, num_tokens),
+            (min(num_seqs, num_tokens), config.model_config.max_model_len),
+        ):
+            hidden = self.model(inputs.padding(num_tokens, count, max_seq_len))
+            self.model.compute_logits(hidden[:num_seqs])
+            del hidden
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 

@@ -120,24 +120,27 @@ class StepInputs:
             read_rows=None if read is None else to_device(read, self._device),
         )
 
-    def padding(self, num_tokens: int) -> ForwardBatch:
-        """One request of `num_tokens` tokens that are written nowhere, to measure memory with."""
+    def padding(self, num_tokens: int, num_seqs: int, max_seq_len: int) -> ForwardBatch:
+        """`num_tokens` tokens that are written nowhere, about as many of each of `num_seqs`
+        requests, to measure memory with. max_seq_len: the bound that kernels size theirs by."""
         device = self._buffers.device
+        starts = torch.arange(num_seqs + 1, device=self._device) * num_tokens // num_seqs
+        device["query_start_loc"][: num_seqs + 1] = starts
         device["slot_mapping"].fill_(-1)
-        device["query_start_loc"][1] = num_tokens
-        device["seq_lens"][0] = 1
-        device["state_slots"][0] = 0
+        device["seq_lens"].fill_(1)
+        device["state_slots"].fill_(0)
+        seq_lens = device["seq_lens"][:num_seqs]
         return ForwardBatch(
             input_ids=device["input_ids"][:num_tokens],
             positions=device["positions"][:num_tokens],
             attention=AttentionBatch(
-                query_start_loc=device["query_start_loc"][:2],
-                seq_lens=device["seq_lens"][:1],
-                block_tables=torch.zeros_like(device["seq_lens"][:1])[:, None],
+                query_start_loc=device["query_start_loc"][: num_seqs + 1],
+                seq_lens=seq_lens,
+                block_tables=torch.zeros_like(seq_lens)[:, None],
                 slot_mapping=device["slot_mapping"][:num_tokens],
-                state_slots=device["state_slots"][:1],
-                max_query_len=num_tokens,
-                max_seq_len=num_tokens,
+                state_slots=device["state_slots"][:num_seqs],
+                max_query_len=-(-num_tokens // num_seqs),
+                max_seq_len=max_seq_len,
             ),
         )
 

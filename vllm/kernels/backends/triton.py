@@ -44,13 +44,20 @@ _Block = partial(
 _Moe = partial(_Spec, family="moe", layouts=frozenset({"standard", "batched"}))
 # Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
 _LEAST_STEP = 32
+# Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
+_MOST_HEADS = 64
 
 
-def _head_size(problem: Problem) -> list[Reason]:
+def _heads(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
+    reasons = []
     if problem.head_dim > 256:
-        return [Reason(Why.SHAPE, f"head_dim = {problem.head_dim} is more than 256")]
-    return []
+        reasons.append(Reason(Why.SHAPE, f"head_dim = {problem.head_dim} is more than 256"))
+    group = problem.num_heads // problem.num_kv_heads
+    if group > _MOST_HEADS:
+        text = f"{group} query heads to a KV head are more than {_MOST_HEADS}"
+        reasons.append(Reason(Why.SHAPE, text))
+    return reasons
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
@@ -76,8 +83,8 @@ SPECS = (
         act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
     ),
     _Moe(formats=_HALF),
-    _Spec(family="attention", formats=_HALF, check=_head_size),
-    _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_head_size),
+    _Spec(family="attention", formats=_HALF, check=_heads),
+    _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads),
     _Spec(family="kv_quant", formats=_HALF),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
 )
