@@ -166,7 +166,7 @@ def test_logits_of_any_type_give_what_the_same_numbers_in_float32_give(dtype, bi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_without_an_allowed_token_is_broken_in_any_type(dtype):
     settings = batch(2, temperature=0)
-    settings.bitmask = torch.tensor([[0, 0], [1 << 7, 0]], dtype=torch.int32)
+    settings.bitmasks = dict(enumerate(torch.tensor([[0, 0], [1 << 7, 0]], dtype=torch.int32)))
     logits = sampler.widened(logits_of(2).to(dtype), settings, cpu_ops)
     tokens, _ = sample(logits, settings)
     assert mark_broken(logits, tokens).tolist() == [BROKEN, 7]
@@ -189,3 +189,14 @@ def test_asking_for_no_top_logprobs_gives_the_token_alone():
     logits = logits_of(1)
     entry = gather_logprobs(logits, torch.tensor([3]), [0])[0]
     assert entry.token_ids == [3] and len(entry.logprobs) == 1
+
+
+@pytest.mark.parametrize("vocab", [32, 50, 4097])
+def test_a_grammar_bans_what_its_bits_do_not_allow_in_its_own_rows(vocab):
+    xgrammar = pytest.importorskip("xgrammar")
+    words = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32)
+    logits = logits_of(4, vocab=vocab)
+    wanted = logits.clone()
+    xgrammar.apply_token_bitmask_inplace(wanted[1:3], words, vocab_size=vocab)
+    sampler.ban_others(logits, {1: words[0], 2: words[1]})
+    assert torch.equal(logits, wanted) and logits.isinf().any()

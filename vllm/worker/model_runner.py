@@ -397,7 +397,7 @@ class ModelRunner:
             indices=batch.num_tokens[rows] - batch.num_prompt[rows],
             edits=[edit for edit in edits if edit is not None],
             num_logprobs=num_logprobs,
-            bitmask=self._bitmask(rows, bitmasks),
+            bitmasks=self._bitmasks(rows, bitmasks),
         )
 
     def _edits(self, index: int, row: int, request: Request) -> RowEdits | None:
@@ -418,13 +418,10 @@ class ModelRunner:
             output=tokens[num_prompt:num_tokens],
         )
 
-    def _bitmask(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> Tensor | None:
-        """One row per request; all tokens allowed where there is no grammar."""
-        if not bitmasks:
-            return None
-        everything = torch.full_like(next(iter(bitmasks.values())), -1)
-        ids = (self.batch.requests[row].request_id for row in rows)
-        return torch.stack([bitmasks.get(request_id, everything) for request_id in ids])
+    def _bitmasks(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> dict[int, Tensor]:
+        """By place among `rows`, for requests that follow a grammar."""
+        ids = (self.batch.requests[row].request_id for row in rows) if bitmasks else ()
+        return {index: bitmasks[name] for index, name in enumerate(ids) if name in bitmasks}
 
     def _report_prompts(
         self,

@@ -36,7 +36,8 @@ class SamplingBatch:
 
     temperature, top_p, min_p: float32 [S] (temperature 0 is greedy); top_k: int64 [S], 0 for off.
     seeds: uint64 [S]; indices: int64 [S], output tokens so far. num_logprobs: by row, how many
-    of the likeliest tokens to report. bitmask: int32 [S, ceil(vocab / 32)] of allowed tokens.
+    of the likeliest tokens to report. bitmasks: by row that follows a grammar, its allowed
+    tokens, int32 [ceil(vocab / 32)].
     """
 
     temperature: np.ndarray
@@ -47,13 +48,13 @@ class SamplingBatch:
     indices: np.ndarray
     edits: list[RowEdits] = field(default_factory=list)
     num_logprobs: dict[int, int] = field(default_factory=dict)
-    bitmask: Tensor | None = None
+    bitmasks: dict[int, Tensor] = field(default_factory=dict)
 
 
 def widened(logits: Tensor, batch: SamplingBatch, ops: ModuleType) -> Tensor:
     """The logits as `sample` edits and draws from them: float32, unless `ops` takes their type and
     nothing changes them. Whoever looks at what was sampled from gives `sample` the result."""
-    is_edited = batch.bitmask is not None or bool(batch.edits)
+    is_edited = bool(batch.bitmasks or batch.edits)
     return logits.float() if is_edited or logits.dtype not in ops.LOGIT_DTYPES else logits
 
 
@@ -68,10 +69,8 @@ def sample(
     reported = sorted(batch.num_logprobs)
     raw = logits[reported] if reported else None
     logits = widened(logits, batch, ops)
-    if batch.bitmask is not None:
-        from xgrammar import apply_token_bitmask_inplace
-
-        apply_token_bitmask_inplace(logits, batch.bitmask.to(logits.device))
+    if batch.bitmasks:
+        ban_others(logits, batch.bitmasks)
     for edit in batch.edits:
         _apply_edits(logits[edit.row], edit)
     draws = uniforms(batch.seeds, batch.indices)
@@ -84,6 +83,18 @@ def sample(
     counts = [batch.num_logprobs[row] for row in reported]
     entries = gather_logprobs(raw, tokens[reported], counts)
     return tokens, dict(zip(reported, entries))
+
+
+def ban_others(logits: Tensor, bitmasks: dict[int, Tensor]) -> None:
+    """-inf in rows of logits [S, vocab] for tokens whose bit is 0: bit t % 32 of word t // 32 of a
+    bitmask int32 [words] says whether token t is allowed, as xgrammar fills it in. Its own function
+    for this compiles a kernel at the first call on a GPU, while all requests wait."""
+    rows, vocab = [*bitmasks], logits.shape[1]
+    octets = torch.stack([*bitmasks.values()]).to(logits.device).view(torch.uint8)
+    assert vocab <= 8 * octets.shape[1]
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_banned = (octets.unsqueeze(-1) & bits).flatten(1)[:, :vocab] == 0
+    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
 def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
