@@ -212,6 +212,15 @@ def test_splits_add_up_to_the_same_bits_at_every_call() -> None:
     assert not kernels.arrival_counters(first.device).any()
 
 
+@pytest.mark.parametrize("parts", (0, 1, 3))
+def test_partial_results_take_no_more_memory_than_there_is(parts: int, monkeypatch) -> None:
+    """Of two requests of 4 heads of 64, as many parts as there is room for; one needs none."""
+    assert kernels.plan_splits(4, 40960, 132, parts)[0] == max(1, parts)
+    monkeypatch.setattr(kernels, "PARTIAL_BYTES", parts * 4 * 2 * 4 * 64)
+    batch = Batch([(1, 900), (1, 1000)], 4, 2, 64)
+    assert_close(batch.attend(40960), batch.expected())
+
+
 @pytest.mark.parametrize("window", (0, 50))
 def test_prompts_that_fill_the_chip(window: int) -> None:
     num_requests, num_heads, num_kv_heads = (1, 4, 2) if IS_INTERPRETED else (12, 32, 8)

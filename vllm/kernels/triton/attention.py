@@ -69,6 +69,7 @@ DECODE_STAGES = {1: 3, 2: 2}  # by bytes of an element of the cache
 COMBINED_BYTES = 16384  # of partial results that are fetched at a time
 MAX_SPLITS = 128
 SHORT_SPLIT, LONG_SPLIT = 128, 8192
+PARTIAL_BYTES = 256 << 20  # of all partial results of a call, more of which no graph has room for
 NUM_COUNTERS = 65536
 
 
@@ -96,20 +97,22 @@ def arrival_counters(device: torch.device) -> Tensor:
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-def plan_splits(programs: int, max_seq_len: int, num_sms: int) -> tuple[int, int]:
+def plan_splits(
+    programs: int, max_seq_len: int, num_sms: int, most: int = MAX_SPLITS
+) -> tuple[int, int]:
     """In how many parts the keys of a request are cut at most, and the fewest keys of a part.
 
-    `programs`: requests times K and V heads. Few of them are cut into short parts, until every SM
-    has two; many are cut only where a single long request would keep all others waiting. The
-    kernel cuts the keys that a request has at run time: a large `max_seq_len` (that of a captured
-    graph) costs programs that end at once, no more.
+    `programs`: requests times K and V heads. `most`: parts that there is memory for. Few programs
+    are cut into short parts, until every SM has two; many are cut only where a single long request
+    would keep all others waiting. The kernel cuts the keys that a request has at run time: a large
+    `max_seq_len` (that of a captured graph) costs programs that end at once, no more.
     """
     if programs > NUM_COUNTERS:
         return 1, SHORT_SPLIT
     wanted = cdiv(2 * num_sms, programs)
     min_split = SHORT_SPLIT if wanted > 1 else LONG_SPLIT // 4
     wanted = max(wanted, cdiv(max_seq_len, LONG_SPLIT))
-    return max(1, min(wanted, cdiv(max_seq_len, min_split), MAX_SPLITS)), min_split
+    return max(1, min(wanted, cdiv(max_seq_len, min_split), most, MAX_SPLITS)), min_split
 
 
 def paged_attention(
@@ -256,7 +259,10 @@ def _decode(call: _Call, max_seq_len: int) -> None:
     item, num_requests, num_heads = call.k_cache.itemsize, len(call.seq_lens), query.shape[1]
     block_n = min(DECODE_TILE_BYTES // (sizes["DIM_PAD"] * item), 128)
     num_splits, min_split = plan_splits(
-        num_requests * sizes["KV_HEADS"], max_seq_len, read_chip(query.device).num_sms
+        num_requests * sizes["KV_HEADS"],
+        max_seq_len,
+        read_chip(query.device).num_sms,
+        PARTIAL_BYTES // (4 * num_requests * num_heads * sizes["DIM"]),
     )
     min_split = max(min_split, block_n)  # splits are whole tiles
     slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
