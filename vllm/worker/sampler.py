@@ -89,12 +89,13 @@ def ban_others(logits: Tensor, bitmasks: dict[int, Tensor]) -> None:
     """-inf in rows of logits [S, vocab] for tokens whose bit is 0: bit t % 32 of word t // 32 of a
     bitmask int32 [words] says whether token t is allowed, as xgrammar fills it in. Its own function
     for this compiles a kernel at the first call on a GPU, while all requests wait."""
-    rows, vocab = [*bitmasks], logits.shape[1]
-    octets = torch.stack([*bitmasks.values()]).to(logits.device).view(torch.uint8)
+    device, vocab = logits.device, logits.shape[1]
+    rows = to_device(np.fromiter(bitmasks, np.int64), device)
+    octets = to_device(torch.stack([*bitmasks.values()]).numpy(), device).view(torch.uint8)
     assert vocab <= 8 * octets.shape[1]
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     is_banned = (octets.unsqueeze(-1) & bits).flatten(1)[:, :vocab] == 0
-    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
+    logits.index_copy_(0, rows, logits[rows].masked_fill(is_banned, -torch.inf))
 
 
 def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
