@@ -120,9 +120,9 @@ class StepInputs:
             read_rows=None if read is None else to_device(read, self._device),
         )
 
-    def padding(self, num_tokens: int, num_seqs: int, max_seq_len: int) -> ForwardBatch:
+    def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
         """`num_tokens` tokens that are written nowhere, about as many of each of `num_seqs`
-        requests, to measure memory with. max_seq_len: the bound that kernels size theirs by."""
+        requests of one key. max_seq_len: the bound that kernels size their memory by."""
         device = self._buffers.device
         starts = torch.arange(num_seqs + 1, device=self._device) * num_tokens // num_seqs
         device["query_start_loc"][: num_seqs + 1] = starts
