@@ -69,7 +69,8 @@ class Failure:
     def as_error(self, rank: object) -> VllmError:
         if self.error_type is None:
             return EngineDeadError(f"{rank} failed: {self.text}")
-        return getattr(errors, self.error_type)(f"{rank}: {self.text}")
+        kind: type[VllmError] = getattr(errors, self.error_type)
+        return kind(f"{rank}: {self.text}")
 
 
 def failure_of(error: BaseException, traceback: str) -> Failure:

@@ -39,7 +39,7 @@ class Rank:
         deliver_challenge(connection, key)
         connection.send(rank)
         failure = run(connection)
-        return failure and failure.text
+        return failure.text if failure is not None else None
 
 
 class RayProcess:

@@ -87,7 +87,7 @@ def _hide_progress() -> None:
 
     from tqdm import tqdm
 
-    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
 
 
 def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool) -> None:

@@ -120,7 +120,8 @@ class WorkersExecutor:
         """What each rank says next, however long that takes."""
         found: dict[Connection, Any] = {}
         while len(found) < len(self._connections):
-            for connection in wait([c for c in self._connections if c not in found]):
+            silent = [c for c in self._connections if c not in found]
+            for connection in _with_news(silent):
                 message = found[connection] = self._read(connection)
                 if isinstance(message, Failure):
                     raise self._cause(self._connections.index(connection), message)
@@ -133,15 +134,17 @@ class WorkersExecutor:
     def take_result(self) -> StepResult:
         if self.runs_ahead:
             self._send(self._connections, TakeResult())
-        return self._receive(self._output)
+        result: StepResult = self._receive(self._output)
+        return result
 
     def kernels(self) -> dict[str, Any]:
         self._send(self._connections[:1], ShowKernels())
-        return self._receive(0)
+        shown: dict[str, Any] = self._receive(0)
+        return shown
 
     def check_alive(self) -> None:
         """A rank that waits for a step has nothing to say, so what it says is that it ended."""
-        if wait(self._connections, 0):
+        if _with_news(self._connections, 0):
             raise self._cause()
 
     def _send(self, connections: Sequence[Connection], message: object) -> None:
@@ -156,7 +159,7 @@ class WorkersExecutor:
         """What rank `index` of this engine says next. All others have nothing to say, unless they
         fail."""
         wanted = self._connections[index]
-        ready = wait(self._connections, self._timeout + _STOP_SECONDS)
+        ready = _with_news(self._connections, self._timeout + _STOP_SECONDS)
         if not ready:
             self._kill()
             raise EngineDeadError(
@@ -187,7 +190,7 @@ class WorkersExecutor:
         end = time.monotonic() + _CAUSE_SECONDS
         while all(failure.is_of_peer for failure in found.values()):
             silent = [c for i, c in enumerate(self._connections) if i not in found]
-            ready = wait(silent, max(0.0, end - time.monotonic())) if silent else []
+            ready = _with_news(silent, max(0.0, end - time.monotonic())) if silent else []
             if not ready:
                 break
             for connection in ready:
@@ -219,3 +222,9 @@ def _shut_down(places: list[Place], launcher: Launcher) -> None:
         place.process.kill()
         place.connection.close()
     launcher.close()
+
+
+def _with_news(connections: Sequence[Connection], seconds: float | None = None) -> list[Connection]:
+    """Those that have something to be read, or whose other end is gone; waits for the first."""
+    ready = wait(connections, seconds)
+    return [connection for connection in connections if connection in ready]

@@ -76,11 +76,12 @@ def nvfp4_weights(tensors: MoETensors) -> dict[str, Any]:
         (tensors.gate_up_scales, tensors.down_scales),
         (tensors.gate_up_global_scales, tensors.down_global_scales),
     )
-    inputs = tensors.gate_up_input_scales, tensors.down_input_scales
+    first_input, second_input = tensors.gate_up_input_scales, tensors.down_input_scales
     assert scales[0] is not None and scales[1] is not None
     assert factors[0] is not None and factors[1] is not None
-    assert inputs[0] is not None and inputs[1] is not None
-    first, second = (one.float().amax(1) for one in inputs)  # [E], as of `MoETensors.expert`
+    assert first_input is not None and second_input is not None
+    # [E], as of `MoETensors.expert`.
+    first, second = (one.float().amax(1) for one in (first_input, second_input))
     of_gate, of_up = factors[0].float().unbind(1)
     ratio = of_up / of_gate
     return {

@@ -69,7 +69,8 @@ def gated_delta_rule(
         run = _one_token if tokens.shape[1] == 1 else _chunked
         # Heads before tokens from here on: [requests, heads, tokens, ...].
         arguments = (q, k, value[tokens].float(), log_decay[tokens], beta[tokens])
-        outputs, after = run(*(x.transpose(1, 2) for x in arguments), before)
+        q, k, v, decays, betas = (x.transpose(1, 2) for x in arguments)
+        outputs, after = run(q, k, v, decays, betas, before)
         result[tokens] = outputs.transpose(1, 2).to(value.dtype)
         state[slots] = after
     return result if out is None else out.copy_(result)

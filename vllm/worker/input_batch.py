@@ -97,7 +97,7 @@ class InputBatch:
 
         A full row ends with this step and takes none: its place is past the end.
         """
-        places = self.num_tokens[rows]
+        places: np.ndarray = self.num_tokens[rows]
         self.num_tokens[rows] += places < self.token_ids.shape[1]
         return places
 

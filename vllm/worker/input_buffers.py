@@ -34,7 +34,7 @@ class InputBuffers:
         for name, (dtype, shape) in sizes.items():
             num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             place = slice(offsets[name], offsets[name] + num_bytes)
-            array = self._host[place].numpy().view(dtype).reshape(shape)
+            array: np.ndarray = self._host[place].numpy().view(dtype).reshape(shape)
             self.host[name] = array
             torch_dtype = torch.from_numpy(array).dtype
             self.device[name] = self._device[place].view(torch_dtype).view(shape)

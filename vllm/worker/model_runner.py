@@ -343,7 +343,7 @@ class ModelRunner:
             logprobs={ids[index]: entry for index, entry in logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             watch=self._watch,
-            first_broken=self._watch and self._watch.first,
+            first_broken=self._watch.first if self._watch is not None else None,
             timeout_s=self._parallel.timeout_s,
         )
 
@@ -432,7 +432,7 @@ class ModelRunner:
         starts: np.ndarray,
     ) -> dict[str, list[TokenLogprobs]]:
         """Logprobs of the prompt tokens that this step's positions predict."""
-        finished = {}
+        finished: dict[str, list[TokenLogprobs]] = {}
         if not self._prompt_logprobs:
             return finished
         for row, end, count, start in zip(rows, ends, counts, starts):

@@ -73,9 +73,9 @@ def sample(
         ban_others(logits, batch.bitmasks)
     for edit in batch.edits:
         _apply_edits(logits[edit.row], edit)
-    draws = uniforms(batch.seeds, batch.indices)
+    numbers = uniforms(batch.seeds, batch.indices)
     draws, top_k, temperature, top_p, min_p = _on_device(
-        (draws, batch.top_k, batch.temperature, batch.top_p, batch.min_p), logits.device
+        (numbers, batch.top_k, batch.temperature, batch.top_p, batch.min_p), logits.device
     )
     tokens = ops.sample_tokens(logits, temperature, top_k, top_p, min_p, draws).to(logits.device)
     if raw is None:
@@ -130,7 +130,8 @@ def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: np.ndarray = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def _apply_edits(row: Tensor, edit: RowEdits) -> None:
@@ -140,9 +141,9 @@ def _apply_edits(row: Tensor, edit: RowEdits) -> None:
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if edit.output is not None and (edit.presence_penalty or edit.frequency_penalty):
         ids, counts = np.unique(edit.output, return_counts=True)
-        penalty = edit.presence_penalty + edit.frequency_penalty * counts
+        penalties = edit.presence_penalty + edit.frequency_penalty * counts
         penalised = torch.from_numpy(ids.astype(np.int64)).to(row.device)
-        row[penalised] -= torch.from_numpy(penalty).to(row.device, row.dtype)
+        row[penalised] -= torch.from_numpy(penalties).to(row.device, row.dtype)
     for token, bias in (edit.logit_bias or {}).items():
         row[token] += bias
     if edit.banned:

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from vllm.config import VllmConfig
@@ -22,6 +23,9 @@ from vllm.model_executor.weights import Slot, elsewhere, kernel_layers, model_sl
 from vllm.ops import usable_ops
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
 
+if TYPE_CHECKING:
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
 logger = get_logger(__name__)
 
 _MAX_LISTED = 4
@@ -32,7 +36,7 @@ def load_model(
     selection: Selection,
     parallel: Parallel | None = None,
     on_chosen: Callable[[Selection], None] | None = None,
-) -> nn.Module:
+) -> "LlamaForCausalLM":
     """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
 
     parallel: the ranks that share the model, None for this one alone; it gets its part. on_chosen:
@@ -72,12 +76,12 @@ def load_model(
 
 
 def _construct(
-    cls: type[nn.Module],
+    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
     parallel: Parallel,
-) -> nn.Module:
+) -> "LlamaForCausalLM":
     try:
         return cls(model_context(cls, config, selection, checkpoint, parallel))
     except RuntimeError as error:
@@ -90,7 +94,7 @@ def _construct(
 
 
 def _check_overrides(
-    cls: type[nn.Module],
+    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
@@ -109,7 +113,7 @@ def _check_overrides(
 
 
 def model_context(
-    cls: type[nn.Module],
+    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
@@ -149,7 +153,7 @@ def _weight_dtype(
 
 
 def _fill(
-    cls: type[nn.Module],
+    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     slots: dict[str, Slot],
     checkpoint: Checkpoint,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from vllm.model_executor.models.llama import LlamaForCausalLM
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -24,11 +24,11 @@ _ARCHITECTURES = {
 }
 
 
-def model_class(architectures: Sequence[str]) -> "type[nn.Module]":
+def model_class(architectures: Sequence[str]) -> "type[LlamaForCausalLM]":
     """The class of the first supported architecture; CheckpointError names what is."""
     name = supported_architecture(architectures)
     module = import_module(f"vllm.model_executor.models.{_ARCHITECTURES[name]}")
-    cls: type[nn.Module] = getattr(module, name)
+    cls: type[LlamaForCausalLM] = getattr(module, name)
     return cls
 
 
