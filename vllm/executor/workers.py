@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -226,5 +226,4 @@ def _shut_down(places: list[Place], launcher: Launcher) -> None:
 
 def _with_news(connections: Sequence[Connection], seconds: float | None = None) -> list[Connection]:
     """Those that have something to be read, or whose other end is gone; waits for the first."""
-    ready = wait(connections, seconds)
-    return [connection for connection in connections if connection in ready]
+    return cast("list[Connection]", wait(connections, seconds))

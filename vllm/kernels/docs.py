@@ -149,7 +149,9 @@ def _precedence() -> str:
         "it does not take goes to the next kernel, a machine that it cannot run on is an error. "
         "`--require-native` refuses weight-only and emulated kernels for quantised weights. "
         "Without it, a GPU that widens weights made for quantised activations says so and why: an "
-        "event in the log (a warning), in `explain` and in the JSON."
+        "event in the log (a warning), in `explain` and in the JSON. So does one for whose "
+        "attention the host has to wait, which is torch's (float32, heads over 256, no Triton that "
+        "runs on the chip): no CUDA graph can hold that, and every step runs eagerly."
     )
 
 

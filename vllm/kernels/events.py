@@ -23,10 +23,7 @@ def waits(decision: Decision) -> bool:
     """Whether the host waits for the GPU when it calls the chosen kernel."""
     if decision.device.kind == "cpu" or decision.chosen is None or decision.is_emulated:
         return False
-    parts = decision.winner.parts
-    names = [name for _, name in parts] if parts else [decision.winner.backend]
-    specs = (registry.spec_of(decision, name) for name in names)
-    return any(spec is not None and spec.waits for spec in specs)
+    return any(spec.waits for spec in registry.winning_specs(decision))
 
 
 def _waiting(decision: Decision) -> str:

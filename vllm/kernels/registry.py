@@ -79,6 +79,13 @@ def spec_of(decision: Decision, name: str) -> KernelSpec | None:
     return next((spec for spec in own if decision.problem.format in spec.formats), None)
 
 
+def winning_specs(decision: Decision) -> list[KernelSpec]:
+    """Of the chosen kernel, or of each part of a split."""
+    winner = decision.winner
+    names = [name for _, name in winner.parts] or [winner.backend]
+    return [spec for name in names if (spec := spec_of(decision, name)) is not None]
+
+
 def backend_names(family: str) -> list[str]:
     """The values that the family's flag takes."""
     return list(ORDER[family])

@@ -76,9 +76,7 @@ def _compiling_layers(model: nn.Module) -> Iterator[Linear | FusedMoE]:
 
 
 def _compilers(decision: Decision) -> set[str]:
-    winner = decision.winner
-    names = [name for _, name in winner.parts] or [winner.backend]
-    specs = [spec for name in names if (spec := registry.spec_of(decision, name)) is not None]
+    specs = registry.winning_specs(decision)
     used = {name for spec in specs for name in (spec.compiles, *(lib for lib, _ in spec.libs))}
     return used & set(COMPILERS)
 
