@@ -73,7 +73,8 @@ def test_a_table_comes_back_from_its_file_with_four_digits(tmp_path_factory, row
     assert read_table(path) == again
 
 
-def test_what_a_table_says_names_its_file_its_chip_and_its_date():
+def test_what_a_table_says_names_its_file_its_chip_and_its_date(monkeypatch, tmp_path):
+    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
     path = user_folder() / "sm_90_132_3352.json"
     write_table(path, table(deep_gemm=ENTRY, cutlass=Entry("", "2027-01-01", ((8, 9.0),))))
     timings = timings_of(find_tables(H100), linear())
@@ -81,6 +82,43 @@ def test_what_a_table_says_names_its_file_its_chip_and_its_date():
     assert timings.tokens == (1, 8, 64)
     # 4.0 and not 5.25: what feeds a layer quantises for a kernel that takes that
     assert dict(timings.us) == {"deep_gemm": (4.0, None, 7.5), "cutlass": (None, 9.0, None)}
+
+
+def rows(**us: dict[int, float]) -> dict[str, Entry]:
+    return {name: Entry("", "2026-11-23", tuple(times.items())) for name, times in us.items()}
+
+
+@pytest.mark.parametrize(
+    ("mine", "tokens", "us"),
+    [
+        ({"a": {8: 5.0}}, (1, 8, 64), {"a": (1.0, 5.0, 3.0), "b": (4.0, 4.0, 4.0)}),
+        # Nobody else was measured for 5: that says nothing against them.
+        ({"a": {5: 0.1}}, (1, 8, 64), {"a": (1.0, 2.0, 3.0), "b": (4.0, 4.0, 4.0)}),
+        ({"c": {1: 9.0, 64: 9.0}}, (1, 8, 64),
+         {"c": (9.0, None, 9.0), "a": (1.0, 2.0, 3.0), "b": (4.0, 4.0, 4.0)}),
+        ({"a": {5: 1.0}, "b": {5: 2.0}}, (1, 5, 8, 64),
+         {"a": (1.0, 1.0, 2.0, 3.0), "b": (4.0, 2.0, 4.0, 4.0)}),
+    ],
+)  # fmt: skip
+def test_a_row_that_lacks_something_is_filled_up_from_that_of_the_build(
+    monkeypatch, tmp_path, mine, tokens, us
+):
+    shipped = {"a": {1: 1.0, 8: 2.0, 64: 3.0}, "b": {1: 4.0, 8: 4.0, 64: 4.0}}
+    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
+    for folder, own in ((user_folder(), mine), (tmp_path / "shipped", shipped)):
+        write_table(folder / H100.file_name, table(**rows(**own)))
+    timings = timings_of(find_tables(H100), linear())
+    assert (timings.tokens, dict(timings.us)) == (tokens, us)
+    assert " over " in timings.source
+
+
+def test_a_row_that_lacks_nothing_is_taken_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
+    write_table(user_folder() / H100.file_name, table(**rows(a={1: 9.0, 8: 9.0}, b={1: 8.0})))
+    write_table(tmp_path / "shipped" / H100.file_name, table(**rows(a={1: 1.0, 8: 2.0})))
+    timings = timings_of(find_tables(H100), linear())
+    assert dict(timings.us) == {"a": (9.0, 9.0), "b": (8.0, None)}
+    assert timings.source.startswith(str(user_folder())) and " over " not in timings.source
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from selection_cases import LIBS, ask, linear
 
 from vllm.errors import ConfigError
@@ -23,7 +24,8 @@ from vllm.kernels.tune_quarantine import (
     write_failures,
 )
 from vllm.kernels.tune_table import TOKENS, Chip, Table, read_table
-from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker, _work
+from vllm.kernels.tune_workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
+from vllm.worker import kernel_trials
 from vllm.worker.cuda_graph import bucket_sizes
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
@@ -85,12 +87,27 @@ def test_what_the_table_holds_is_done_until_the_library_changes():
     own = Table(Chip(H100, 132), "")
     for done in jobs:
         own = own.with_entry(done.problem.size_key, done.candidate.backend,
-                             tune.Entry(done.version, "2026-11-22", ((1, 1.0),)))  # fmt: skip
+                             tune.Entry(done.version, "2026-11-22",
+                                        tuple((m, 1.0) for m in done.tokens)))  # fmt: skip
     assert not without_done(jobs, own)
     newer = Libs.of([*(lib for lib in LIBS["all"].libs if lib.name != "deep_gemm"),
                      Lib("deep_gemm", "9.9")])  # fmt: skip
     left = without_done(plan([linear()], H100, newer).jobs, own)
     assert [j.candidate.backend for j in left] == ["deep_gemm"]
+
+
+def test_a_later_run_measures_the_token_counts_that_are_missing_and_keeps_the_others(tmp_path):
+    wanted = replace(job("torch"), problem=linear("fp8-block", n=128, k=128, dtype="fp32"),
+                     tokens=(1, 2, 40), gate=(1, 2, 31))  # fmt: skip
+    first, _, _ = carry_out([replace(wanted, tokens=(2,))], tmp_path, tune.TRIALS)
+    (left,) = without_done([wanted], first.table)
+    assert left.tokens == (1, 40)
+    old = first.table.rows[wanted.problem.size_key]["torch"]
+    run = Run(CPU, first.table, tmp_path / "t.json", Limits(hang=60), print)
+    assert not run.carry_out([left])
+    entry = run.table.rows[wanted.problem.size_key]["torch"]
+    assert [m for m, _ in entry.us] == [1, 2, 40] and dict(entry.us)[2] == dict(old.us)[2]
+    assert not without_done([wanted], run.table)
 
 
 # ---------------------------------------------------------------- processes
@@ -103,6 +120,8 @@ def test_what_the_table_holds_is_done_until_the_library_changes():
         ("exits", "library", "its process ended with exit code 3, after M = 1"),
         ("hangs", "library", "hung for 5 s, after M = 1"),
         ("is wrong", "numerics", "relative error 1.00e-01"),
+        ("is killed", "machine", "killed by SIGKILL, after M = 1"),
+        ("is full", "machine", "OutOfMemoryError: CUDA out of memory"),
     ],
 )
 def test_a_kernel_that_fails_in_any_way_is_an_error_and_the_next_runs(backend, why, text):
@@ -114,6 +133,59 @@ def test_a_kernel_that_fails_in_any_way_is_an_error_and_the_next_runs(backend, w
         assert worker.run(job()) == [(1, 1e-3)]
     finally:
         worker.stop()
+
+
+def test_a_process_that_never_begins_says_nothing_against_its_kernel():
+    worker = Worker("broken_trials:serve_nothing", "cpu", timeout=60)
+    try:
+        with pytest.raises(JobError, match="exit code 1") as error:
+            worker.run(job())
+    finally:
+        worker.stop()
+    assert error.value.why == MACHINE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this device can be used")
+def test_a_device_that_cannot_be_used_says_nothing_against_kernels():
+    worker = Worker(tune.TRIALS, "cuda", timeout=60)  # with a torch that knows no GPU
+    try:
+        with pytest.raises(JobError) as error:
+            worker.run(job("torch"))
+    finally:
+        worker.stop()
+    assert error.value.why == MACHINE
+
+
+def test_memory_that_a_kernel_does_not_get_is_the_machines():
+    def want_memory(size: int) -> None:
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_ALLOC_FAILED for {size}")
+
+    assert kinds_of_failure(want_memory) == [MACHINE]
+    assert kinds_of_failure(lambda size: 1 / 0) == ["library"]
+
+
+def kinds_of_failure(act) -> list[str]:
+    """What `kernel_trials` tells when measuring ends with the error of `act`."""
+    told = []
+
+    class Told(Channel):
+        def __init__(self):
+            self.jobs = [replace(job("torch"), problem=linear("bf16", n=32, k=32, dtype="fp32"))]
+
+        def next_job(self):
+            return self.jobs.pop() if self.jobs else None
+
+        def begin(self):
+            pass
+
+        def report(self, num_tokens, value):
+            act(num_tokens)
+
+        def fail(self, why, reason):
+            told.append(why)
+
+    kernel_trials.serve(Told(), "cpu")
+    return told
 
 
 def test_a_worker_that_is_stopped_says_nothing_against_its_kernel():
@@ -171,6 +243,23 @@ def test_a_failing_kernel_is_quarantined_with_its_reason_and_the_others_are_time
         ("faults", "library"), ("is wrong", "numerics"),
     }  # fmt: skip
     assert any("REJECTED" in line and "SIGSEGV" in line for line in lines)
+
+
+def test_what_the_machine_has_no_room_for_is_tried_alone_and_then_left_out(tmp_path):
+    jobs = [job("is full beside others"), job("is full"), job()]
+    run, left, lines = carry_out(jobs, tmp_path, jobs=3)
+    assert left == [job("is full")] and not run.failures and not read_failures()
+    assert run.table.rows[linear().size_key].keys() == {"is full beside others", "works"}
+    assert any("LEFT OUT" in line and "out of memory" in line for line in lines)
+
+
+def test_as_many_kernels_are_checked_at_once_as_fit_the_machine_and_its_gpu():
+    gib, largest = 1 << 30, replace(job(), problem=linear(n=24576, k=4096), tokens=(1, 8192))
+    assert tune.num_checkers([job()], 64, 512 * gib, None) == 1
+    assert tune.num_checkers([job(), largest], 64, 512 * gib, 80 * gib) == 11
+    assert tune.num_checkers([largest], 64, 16 * gib, 80 * gib) == 4
+    assert tune.num_checkers([largest], 6, 512 * gib, 80 * gib) == 3
+    assert tune.num_checkers([largest], 64, 512 * gib, 4 * gib) == 1
 
 
 def test_what_no_time_is_left_for_is_returned(tmp_path):

@@ -1,5 +1,6 @@
 """What a choice costs beyond its kernel, on a GPU: weights made for quantised arithmetic that are
-widened instead (native to weight-only), and steps that no CUDA graph can hold."""
+widened instead (native to weight-only), steps that no CUDA graph can hold, and emulations that
+serve because nothing else can."""
 
 from collections.abc import Iterable
 
@@ -16,7 +17,9 @@ def event(decision: Decision) -> str:
     """
     if decision.device.kind == "cpu" or decision.chosen is None:
         return ""
-    return _waiting(decision) if waits(decision) else _crossing(decision)
+    if waits(decision):
+        return _waiting(decision)
+    return _emulating(decision) or _crossing(decision)
 
 
 def waits(decision: Decision) -> bool:
@@ -27,11 +30,26 @@ def waits(decision: Decision) -> bool:
 
 
 def _waiting(decision: Decision) -> str:
-    problem, before = decision.problem, _before(decision)
-    texts = [f"{c.backend}: {c.reasons[0].text}" for c in before if c.reasons]
+    problem = decision.problem
     return (
         f"no CUDA graphs: {problem.family} {problem.dtype} by {decision.chosen}, for which the "
-        f"host waits at every call; {_decider(decision) or '; '.join(texts)}"
+        f"host waits at every call; {_decider(decision) or _reasons(decision)}"
+    )
+
+
+def _reasons(decision: Decision) -> str:
+    """What keeps each of the better kernels away."""
+    return "; ".join(f"{c.backend}: {c.reasons[0].text}" for c in _before(decision) if c.reasons)
+
+
+def _emulating(decision: Decision) -> str:
+    is_emulation = any(spec.is_emulation for spec in registry.winning_specs(decision))
+    if not is_emulation or decision.is_emulated or _decider(decision):
+        return ""
+    problem = decision.problem
+    return (
+        f"no kernel: {problem.family} {problem.format} by {decision.chosen}, which computes what a "
+        f"kernel would, many times as slowly; {_reasons(decision)}"
     )
 
 

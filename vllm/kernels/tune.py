@@ -19,11 +19,12 @@ from vllm.kernels.select import select
 from vllm.kernels.spec import Device, KernelSpec, Libs, Policy
 from vllm.kernels.tune_quarantine import Failure, add_failure
 from vllm.kernels.tune_table import TOKENS, Entry, Table, is_measurable, write_table
-from vllm.kernels.tune_workers import Job, JobError, StoppedError, Worker
+from vllm.kernels.tune_workers import MACHINE, Job, JobError, StoppedError, Worker
 from vllm.kernels.versions import version_of
 
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 _CHECKS_SHARE = 0.5
+_GPU_SHARE, _BYTES_OF_CONTEXT, _BYTES_OF_PROCESS = 0.8, 1 << 30, 4 << 30
 TRIALS = "vllm.worker.kernel_trials:serve"
 
 
@@ -112,13 +113,34 @@ def _jobs_of(
 
 
 def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
-    """Those that the table does not hold for the same version of the kernel's libraries."""
-    return [job for job in jobs if not _is_done(job, table)]
+    """Those with token counts that the table does not hold for the same version of the kernel's
+    libraries, and of those these counts alone."""
+    left = ((job, _missing(job, table)) for job in jobs)
+    return [replace(job, tokens=tokens) for job, tokens in left if tokens]
 
 
-def _is_done(job: Job, table: Table) -> bool:
+def _missing(job: Job, table: Table) -> tuple[int, ...]:
     entry = table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
-    return entry is not None and entry.version == job.version
+    if entry is None or entry.version != job.version:
+        return job.tokens
+    known = dict(entry.us)
+    return tuple(m for m in job.tokens if m not in known)
+
+
+def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
+    """How many kernels can be checked at once. memory: bytes of the machine; gpu_memory: of the
+    GPU; None for the CPU, whose kernels use all cores."""
+    if gpu_memory is None:
+        return 1
+    fits = int(_GPU_SHARE * gpu_memory) // max(map(_bytes_of_check, jobs), default=1)
+    return max(1, min(num_cores // 2, memory // _BYTES_OF_PROCESS, fits))
+
+
+def _bytes_of_check(job: Job) -> int:
+    """About what one takes of a GPU: input, output and reference in float32, the weight in float32
+    too, and the context."""
+    m, n, k = max(*job.tokens, *job.gate), job.problem.n, job.problem.k
+    return 16 * m * (n + k) + 12 * n * k + _BYTES_OF_CONTEXT
 
 
 # ---------------------------------------------------------------- measuring
@@ -142,7 +164,7 @@ class Run:
         self._lock = threading.Lock()
 
     def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
-        """Checks and times `jobs`; returns those for which no time was left.
+        """Checks and times `jobs`; returns those for which no time or no memory was left.
 
         The processes are stopped whatever happens, an interrupt at the keyboard included; what
         was measured by then is in the file.
@@ -154,7 +176,8 @@ class Run:
             for number, job in enumerate(passed, 1):
                 if self._is_late():
                     return [*left, *passed[number - 1 :]]
-                self._time(job, f"[{number}/{len(passed)}]")
+                if not self._time(job, f"[{number}/{len(passed)}]"):
+                    left.append(job)
             return left
         finally:
             for worker in self.workers:
@@ -166,7 +189,10 @@ class Run:
         return total is not None and time.monotonic() - self._start > total * share
 
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-        """Those that pass the gate, and those for which no time was left, in order."""
+        """Those that pass the gate, and those for which no time or no memory was left, in order.
+
+        What failed for want of memory while others were checked is checked again alone.
+        """
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         # What compiles takes long, and begins first; or last, where it could use up all the time.
         is_limited = self.limits.total is not None
@@ -174,6 +200,20 @@ class Run:
             waiting.put(job)
         passed: set[Job] = set()
         seen: set[Job] = set()
+        starved: list[Job] = []
+
+        def note(job: Job, failure: JobError | None, is_alone: bool = False) -> None:
+            if failure is not None and failure.why == MACHINE:
+                if is_alone:
+                    self._leave_out(job, failure)
+                else:
+                    starved.append(job)
+                return
+            seen.add(job)
+            if failure is None:
+                passed.add(job)
+            else:
+                self._reject(job, failure)
 
         def work(worker: Worker) -> None:
             while not self._is_late(_CHECKS_SHARE):
@@ -186,11 +226,7 @@ class Run:
                 except StoppedError:
                     return
                 with self._lock:
-                    seen.add(job)
-                    if failure is None:
-                        passed.add(job)
-                    else:
-                        self._reject(job, failure)
+                    note(job, failure)
 
         count = max(1, min(self.limits.jobs, len(jobs)))
         self.workers += [self._worker() for _ in range(count)]
@@ -199,6 +235,12 @@ class Run:
             thread.start()
         for thread in threads:
             thread.join()
+        if starved:
+            for worker in self.workers[1:]:
+                worker.stop()
+        while starved and not self._is_late(_CHECKS_SHARE):
+            job = starved.pop(0)
+            note(job, self._failure_of(self.workers[0], job), is_alone=True)
         return [job for job in jobs if job in passed], [job for job in jobs if job not in seen]
 
     def _worker(self) -> Worker:
@@ -215,22 +257,38 @@ class Run:
         self.say(f"checked  {job}  relative error {worst:.1e} at most ({seconds:.1f} s)")
         return None
 
-    def _time(self, job: Job, number: str) -> None:
+    def _time(self, job: Job, number: str) -> bool:
+        """Whether the machine had room for it."""
         job = replace(job, is_timed=True, seconds=self.limits.per_kernel)
         start = time.monotonic()
         try:
             reports = self.workers[0].run(job)
         except JobError as error:
+            if error.why == MACHINE:
+                self._leave_out(job, error)
+                return False
             self._reject(job, error)
-            return
+            return True
         us = tuple((m, us) for m, us in reports if m > 0)
         quantised = tuple((-m, us) for m, us in reports if m < 0)
         self._keep(job, Entry(job.version, _today(), us, quantised))
         shown = ", ".join(f"{time_us:.4g} us for M = {m}" for m, time_us in (us[0], us[-1]))
         cut = "" if len(us) == len(job.tokens) else f", {len(job.tokens) - len(us)} counts left out"
         self.say(f"{number}  {job}  {shown}{cut} ({time.monotonic() - start:.1f} s)")
+        return True
+
+    def _leave_out(self, job: Job, error: JobError) -> None:
+        self.say(f"LEFT OUT {job}  this machine could not run the trial: {error}")
 
     def _keep(self, job: Job, entry: Entry) -> None:
+        """With what is known already of other token counts."""
+        known = self.table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
+        if known is not None and known.version == entry.version:
+            us, quantised = (
+                tuple(sorted((dict(getattr(known, name)) | dict(getattr(entry, name))).items()))
+                for name in ("us", "quantised_us")
+            )
+            entry = replace(entry, us=us, quantised_us=quantised)
         self.table = self.table.with_entry(job.problem.size_key, job.candidate.backend, entry)
         write_table(self.path, self.table)
 

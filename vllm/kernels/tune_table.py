@@ -7,8 +7,9 @@ checkpoint: it is rewritten whole after every kernel that was measured.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,51 @@ def timings_of(
     tables: Sequence[Table], problem: Problem, versions: Mapping[str, str] | None = None
 ) -> Timings | None:
     """The first row that was measured on this chip with what is here, else the first of this chip,
-    else the first: an estimate that says so, since the default order is not even that."""
+    else the first: an estimate that says so, since the default order is not even that.
+
+    Later rows of the same standing and chip fill it up: who measures one kernel, or a few token
+    counts, does not lose what this build knows of the others.
+    """
     found = [(table, table.timings(problem, versions)) for table in tables]
-    known = [(table.is_near, bool(own.stale), own) for table, own in found if own is not None]
-    return min(known, key=lambda row: row[:2])[2] if known else None
+    known = [
+        ((table.is_near, bool(own.stale)), table.chip, own)
+        for table, own in found
+        if own is not None
+    ]
+    if not known:
+        return None
+    best, chip, _ = min(known, key=lambda row: row[0])
+    equals = [own for standing, other, own in known if standing == best and other.is_like(chip)]
+    here = versions.keys() if versions else None
+    return reduce(partial(_filled, here=here), equals)
+
+
+def _filled(first: Timings, second: Timings, here: Collection[str] | None) -> Timings:
+    """`first` with the kernels, and token counts of its kernels, that only `second` has.
+
+    A count that some of the kernels were not measured for would favour the others: where `second`
+    adds a kernel that is `here` (None: any may be), its counts alone are kept.
+    """
+    ours, theirs = (
+        {name: _known(zip(own.tokens, times)) for name, times in own.us} for own in (first, second)
+    )
+    added = theirs.keys() - ours.keys()
+    is_wider = bool(added if here is None else added & set(here))
+    tokens = {*second.tokens} if is_wider else {*first.tokens, *second.tokens}
+    us = {name: theirs.get(name, {}) | ours.get(name, {}) for name in {**ours, **theirs}}
+    if us == ours:
+        return first
+    columns = sorted(tokens)
+    return Timings(
+        f"{first.source} over {second.source}",
+        tuple(columns),
+        tuple((name, tuple(map(times.get, columns))) for name, times in us.items()),
+        first.stale + tuple(entry for entry in second.stale if entry[0] in added),
+    )
+
+
+def _known(times: Iterable[tuple[int, float | None]]) -> dict[int, float]:
+    return {m: time for m, time in times if time is not None}
 
 
 # ---------------------------------------------------------------- files

@@ -36,8 +36,12 @@ class Job:
         return f"{self.problem.size_key}  {self.candidate.backend}"
 
 
+# Of a failure that says nothing about the kernel: no memory was left, or no process for it began.
+MACHINE = "machine"
+
+
 class JobError(Exception):
-    """A kernel failed. why: `numerics` or `library`."""
+    """A job failed. why: `numerics` or `library`, which speaks against its kernel, or MACHINE."""
 
     def __init__(self, why: str, reason: str):
         super().__init__(reason)
@@ -61,6 +65,10 @@ class Channel:
             return None
         return job
 
+    def begin(self) -> None:
+        """What follows is the doing of kernels."""
+        self._connection.send(("begun", 0, 0.0))
+
     def report(self, num_tokens: int, value: float) -> None:
         self._connection.send(("at", num_tokens, value))
 
@@ -82,6 +90,7 @@ class Worker:
         self._arguments = (serve, device_kind)
         self._timeout = timeout
         self._is_stopped = False
+        self._has_begun = False
         self._lock = threading.Lock()
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
@@ -94,17 +103,24 @@ class Worker:
             connection.send(job)
             while True:
                 if not connection.poll(self._timeout):
-                    raise JobError("library", f"hung for {self._timeout:g} s{_place(reports)}")
+                    why = "library" if self._has_begun else MACHINE
+                    raise JobError(why, f"hung for {self._timeout:g} s{_place(reports)}")
                 kind, first, second = connection.recv()
                 if kind == "done":
                     return reports
+                if kind == "begun":
+                    self._has_begun = True
+                    continue
                 if kind == "failed":
                     raise JobError(first, second + _place(reports) * (first == "library"))
                 reports.append((first, second))
         except (EOFError, OSError):
             if self._is_stopped:
                 raise StoppedError from None
-            error = JobError("library", f"{self._exit_text()}{_place(reports)}")
+            # SIGKILL comes from a system without memory, or from a person.
+            is_kernels = self._has_begun and self._exit_code() != -signal.SIGKILL
+            why = "library" if is_kernels else MACHINE
+            error = JobError(why, f"{self._exit_text()}{_place(reports)}")
             self._end()
             raise error from None
         except BaseException:
@@ -138,15 +154,19 @@ class Worker:
                 self._connection, theirs = spawn.Pipe()
                 arguments = (theirs, *self._arguments)
                 self._process = spawn.Process(target=_work, args=arguments)
+                self._has_begun = False
                 self._process.start()
                 theirs.close()
             return self._connection
 
-    def _exit_text(self) -> str:
+    def _exit_code(self) -> int | None:
         process = self._process
         assert process is not None
         process.join(10)
-        code = process.exitcode
+        return process.exitcode
+
+    def _exit_text(self) -> str:
+        code = self._exit_code()
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"

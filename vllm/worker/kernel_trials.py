@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.errors import is_out_of_memory
 from vllm.kernels.problem import ActScheme, LinearProblem
 from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.split import make_linear
 from vllm.kernels.tensors import LinearKernel, LinearTensors, scale_shape
-from vllm.kernels.tune_workers import Channel, Job
+from vllm.kernels.tune_workers import MACHINE, Channel, Job
 from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
 from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
@@ -43,8 +44,13 @@ def serve(channel: Channel, device_kind: str) -> None:
     """Answers jobs until the channel closes; an exception ends the process after it was told."""
     with torch.inference_mode():
         trial: Trial | None = None
+        has_begun = False
         while (job := channel.next_job()) is not None:
             try:
+                if not has_begun:
+                    torch.empty(1, device=device_kind)  # that this fails is no kernel's doing
+                    channel.begin()
+                    has_begun = True
                 if trial is None or trial.subject != (job.problem, job.candidate):
                     trial = None  # its memory goes before the next takes some
                     if device_kind == "cuda":
@@ -57,9 +63,11 @@ def serve(channel: Channel, device_kind: str) -> None:
             except WrongResultError as error:
                 channel.fail("numerics", str(error))
                 return
-            except Exception as error:  # whatever a kernel raises speaks against it
+            except Exception as error:  # whatever else a kernel raises speaks against it
+                is_kernels = has_begun and not is_out_of_memory(error)
+                why = "library" if is_kernels else MACHINE
                 text = " ".join(str(error).split())[:300]
-                channel.fail("library", f"{type(error).__name__}: {text}")
+                channel.fail(why, f"{type(error).__name__}: {text}")
                 return
 
 
@@ -71,7 +79,7 @@ class Trial:
         self.subject = (job.problem, job.candidate)
         self.tensors = random_tensors(job.problem, device)
         self.kernels = [self._kernel(self.tensors)]
-        size = job.tokens[-1] + _NUM_POISONED_ROWS
+        size = max(*job.tokens, *job.gate) + _NUM_POISONED_ROWS
         dtype = dtype_of(job.problem.dtype)
         self.x = torch.randn(size, job.problem.k, device=device, dtype=torch.float32).to(dtype)
 

@@ -1,7 +1,6 @@
 """`vllm kernels tune`, which measures kernels here, and `vllm kernels quarantine`."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,8 @@ from vllm.kernels.spec import Device, Libs, Policy
 from vllm.kernels.tune_quarantine import path_of_file, read_failures, text, write_failures
 from vllm.kernels.tune_table import TOKENS, Table, read_table, user_folder
 from vllm.kernels.tune_workers import Job
+from vllm.platforms.cpu import memory_limit, num_cores
+from vllm.platforms.installed import gpu_memory_bytes
 
 
 def add_parsers(kinds: Any) -> None:
@@ -48,7 +49,7 @@ def add_parsers(kinds: Any) -> None:
     text("--timeout", type=float, default=300.0, metavar="S", help="A kernel that gives no sign of "
          "life for so long is rejected. Default: 300.")  # fmt: skip
     text("--jobs", type=int, metavar="N", help="Processes that check (and compile) at once; "
-         "default: half of the cores with a GPU, else 1.")  # fmt: skip
+         "default: half of the cores with a GPU, if they fit its memory, else 1.")  # fmt: skip
     parser.set_defaults(run=run_tune)
     parser = kinds.add_parser("quarantine", help="Kernels that failed here, and how to lift that.")
     parser.add_argument("--clear", action="store_true", help="Forget them.")
@@ -86,7 +87,7 @@ def run_tune(args: argparse.Namespace) -> int:
         for job in jobs:
             print(f"{job}  M = {', '.join(map(str, job.tokens))}")
         return 0
-    run = tune.Run(device, table, path, _limits(args, device), _say)
+    run = tune.Run(device, table, path, _limits(args, jobs, device), _say)
     left: Sequence[Job] = ()
     try:
         left = run.carry_out(jobs)
@@ -97,7 +98,8 @@ def run_tune(args: argparse.Namespace) -> int:
     if run.failures:
         print(f"{len(run.failures)} kernels failed and are not used: {path_of_file()}")
     if left:
-        print(f"{len(left)} kernels were left out for want of time; the same command goes on")
+        print(f"{len(left)} kernels were left out for want of time or of room in memory; the same "
+              "command goes on")  # fmt: skip
     return 0
 
 
@@ -141,12 +143,13 @@ def _table(output: Path | None) -> tuple[Table, Path]:
     return table, path
 
 
-def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
+def _limits(args: argparse.Namespace, jobs: Sequence[Job], device: Device) -> tune.Limits:
     for flag in ("seconds_per_kernel", "seconds", "timeout", "jobs"):
         value = getattr(args, flag)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: it takes a number above 0")
-    default = max(1, (os.cpu_count() or 1) // 2) if device.kind == "cuda" else 1
+    memory = gpu_memory_bytes() if device.kind == "cuda" else None
+    default = tune.num_checkers(jobs, num_cores(), memory_limit(), memory)
     return tune.Limits(args.seconds_per_kernel, args.seconds, args.timeout, args.jobs or default)
 
 
