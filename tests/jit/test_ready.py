@@ -51,6 +51,17 @@ def make_ready(warm: WarmUp, needed: list[Needed], seconds: float) -> None:
     warm.finish(seconds)
 
 
+def unloadable(library: Library, name: str) -> CompiledCall:
+    """Calls of which one compiles and does not load."""
+
+    def run(size: int) -> None:
+        library.run(size)
+        if size == 32:
+            raise RuntimeError("the driver is too old for it")
+
+    return CompiledCall(name, SIZES, run)
+
+
 # ---------------------------------------------------------------- before the first request
 
 
@@ -97,7 +108,26 @@ def test_what_is_not_ready_in_time_is_compiled_meanwhile(tmp_path, monkeypatch, 
         assert not is_ready(1)  # between steps alone
         time.sleep(0.01)
     warm.promote()
+    assert is_ready(1) and not is_ready(192)  # one at a time: a step waits for it
+    for _ in range(3):
+        warm.promote()
     assert is_ready(1) and is_ready(192) and compiler.num_runs == 3
+
+
+def test_a_kernel_that_is_compiled_late_and_does_not_load_never_serves(
+    tmp_path, monkeypatch, libraries, caplog
+):
+    call = unloadable(libraries("late and unloadable"), "late and unloadable")
+    _, warm = warm_up(tmp_path, monkeypatch, seconds=0.2)
+    make_ready(warm, [Needed(call, must_wait=False)], 1e-3)
+    deadline = time.monotonic() + 20
+    while len(warm.compiled) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for _ in range(4):
+        warm.promote()
+    is_ready = ready_sizes("late and unloadable")
+    assert [is_ready(size) for size in (16, 32, 64)] == [True, False, True]
+    assert "the driver is too old for it" in caplog.text
 
 
 def test_what_nothing_stands_in_for_is_waited_for(tmp_path, monkeypatch, libraries):
@@ -135,14 +165,7 @@ def test_a_start_does_not_wait_for_what_cannot_be_compiled(
 
 
 def test_a_kernel_that_does_not_load_is_never_ready(tmp_path, monkeypatch, libraries, caplog):
-    library = libraries("unloadable")
-
-    def run(size: int) -> None:
-        library.run(size)
-        if size == 32:
-            raise RuntimeError("the driver is too old for it")
-
-    call = CompiledCall("unloadable", SIZES, run)
+    call = unloadable(libraries("unloadable"), "unloadable")
     _, warm = warm_up(tmp_path, monkeypatch)
     make_ready(warm, [Needed(call, must_wait=False)], 60)
     assert [ready_sizes("unloadable")(size) for size in (16, 32, 64)] == [True, False, True]

@@ -153,7 +153,8 @@ class WarmUp:
     _failed: set[str] = field(default_factory=set)
     _queued: set[str] = field(default_factory=set)
     _queue: "SimpleQueue[str]" = field(default_factory=SimpleQueue)
-    _num_promoted: int = -1
+    _late: list[tuple[Needed, dict[int, str]]] = field(default_factory=list)
+    _loaded: set[tuple[str, str]] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin(self, needed: Iterable[Needed]) -> None:
@@ -197,9 +198,12 @@ class WarmUp:
         self._wait(must, None)
         self._wait(self._queued, deadline)
         for one, plan in pairs:
-            self._load(one, plan)
-        self._needed = []  # calls hold memory of the GPU
-        self.promote()
+            for size, key in plan.items():
+                if not key or key in self._done or one.must_wait:
+                    self._load(one, size, key)
+        self._needed = []  # calls that are waited for hold memory of the GPU
+        self._late = [(one, plan) for one, plan in pairs if not one.must_wait]
+        self._let_serve()
         if left := len(self._queued) - len(self._done) - len(self._failed):
             logger.warning(
                 "%d of %d kernels are not compiled after %.0f s (VLLM_KERNEL_COMPILE_SECONDS): "
@@ -208,16 +212,37 @@ class WarmUp:
             )  # fmt: skip
 
     def promote(self) -> None:
-        """Lets what was compiled meanwhile serve from now on; to be called between steps."""
-        if self._num_promoted == len(self._done):
+        """Lets what was compiled meanwhile serve from now on; to be called between steps.
+
+        A kernel is loaded first, like those of the start, and no more than one at a time: the next
+        step waits for that.
+        """
+        if not self._late:
             return
-        self._num_promoted = len(self._done)
+        missing = [
+            (one, size, key)
+            for one, plan in self._late
+            for size, key in plan.items()
+            if key not in self._failed and not self._is_loaded(one.call.name, key)
+        ]
+        if not missing:
+            self._late = []
+            return
+        compiled = next((found for found in missing if found[2] in self._done), None)
+        if compiled is not None:
+            self._load(*compiled)
+            self._let_serve()
+
+    def _is_loaded(self, name: str, key: str) -> bool:
+        return not key or (name, key) in self._loaded
+
+    def _let_serve(self) -> None:
         ready: dict[str, dict[int, bool]] = {}
         for name, plan in zip(self._names, self._plans):
             sizes = ready.setdefault(name, {})
-            sizes.update({size: not key or key in self._done for size, key in plan.items()})
+            sizes.update({size: self._is_loaded(name, key) for size, key in plan.items()})
         for name, sizes in ready.items():
-            usable = (size for size, is_compiled in sizes.items() if is_compiled)
+            usable = (size for size, is_loaded in sizes.items() if is_loaded)
             ready_sizes(name).set(sorted(sizes), usable)
 
     def _compile_queued(self) -> None:
@@ -246,23 +271,23 @@ class WarmUp:
                 None if deadline is None else max(0.0, deadline - time.monotonic()),
             )
 
-    def _load(self, one: Needed, plan: dict[int, str]) -> None:
-        """Makes one call for each of its kernels: the library loads it, and has it from then on.
+    def _load(self, one: Needed, size: int, key: str) -> None:
+        """Makes a call, unless one of the same kernel was made: the library loads it, and has it
+        from then on.
 
         One that does not compile raises here, unless another stands in for it.
         """
-        loaded = set()
-        for size, key in plan.items():
-            is_there = not key or key in self._done
-            if key in loaded or not (is_there or one.must_wait):
-                continue
-            loaded.add(key)
-            try:
-                one.call.run(size)
-            except Exception as error:  # whatever a library raises
-                if one.must_wait or not key:
-                    raise
-                logger.warning("%s of size %d is served by others: %s", one.call.name, size, error)
+        name = one.call.name
+        if (name, key) in self._loaded or (key in self._failed and not one.must_wait):
+            return
+        try:
+            one.call.run(size)
+            self._loaded.add((name, key))
+        except Exception as error:  # whatever a library raises
+            if one.must_wait or not key:
+                raise
+            logger.warning("%s of size %d is served by others: %s", name, size, error)
+            with self._changed:
                 self._done.discard(key)
                 self._failed.add(key)
 
