@@ -6,9 +6,11 @@ import pytest
 from tiny_models import make_tokenizer
 
 import vllm.engine.structured_output as structured_output
+from vllm import LLM
 from vllm.engine.grammar_trial import GrammarError, GrammarTrial
 from vllm.engine.request import EngineRequest
 from vllm.engine.structured_output import StructuredOutputs
+from vllm.errors import RequestError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 # xgrammar 0.2.8 does not come to an end with this one.
@@ -45,6 +47,25 @@ def test_a_compiler_that_dies_refuses_its_grammar_and_the_next_one_is_tried(tria
     with pytest.raises(GrammarError, match="more than its compiler can take"):
         trial.check("regex", "b+")
     trial.check("regex", "b+")
+
+
+def test_a_grammar_that_keeps_others_waiting_ends_alone(text_checkpoint, monkeypatch):
+    monkeypatch.setattr(structured_output, "MAX_STEP_SECONDS", -1.0)
+    llm = LLM(str(text_checkpoint))
+    engine = llm.llm_engine
+    slow = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
+    engine.add_request("slow", "ban", slow)
+    engine.add_request("plain", "ban", SamplingParams(max_tokens=9, ignore_eos=True))
+    found, errors = {}, []
+    while engine.has_unfinished:
+        try:
+            found |= {output.request_id: output for output in engine.step()}
+        except RequestError as error:
+            errors.append(str(error))
+    assert len(found["plain"].outputs[0].token_ids) == 9 and "slow" not in found
+    (error,) = errors
+    assert "all other requests wait meanwhile" in error
+    engine.core.check_idle()
 
 
 def test_endless_grammars_do_not_keep_others_from_being_compiled(text_checkpoint, monkeypatch):

@@ -104,7 +104,7 @@ def answer() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
     import xgrammar
 
-    from vllm.engine.structured_output import compile_grammar, make_compiler
+    from vllm.engine.structured_output import check_grammar, compile_grammar, make_compiler
 
     compiler = None
     for line in sys.stdin.buffer:
@@ -113,7 +113,9 @@ def answer() -> None:
             compiler = make_compiler(xgrammar.TokenizerInfo.deserialize_json(json.loads(line)))
         else:
             try:
-                compile_grammar(compiler, *json.loads(line))
+                kind, text = json.loads(line)
+                check_grammar(kind, text)
+                compile_grammar(compiler, kind, text)
             except Exception as failure:  # xgrammar raises RuntimeError for what it dislikes
                 error = str(failure) or type(failure).__name__
         os.write(out, json.dumps(error).encode() + b"\n")

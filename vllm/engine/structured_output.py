@@ -5,8 +5,10 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,15 @@ from torch import Tensor
 
 from vllm.config.model import ModelConfig
 from vllm.engine.grammar_trial import GrammarError, GrammarTrial
+from vllm.engine.json_schemas import check_schema
 from vllm.engine.request import EngineRequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.tokenizer import load_tokenizer
 
 MAX_GRAMMAR_CHARS = 200_000
+# Of this thread, for the tokens allowed at one place. Other requests wait meanwhile; what most
+# grammars take is a thousandth of it, and ambiguous ones take longer with every token.
+MAX_STEP_SECONDS = 0.5
 # Unlimited white space lets a small model produce nothing else.
 _MAX_WHITESPACE = 16
 _NUM_COMPILERS = 2
@@ -47,6 +53,7 @@ class StructuredOutputs:
         self._passed: set[bytes] = set()
         self._pending: dict[str, _Pending] = {}
         self._matchers: dict[str, Any] = {}
+        self._slow: set[str] = set()
 
     @property
     def has_pending(self) -> bool:
@@ -75,6 +82,7 @@ class StructuredOutputs:
 
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
+        self._slow.discard(request_id)
         if pending := self._pending.pop(request_id, None):
             pending.compiled.cancel()
 
@@ -82,11 +90,18 @@ class StructuredOutputs:
         return request_id in self._matchers
 
     def bitmask(self, request_id: str) -> Tensor:
-        """Tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError when there is none."""
+        """Tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError when there is none, and for a
+        grammar that keeps others waiting."""
         import xgrammar
 
         mask = xgrammar.allocate_token_bitmask(1, self._model_config.vocab_size)
-        self._matchers[request_id].fill_next_token_bitmask(mask)
+        with self._timed(request_id):
+            self._matchers[request_id].fill_next_token_bitmask(mask)
+        if request_id in self._slow:
+            raise GrammarError(
+                f"structured output: the grammar takes more than {MAX_STEP_SECONDS:g} s for a "
+                f"token, and all other requests wait meanwhile; make it less ambiguous"
+            )
         if not bool(mask.any()):
             raise GrammarError("structured output: no text matches the grammar")
         allowed: Tensor = mask[0]
@@ -95,7 +110,16 @@ class StructuredOutputs:
     def accept(self, request_id: str, token: int) -> bool:
         """Moves on by a sampled token; True when the grammar is complete with it."""
         matcher = self._matchers[request_id]
-        return not matcher.accept_token(token) or matcher.is_terminated()
+        with self._timed(request_id):
+            is_accepted = matcher.accept_token(token)
+        return not is_accepted or matcher.is_terminated()
+
+    @contextmanager
+    def _timed(self, request_id: str) -> Iterator[None]:
+        begin = time.thread_time()
+        yield
+        if time.thread_time() - begin > MAX_STEP_SECONDS:
+            self._slow.add(request_id)
 
     def _matcher(self, compiled: Any) -> Any:
         import xgrammar
@@ -159,6 +183,12 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
     return _COMPILERS[kind](compiler, text)
+
+
+def check_grammar(kind: str, text: str) -> None:
+    """Raises what its compiler would not say."""
+    if kind == "json" and len(text) <= MAX_GRAMMAR_CHARS:
+        check_schema(text)
 
 
 def _grammar_of(params: StructuredOutputsParams) -> tuple[str, str]:
