@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from vllm import __version__, envs
+from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
 
@@ -50,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in SUBCOMMANDS:
         hint = did_you_mean(words[0], SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
         parser.error(f"unknown command {words[0]!r}{hint}")
+    if words and words[0] == "serve":
+        try:
+            words = ["serve", *with_file(words[1:], _subparser(parser, "serve"))]
+        except VllmError as error:
+            print(f"vllm: error: {error}", file=sys.stderr)
+            return 2
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser, args.command)}\n")
@@ -79,6 +86,12 @@ def _parser(command: str | None) -> Parser:
         if name not in subparsers.choices:
             subparsers.add_parser(name, help=text)
     return parser
+
+
+def _subparser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    found: argparse.ArgumentParser = choices[0][command]
+    return found
 
 
 def _dashed(word: str) -> str:

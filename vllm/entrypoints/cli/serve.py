@@ -32,6 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_server_flags(group: Any) -> None:
     text = group.add_argument
+    text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
+         "those of the command line win.")  # fmt: skip
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
     text("--port", type=_port, default=8000, help="Port; 0 takes a free one (default: 8000).")
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
