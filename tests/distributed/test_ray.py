@@ -4,6 +4,7 @@ import pytest
 
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, EngineDeadError
+from vllm.executor.ray import _connect
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm[ray]'")
 
@@ -31,6 +32,22 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 def load(folder, **options) -> LLM:
     return LLM(folder, skip_tokenizer_init=True, max_num_seqs=4, **options)
+
+
+def test_a_cluster_that_does_not_answer_is_told_of_at_once(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1: nobody answers .*ray start"):
+        _connect(ray, 1)
+
+
+def test_several_engines_do_not_start_a_cluster_each():
+    class NoCluster:
+        def init(self, **options):
+            assert options["address"] == "auto", "it would start one"
+            raise ConnectionError("Could not find any running Ray instance.")
+
+    with pytest.raises(ConfigError, match=r"--data-parallel-size 2: .*ray start --head"):
+        _connect(NoCluster(), 2)
 
 
 def test_two_nodes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint, cluster):

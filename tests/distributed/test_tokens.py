@@ -6,12 +6,14 @@ import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import world
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.distributed.layout import Layout
+from vllm.engine.scheduler import Step
 from vllm.errors import ConfigError, EngineDeadError, VllmError
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -79,9 +81,42 @@ def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     llm = check(folder, alone={"quantization": "fp8"}, **options)
     os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"rank 0 .*: all-reduce with rank 1 failed: .*imed"):
+    words = r"^rank 1 \(.*\) gave no answer; rank 0 .*: all-reduce with rank 1 .*imed"
+    with pytest.raises(EngineDeadError, match=words):
         outputs(llm)
     assert seconds - 1 < time.monotonic() - begin < 3 * seconds
+
+
+def test_a_message_that_a_hanging_rank_does_not_take_ends_the_engine(checkpoint):
+    llm = load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0)
+    executor = llm.llm_engine.core.executor
+    os.kill(executor._places[1].process._process.pid, signal.SIGSTOP)
+    too_much = {"a request": torch.zeros(1 << 20, dtype=torch.int32)}
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(.*\) gave no answer within 2 s"):
+        executor.launch(Step(), too_much)
+    assert time.monotonic() - begin < 10
+
+
+# When all but the model is there, and ranks are connected.
+_SLOW = """
+import builtins, time
+original = builtins.__import__
+def importing(name, globals=None, *args, **options):
+    module = original(name, globals, *args, **options)
+    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+        builtins.__import__ = original
+        time.sleep(5)
+    return module
+builtins.__import__ = importing
+"""
+
+
+def test_a_rank_may_read_for_longer_than_a_step_may_take(checkpoint, in_second_rank):
+    """Also where ranks agree on what re-quantising costs, layer by layer."""
+    in_second_rank(_SLOW)
+    lossy = {"quantization": "fp8", "linear_backend": "emulate:deep_gemm@sm_100"}
+    load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0, **lossy)
 
 
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
@@ -182,6 +217,15 @@ def test_an_unknown_all_to_all_backend_is_refused(checkpoint, monkeypatch):
         load(checkpoint("qwen3_moe"), tensor_parallel_size=2, enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency"])
+def test_a_library_that_is_missing_is_told_of_before_weights_are_read(
+    checkpoint, monkeypatch, backend
+):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", backend)
+    with pytest.raises(ConfigError, match=f"^VLLM_ALL2ALL_BACKEND={backend} needs DeepEP"):
+        load(checkpoint("qwen3_moe"), tensor_parallel_size=2, enable_expert_parallel=True)
+
+
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_gpus_without_nccl_are_refused():
     with pytest.raises(ConfigError, match="several GPUs need NCCL"):
@@ -218,7 +262,8 @@ def importing(name, globals=None, *args, **options):
     if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hardest))
     return module
 builtins.__import__ = importing
 """

@@ -1,6 +1,7 @@
 """Over how many processes and devices a model is spread."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from vllm import envs
@@ -86,6 +87,18 @@ class ParallelConfig:
         return self.distributed_executor_backend or ("mp" if self.num_engine_ranks > 1 else "uni")
 
 
+def _check_exchange(parallel: ParallelConfig) -> None:
+    """Before weights are read for minutes."""
+    backend = envs.read("VLLM_ALL2ALL_BACKEND")
+    wants_library = parallel.expert_parallel_size > 1 and backend.startswith("deepep")
+    is_elsewhere = parallel.executor_backend == "ray"  # ranks may be on other machines
+    if wants_library and not is_elsewhere and find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"VLLM_ALL2ALL_BACKEND={backend} needs DeepEP, which is not installed; install it "
+            f"(https://github.com/deepseek-ai/DeepEP) or take allgather_reducescatter"
+        )
+
+
 def check_parallel(parallel: ParallelConfig, hf_text_config: Any) -> None:
     """ConfigError where the model of the transformers config `hf_text_config` cannot be spread so.
 
@@ -98,7 +111,7 @@ def check_parallel(parallel: ParallelConfig, hf_text_config: Any) -> None:
 
     text_config = hf_text_config.to_dict()
     if parallel.enable_expert_parallel:
-        envs.read("VLLM_ALL2ALL_BACKEND")
+        _check_exchange(parallel)
     tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
     try:
         problems = layer_problems(text_config, None, dtype="bf16", kv_format="bf16", tp=tp, ep=ep)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vllm.errors import is_out_of_memory
+
 if TYPE_CHECKING:
     from vllm.distributed.peer_sums import PeerSums
     from vllm.kernels.activations import Activation, InputQuant, UnaddedRows
@@ -145,7 +147,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            if "out of memory" in str(error):
+            if is_out_of_memory(error):
                 raise
             others = ", ".join(str(rank) for rank in self.ranks if rank != self.ranks[self.rank])
             raise PeerError(f"{operation} with rank {others} failed: {error}") from error

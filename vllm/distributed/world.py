@@ -18,6 +18,8 @@ Address = tuple[str, int]
 
 # Ranks import torch and probe their devices before they come; who died is noticed elsewhere.
 _START_SECONDS = 900.0
+# One may read weights for hours longer than another; who died is noticed elsewhere here too.
+_MEETING_SECONDS = 24 * 3600.0
 # NCCL's watchdog ends a process without a word about who is missing: whoever waits for a result
 # speaks first.
 _NCCL_GRACE_SECONDS = 20.0
@@ -68,7 +70,8 @@ def join(
 
     def meet(place: str) -> None:
         store.set(f"{place}/{layout.rank}", b"here")
-        store.wait([f"{place}/{rank}" for rank in range(layout.num_ranks)])
+        keys = [f"{place}/{rank}" for rank in range(layout.num_ranks)]
+        store.wait(keys, timedelta(seconds=_MEETING_SECONDS))
 
     # From here on no rank waits for another for longer than it may within a step.
     meet("start")

@@ -2,13 +2,14 @@
 
 import contextlib
 import signal
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm import errors
 from vllm.config import VllmConfig
 from vllm.distributed.layout import Layout
-from vllm.errors import EngineDeadError, VllmError
+from vllm.errors import EngineDeadError, VllmError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +31,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The model is loaded."""
+    """The model is loaded. device_kind: where, `cpu` or `cuda`."""
 
     num_blocks: int
     runs_ahead: bool
+    device_kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +70,25 @@ class Failure:
 
     def as_error(self, rank: object) -> VllmError:
         if self.error_type is None:
-            return EngineDeadError(f"{rank} failed: {self.text}")
+            error = EngineDeadError(f"{rank} failed: {self.text}")
+            error.is_of_peer = self.is_of_peer
+            return error
         kind: type[VllmError] = getattr(errors, self.error_type)
         return kind(f"{rank}: {self.text}")
 
 
 def failure_of(error: BaseException, traceback: str) -> Failure:
-    from vllm.distributed.groups import PeerError
-
-    if isinstance(error, PeerError):
-        return Failure(str(error), is_of_peer=True)
     if isinstance(error, VllmError):
-        name = type(error).__name__
-        return Failure(str(error), name if hasattr(errors, name) else "VllmError")
-    is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
-    if is_memory or "can't allocate memory" in str(error):
+        name, is_of_peer = type(error).__name__, getattr(error, "is_of_peer", False)
+        return Failure(str(error), name if hasattr(errors, name) else "VllmError", is_of_peer)
+    # Not imported: torch may be what is broken. What is not there did not raise.
+    groups, dist = (sys.modules.get(n) for n in ("vllm.distributed.groups", "torch.distributed"))
+    if groups is not None and isinstance(error, groups.PeerError):
+        return Failure(str(error), is_of_peer=True)
+    if dist is not None and isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Failure(f"the store of the ranks is gone or silent: {first}", is_of_peer=True)
+    if is_out_of_memory(error):
         text = str(error).splitlines()[0] if str(error) else "no memory is left"
         return Failure(
             f"out of memory: {text}; lower --gpu-memory-utilization or --max-num-batched-tokens, "

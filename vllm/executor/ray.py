@@ -20,6 +20,7 @@ from vllm.platforms.installed import installed_device
 _ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.5
 _PLACE_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0
 
 
 class Rank:
@@ -69,7 +70,7 @@ class RayLauncher:
         parallel = config.parallel_config
         self._num_ranks = parallel.num_engine_ranks
         if not ray.is_initialized():
-            ray.init(log_to_driver=True, include_dashboard=False, logging_level="warning")
+            _connect(ray, parallel.data_parallel_size)
         self._resource = self._pick_resource()
         self._group: Any = None
 
@@ -159,6 +160,35 @@ class RayLauncher:
             answer_challenge(connection, key)
             found[connection.recv()] = connection
         return [found[rank] for rank in range(len(servings))]
+
+
+def _connect(ray: Any, num_engines: int) -> None:
+    """ConfigError where the cluster does not answer, or several engines would each start one."""
+    address = envs.foreign("RAY_ADDRESS") or ""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    host = host.strip("[]")
+    if host and port.isdigit():  # Ray itself would try for many minutes
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()
+        except OSError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: nobody answers there ({error}); start Ray on that machine "
+                f"(ray start --head), or unset the variable"
+            ) from None
+    options = {"log_to_driver": True, "logging_level": "warning"}
+    if num_engines == 1:
+        ray.init(include_dashboard=False, **options)
+        return
+    try:
+        if address == "local":
+            raise ConnectionError("RAY_ADDRESS=local starts one for each")
+        ray.init(address="auto", **options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"--distributed-executor-backend ray with --data-parallel-size {num_engines}: engines "
+            f"need one cluster for all of them, and there is none ({error}); start it with ray "
+            f"start --head, or set RAY_ADDRESS"
+        ) from None
 
 
 def _wrap(connected: socket.socket) -> Connection:

@@ -57,7 +57,8 @@ def run(connection: Connection) -> Failure | None:
 
         start = connection.recv()
         executor = _load(start)
-        connection.send(Started(executor.num_blocks, executor.runs_ahead))
+        kind = executor.selection.device.kind
+        connection.send(Started(executor.num_blocks, executor.runs_ahead, kind))
         _serve(connection, executor, start.layout.is_output)
     except (EOFError, ConnectionError):
         return None

@@ -1,6 +1,9 @@
 """Ranks in other processes, as the engine sees them: a connection to each."""
 
+import os
 import pickle
+import socket
+import struct
 import time
 import weakref
 from collections.abc import Sequence
@@ -98,6 +101,8 @@ class WorkersExecutor:
             launcher.close()
             raise
         self._connections = [place.connection for place in self._places]
+        for connection in self._connections:
+            _limit_sending(connection, self._timeout)
         self.shutdown = weakref.finalize(self, _shut_down, self._places, launcher)
         try:
             started = self._start(config, meeting)
@@ -106,7 +111,7 @@ class WorkersExecutor:
             raise
         self.num_blocks = started[0].num_blocks
         self.runs_ahead = started[0].runs_ahead
-        self.config = fit_max_model_len(config, self.num_blocks)
+        self.config = fit_max_model_len(config, self.num_blocks, started[0].device_kind)
 
     def _start(self, config: VllmConfig, meeting: Address) -> list[Started]:
         for layout, place in zip(self._layouts, self._places):
@@ -149,11 +154,13 @@ class WorkersExecutor:
 
     def _send(self, connections: Sequence[Connection], message: object) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        try:
-            for connection in connections:
+        for connection in connections:
+            try:
                 connection.send_bytes(data)
-        except OSError:
-            raise self._cause() from None
+            except BlockingIOError:
+                raise self._cause(hanging=self._connections.index(connection)) from None
+            except OSError:
+                raise self._cause() from None
 
     def _receive(self, index: int) -> Any:
         """What rank `index` of this engine says next. All others have nothing to say, unless they
@@ -181,8 +188,11 @@ class WorkersExecutor:
             place = self._places[self._connections.index(connection)]
             return Failure(place.process.end(_STOP_SECONDS), error_type="EngineDeadError")
 
-    def _cause(self, index: int | None = None, failure: Failure | None = None) -> VllmError:
-        """Why the first of the ranks that failed did; ends all of them.
+    def _cause(
+        self, index: int | None = None, failure: Failure | None = None, hanging: int | None = None
+    ) -> VllmError:
+        """Why the first of the ranks that failed did; ends all of them. hanging: one that did not
+        take a message in time.
 
         One that failed by another's fault tells of that one, which may still have to be heard.
         """
@@ -198,9 +208,17 @@ class WorkersExecutor:
                 if isinstance(message, Failure):
                     found[self._connections.index(connection)] = message
         self._kill()
-        if not found:
-            return EngineDeadError("a rank does not take messages any more")
         culprits = [i for i, failure in found.items() if not failure.is_of_peer]
+        unheard = [str(layout) for i, layout in enumerate(self._layouts) if i not in found]
+        if hanging is not None and not culprits:
+            unheard = [str(self._layouts[hanging])]
+        if unheard and not culprits:  # who waited for them in vain has spoken
+            heard = "; ".join(f"{self._layouts[i]}: {f.text}" for i, f in found.items())
+            limit = f" within {self._timeout:g} s (--distributed-timeout-seconds)"
+            return EngineDeadError(
+                f"{', '.join(unheard)} gave no answer{limit if hanging is not None else ''}"
+                f"{heard and f'; {heard}'}"
+            )
         index = culprits[0] if culprits else next(iter(found))
         return found[index].as_error(self._layouts[index])
 
@@ -208,6 +226,15 @@ class WorkersExecutor:
         for place in self._places:
             place.process.kill()
         self.shutdown()
+
+
+def _limit_sending(connection: Connection, seconds: float) -> None:
+    """A message that the other end does not take in that time is an OSError: it hangs, and a large
+    one does not fit what the system keeps for it."""
+    whole, part = divmod(seconds, 1.0)
+    timeval = struct.pack("@ll", int(whole), int(part * 1e6) or int(whole == 0))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _shut_down(places: list[Place], launcher: Launcher) -> None:
