@@ -1,6 +1,7 @@
 """Errors a user can act on. Every message names what was given, what is accepted and the fix."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -19,6 +20,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _without_prefix(name: str) -> str:
     """Without what all flags, or all variables, have in common, which makes none of them close."""
     return name.removeprefix("--").removeprefix("VLLM_")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether no memory was left, of the machine or of a GPU: the same comes from torch, cuBLAS,
+    Triton and the driver, as errors of many types."""
+    text = str(error)
+    signs = ("out of memory", "out_of_memory", "allocate memory", "not enough memory",
+             "alloc_failed")  # fmt: skip
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return any(sign in text.lower() for sign in signs)
 
 
 class VllmError(Exception):
@@ -46,7 +58,10 @@ class NumericsError(RequestError):
 
 
 class EngineDeadError(VllmError, RuntimeError):
-    """The engine process is gone; nothing can be generated any more."""
+    """The engine process is gone; nothing can be generated any more. is_of_peer: by the fault of
+    another one, which knows more."""
+
+    is_of_peer = False
 
 
 class StoppingError(EngineDeadError):

@@ -1,6 +1,9 @@
 """Several engines behind one server, and what it says when a rank is gone."""
 
+import asyncio
+import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,6 +13,9 @@ import pytest
 from entrypoints.serving import RunningServer, started_server, wait_until
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm import AsyncLLM
+from vllm.errors import ConfigError, VllmError
 
 NUM_TOKENS = 24
 PROMPTS = [[(7 * i + 3 + length) % 90 + 3 for i in range(length)] for length in (5, 33, 17, 60, 2)]
@@ -80,6 +86,31 @@ def kill_while_busy(server: RunningServer, mark: str) -> str:
     thread.join()
     assert answers[0].status == 500
     return answers[0].error
+
+
+def test_a_number_of_engines_that_is_refused_starts_none(experts):
+    args = EngineArgs.from_keywords(model=experts, data_parallel_size=1500)
+    with pytest.raises(ConfigError, match="--data-parallel-size 1500"):
+        AsyncLLM(args)
+    assert not multiprocessing.active_children()
+
+
+def test_an_engine_that_cannot_load_is_named(experts, tmp_path):
+    shutil.copytree(experts, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+
+    async def start() -> None:
+        args = EngineArgs.from_keywords(
+            model=tmp_path / "model", data_parallel_size=2, skip_tokenizer_init=True
+        )
+        llm = AsyncLLM(args)
+        try:
+            await llm.wait_ready()
+        finally:
+            await llm.shutdown()
+
+    with pytest.raises(VllmError, match=r"^data-parallel engine [01]: .*model\.safetensors"):
+        asyncio.run(start())
 
 
 def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):

@@ -286,3 +286,12 @@ def test_lm_eval_reads_loglikelihoods(
         expected = logprobs[range(len(continuation)), continuation].sum().item()
         assert math.isclose(total, expected, abs_tol=5e-3)
         assert is_greedy == (logprobs.argmax(-1).tolist() == continuation)
+
+
+def test_a_default_length_fits_what_the_prompt_leaves(server: RunningServer) -> None:
+    limit = server.get("/v1/models").json["data"][0]["max_model_len"]
+    prompt = [5] * (limit - 3)
+    answer = server.post("/v1/completions", {"prompt": prompt, "ignore_eos": True})
+    assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 3
+    refused = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 16})
+    assert refused.status == 400 and "ask for at most 3" in refused.error

@@ -90,6 +90,12 @@ def check_full_queue(server: RunningServer) -> None:
     wait_for_running(server)
     waiting = Background(server, **{**LONG, "max_tokens": 5})
     wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+    before = server.metric("vllm:generation_tokens_total")
+    wait_until(lambda: server.metric("vllm:generation_tokens_total") > before)
+    assert server.metric("vllm:prompt_tokens_total") == 1
+    for too_many in ({"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}):
+        refused = server.post("/v1/completions", too_many)
+        assert refused.status == 400 and "3 sequences" in refused.error
     refused = server.post("/v1/completions", {"prompt": "a"})
     assert refused.status == 503
     assert int(refused.headers["retry-after"]) >= 1
@@ -117,6 +123,36 @@ def check_drain(server: RunningServer) -> None:
     assert running.join().json["usage"]["completion_tokens"] == 2000
     assert waiting.join().json["usage"]["completion_tokens"] == 5
     assert server.process.wait(10) == 0
+
+
+OUT_OF_MEMORY = """
+import importlib.util, sys
+class Find:
+    def find_spec(name, path, target=None):
+        if name != "vllm.worker.model_runner":
+            return None
+        sys.meta_path.remove(Find)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            def launch(*given):
+                raise RuntimeError("CUDA error: out of memory")
+            module.ModelRunner._launch = launch
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Find)
+"""
+
+
+def test_an_engine_without_memory_says_which_option_helps(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    with started_server(tiny_model, tmp_path / "log", PYTHONPATH=str(tmp_path)) as server:
+        answer = server.post("/v1/completions", {"prompt": "ban"})
+        assert answer.status == 500
+        assert "out of memory" in answer.error and "--gpu-memory-utilization" in answer.error
+        assert server.process.wait(20) != 0
+        assert "vllm: error: out of memory" in server.log.read_text()
 
 
 def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:

@@ -40,10 +40,18 @@ def test_a_finished_request_is_counted_once_under_its_reason() -> None:
     metrics.record_finished(finished())
     assert value(metrics, "request_success_total", finished_reason="stop") == 1
     assert value(metrics, "request_success_total", finished_reason="length") == 0
-    assert value(metrics, "prompt_tokens_total") == 10
-    assert value(metrics, "generation_tokens_total") == 5
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert value(metrics, f"{name}_seconds_count") == 1
+
+
+def test_tokens_count_when_they_come() -> None:
+    metrics = Metrics("m", 2048)
+    metrics.record_prompt(10, 4)
+    for num_tokens in (1, 3):
+        metrics.record_generated(num_tokens)
+    assert value(metrics, "prompt_tokens_total") == 10
+    assert value(metrics, "prompt_tokens_cached_total") == 4
+    assert value(metrics, "generation_tokens_total") == 4
 
 
 def test_time_per_output_token_leaves_the_first_token_out() -> None:

@@ -4,10 +4,13 @@ import asyncio
 import dataclasses
 import math
 import multiprocessing
+import signal
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,13 +40,16 @@ _STOP_SECONDS = 5.0
 # What an engine says before it ends may come after its end was noticed.
 _LAST_WORDS_SECONDS = 0.2
 # What an engine says that failed by another's fault, or its end, must not come before the cause.
-_CAUSE_SECONDS = 1.0
+# Ranks that do not answer are waited for a while themselves.
+_CAUSE_SECONDS = 4.0
+# Engines that start before their configuration is read.
+_MAX_EARLY = 16
 
 
 class EngineProcess:
     """An engine's process and the sockets to it. Starts at once; loads while others import.
 
-    stats: of its scheduler after its last step. num_in_flight: requests that it was given.
+    stats: of its scheduler after its last step. num_in_flight: sequences that it was given.
     """
 
     def __init__(self, args: EngineArgs, seat: process.Seat):
@@ -53,7 +59,8 @@ class EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
         self.context = zmq.asyncio.Context()
-        self.sender = self.context.socket(zmq.PUSH)
+        # Not of asyncio: a message that nobody takes would be waited for, and all after it.
+        self.sender: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.PUSH)
         self.receiver = self.context.socket(zmq.PULL)
         for wire, address in zip((self.sender, self.receiver), self.addresses):
             wire.set_hwm(0)
@@ -62,13 +69,22 @@ class EngineProcess:
         self.process: BaseProcess = spawn.Process(
             target=process.run_engine, args=(args, *self.addresses, seat), name="vllm-engine"
         )
-        self.process.start()
+        with _interrupts_ignored():
+            self.process.start()
 
-    async def send(self, message: process.ToEngine) -> None:
-        await self.sender.send(process.encode(message))
+    def send(self, message: process.ToEngine) -> None:
+        """Without waiting, for zmq keeps any number of messages; EngineDeadError where nobody takes
+        them any more."""
+        try:
+            self.sender.send(process.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError(
+                "the engine process takes no messages any more; restart the server"
+            ) from None
 
     async def wait_ready(self) -> process.Ready:
-        """Returns when the model is loaded; raises the error that prevented it."""
+        """Returns when the model is loaded; raises the error that prevented it, later if that is
+        another engine's."""
         receive = asyncio.ensure_future(self.receiver.recv())
         end = asyncio.ensure_future(self.wait_end())
         await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
@@ -81,6 +97,8 @@ class EngineProcess:
             raise EngineDeadError(f"the engine process ended while loading ({how})")
         message = process.decoder().decode(receive.result())
         if isinstance(message, process.Failed):
+            if message.is_of_peer:
+                await asyncio.sleep(_CAUSE_SECONDS)
             raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
         assert isinstance(message, process.Ready)
         return message
@@ -100,18 +118,21 @@ class EngineProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.sender.close(linger=0)
         self.context.destroy(linger=0)
         self._folder.cleanup()
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A request whose caller waits. `news` is set when its state has changed."""
+    """A request whose caller waits. `news` is set when its state has changed. is_counted: its
+    prompt, in the metrics."""
 
     state: RequestState
     engine: EngineProcess
     arrival: float
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_counted: bool = False
     first_token: float | None = None
     last_token: float = 0.0
 
@@ -120,6 +141,8 @@ class AsyncLLM:
     """`generate` yields a request's outputs; closing the generator aborts the request."""
 
     def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
+        if args.data_parallel_size > _MAX_EARLY:
+            args.create_engine_config()  # refuses mistakes before there are that many processes
         self._engines = _start_engines(args)
         try:
             report = current_report()
@@ -129,9 +152,7 @@ class AsyncLLM:
             with report.phase("tokenizer"):
                 self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
-            for engine in self._engines:
-                engine.process.kill()
-                engine.close()
+            _kill(self._engines)
             raise
         self.metrics = (
             Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
@@ -157,7 +178,7 @@ class AsyncLLM:
 
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
-        waits = [asyncio.ensure_future(engine.wait_ready()) for engine in self._engines]
+        waits = [asyncio.ensure_future(self._wait_ready(engine)) for engine in self._engines]
         report = current_report()
         report.count_rest("imports")
         try:
@@ -172,6 +193,12 @@ class AsyncLLM:
                 asyncio.create_task(self._read_outputs(engine)),
                 asyncio.create_task(self._watch_process(engine)),
             ]
+
+    async def _wait_ready(self, engine: EngineProcess) -> process.Ready:
+        try:
+            return await engine.wait_ready()
+        except VllmError as error:
+            raise type(error)(f"{self._name_of(engine)}{error}") from None
 
     def _adopt(self, ready: process.Ready, max_model_len: int) -> None:
         model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
@@ -196,20 +223,20 @@ class AsyncLLM:
         what has come meanwhile in one piece.
         """
         self._check_alive()
-        self._check_queue(sampling_params.n)
+        self.check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
         # Others may have come in, or the engine may have died, since the checks before the wait.
         self._check_alive()
-        self._check_queue(sampling_params.n)
+        self.check_queue(sampling_params.n)
         if request_id in self._flights:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         # Ties go to the engine that comes first, so a server without load uses one of them.
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
         flight = self._flights[request_id] = _Flight(state, engine, time.monotonic())
-        engine.num_in_flight += 1
+        engine.num_in_flight += sampling_params.n
         try:
-            await self._hand_out(engine, given.requests)
+            self._hand_out(engine, given.requests)
             while True:
                 await flight.news.wait()
                 flight.news.clear()
@@ -225,24 +252,31 @@ class AsyncLLM:
         finally:
             self._leave(request_id, flight)
 
-    async def _hand_out(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
+    def _hand_out(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
         self._num_sent += 1
         number = self._num_sent
-        await engine.send(process.Add(requests, number))
+        engine.send(process.Add(requests, number))
         if engine.seat.meeting is not None:  # they compute together or not at all
             for other in self._engines:
                 if other is not engine:
-                    await other.send(process.Wake(number))
+                    other.send(process.Wake(number))
 
     def _check_alive(self) -> None:
         if self.is_dead:
             raise (StoppingError if self._is_stopping else EngineDeadError)(self.dead_reason)
 
-    def _check_queue(self, num_sequences: int) -> None:
-        """Sequences beyond those that can run are waiting, wherever they are just now."""
+    def check_queue(self, num_sequences: int) -> None:
+        """QueueFullError where so many more would have to wait for too many; RequestError where
+        they would with nobody else here. Sequences beyond those that can run are waiting, wherever
+        they are just now."""
         if self._max_waiting is None:
             return
         running = self.vllm_config.scheduler_config.max_num_seqs * len(self._engines)
+        if num_sequences > running + self._max_waiting:
+            raise RequestError(
+                f"{num_sequences} sequences (prompts times n): this server takes at most {running} "
+                f"running and {self._max_waiting} waiting (--max-waiting); send fewer at a time"
+            )
         in_flight = sum(flight.state.params.n for flight in self._flights.values())
         waiting = in_flight + num_sequences - running
         if waiting > self._max_waiting:
@@ -254,11 +288,11 @@ class AsyncLLM:
 
     def _leave(self, request_id: str, flight: _Flight) -> None:
         self._flights.pop(request_id, None)
-        flight.engine.num_in_flight -= 1
+        flight.engine.num_in_flight -= flight.state.params.n
         running = self._outputs.remove(request_id)
         if running and not self.is_dead:
-            # zmq queues without blocking (no high-water mark), also from a generator being closed.
-            flight.engine.sender.send(process.encode(process.Abort(running)))
+            with suppress(EngineDeadError):
+                flight.engine.send(process.Abort(running))
         if self.metrics is not None:
             self.metrics.record_finished(self._request_stats(flight))
 
@@ -273,21 +307,22 @@ class AsyncLLM:
                     self._die(self._named(engine, message.message))
                     return
                 assert isinstance(message, process.Outputs)
-                await self._take_outputs(engine, message)
+                self._take_outputs(engine, message)
                 # recv does not wait while messages are queued; others must get their turn.
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
             self._die(f"outputs could not be processed ({error!r}); restart the server")
 
-    async def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
+    def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
         if self.metrics is not None:
             others = [other.stats for other in self._engines if other is not engine]
             self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
-            await engine.send(process.Abort(to_abort))
+            with suppress(EngineDeadError):  # its end is noticed elsewhere, with the cause
+                engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
             flight = self._flights[state.request_id]
@@ -295,7 +330,15 @@ class AsyncLLM:
             flight.news.set()
 
     def _record_tokens(self, flight: _Flight, output: EngineOutput, now: float) -> None:
-        if not output.token_ids or self.metrics is None:
+        if self.metrics is None:
+            return
+        state = flight.state
+        if not flight.is_counted and output.error is None:
+            flight.is_counted = True
+            num_prompt, num_cached = len(state.prompt_token_ids), state.num_cached_tokens
+            self.metrics.record_prompt(num_prompt, num_cached)
+        self.metrics.record_generated(len(output.token_ids))
+        if not output.token_ids:
             return
         if flight.first_token is None:
             flight.first_token = now
@@ -331,8 +374,10 @@ class AsyncLLM:
         self._die(self._named(engine, f"the engine process died ({ending(code)})"))
 
     def _named(self, engine: EngineProcess, reason: str) -> str:
-        which = f"data-parallel engine {engine.seat.rank}: " if len(self._engines) > 1 else ""
-        return f"{which}{reason}; restart the server"
+        return f"{self._name_of(engine)}{reason}; restart the server"
+
+    def _name_of(self, engine: EngineProcess) -> str:
+        return f"data-parallel engine {engine.seat.rank}: " if len(self._engines) > 1 else ""
 
     def _die(self, reason: str) -> None:
         """No output comes any more: tells everybody who waits for one. The first reason stays."""
@@ -356,10 +401,13 @@ class AsyncLLM:
         for task in self._tasks:
             task.cancel()
         for engine in self._engines:
-            if is_deaf:
+            try:
+                if is_deaf:
+                    engine.process.kill()
+                elif engine.process.is_alive():
+                    engine.send(process.Stop())
+            except EngineDeadError:  # it is about to be gone
                 engine.process.kill()
-            elif engine.process.is_alive():
-                await engine.send(process.Stop())
         for engine in self._engines:
             await asyncio.to_thread(engine.process.join, _STOP_SECONDS)
             engine.close()
@@ -369,10 +417,57 @@ def _start_engines(args: EngineArgs) -> list[EngineProcess]:
     """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
     num_engines = max(1, args.data_parallel_size)
     if num_engines == 1 or not args.enable_expert_parallel:
-        return [EngineProcess(args, process.Seat(rank)) for rank in range(num_engines)]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return _started(args, [process.Seat(rank) for rank in range(num_engines)])
+    host = _own_address() if args.distributed_executor_backend == "ray" else "127.0.0.1"
+    with socket.create_server((host, 0)) as listener:
         meeting = listener.getsockname()
-        return [
-            EngineProcess(args, process.Seat(rank, meeting, listener if rank == 0 else None))
-            for rank in range(num_engines)
-        ]
+        seats = [process.Seat(0, meeting, listener)]
+        seats += [process.Seat(rank, meeting) for rank in range(1, num_engines)]
+        return _started(args, seats)
+
+
+def _started(args: EngineArgs, seats: list[process.Seat]) -> list[EngineProcess]:
+    """All or none, also when it is interrupted."""
+    engines: list[EngineProcess] = []
+    try:
+        for seat in seats:
+            engines.append(EngineProcess(args, seat))
+    except BaseException:
+        _kill(engines)
+        raise
+    return engines
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """By a process that is started within, from its first instruction on: Ctrl-C goes to all
+    processes of a terminal, and this one sees to the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None:  # somebody's who is not Python
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _own_address() -> str:
+    """Under which other machines reach this one; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 53))  # any address beyond this machine
+        except OSError:  # there is nothing beyond
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _kill(engines: list[EngineProcess]) -> None:
+    for engine in engines:
+        engine.process.kill()
+    for engine in engines:
+        engine.close()

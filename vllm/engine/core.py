@@ -103,7 +103,7 @@ class EngineCore:
             self._held += self._finish_running()
         self._arrivals[request.request_id] = time.monotonic()
         sampling = request.sampling
-        if sampling.may_edit_logits or sampling.structured_outputs is not None:
+        if sampling.penalises or sampling.structured_outputs is not None:
             self._reads_tokens.add(request.request_id)
         if request.sampling.structured_outputs is not None:
             self.grammars.submit(request)

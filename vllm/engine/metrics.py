@@ -97,6 +97,14 @@ class Metrics:
         self._num_preemptions.inc(stats.num_preemptions)
         self._num_compiled.inc(stats.num_compiled)
 
+    def record_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt was computed, of which `num_cached` tokens came from the prefix cache."""
+        self._prompt_tokens.inc(num_tokens)
+        self._prompt_tokens_cached.inc(num_cached)
+
+    def record_generated(self, num_tokens: int) -> None:
+        self._generation_tokens.inc(num_tokens)
+
     def record_first_token(self, seconds: float) -> None:
         """`seconds` from the arrival of a request to its first token."""
         self._time_to_first_token.observe(seconds)
@@ -108,9 +116,6 @@ class Metrics:
     def record_finished(self, finished: RequestStats) -> None:
         reason = finished.finish_reason if finished.finish_reason in FINISH_REASONS else "error"
         self._request_success[reason].inc()
-        self._prompt_tokens.inc(finished.num_prompt_tokens)
-        self._prompt_tokens_cached.inc(finished.num_cached_tokens)
-        self._generation_tokens.inc(finished.num_generation_tokens)
         self._request_prompt_tokens.observe(finished.num_prompt_tokens)
         self._request_generation_tokens.observe(finished.num_generation_tokens)
         self._request_n.observe(finished.n)
@@ -165,7 +170,9 @@ class Metrics:
         self._num_compiled = self._counter(
             "num_kernels_compiled", "Kernels compiled after the start, while requests waited."
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens that were computed or cached."
+        )
         self._prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Of those, tokens taken from the prefix cache."
         )

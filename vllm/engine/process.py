@@ -87,13 +87,11 @@ class Seat:
 def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
     """Body of the engine process: loads the model, then serves until told to stop.
 
-    inbox and outbox are ZMQ addresses that the parent has bound. An exception after loading ends
-    the process with a traceback; the parent notices that it is gone.
+    inbox and outbox are ZMQ addresses that the parent has bound, and gets to know there why the
+    process ends.
     """
     die_with_parent()
-    # Signals may reach the whole group; the parent acts on them and stops us when it is time.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _leave_signals_to_parent()
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
     sender = context.socket(zmq.PUSH)
@@ -105,22 +103,36 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         head_start.begin(args, seat.rank)
         with started_early(args, seat.rank), no_collections():
             loop.load(args, seat)
+        _leave_signals_to_parent()  # Ray takes them over
     except Exception as error:
         is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
-        message = str(error) if isinstance(error, VllmError) else traceback.format_exc()
-        loop.send(Failed(message, is_user_error))
+        loop.send(_last_words(error, traceback.format_exc(), is_user_error))
         context.destroy(linger=2000)
         sys.exit(2 if is_user_error else 1)
-    from vllm.distributed.groups import PeerError
-
     try:
         loop.run()
-    except (EngineDeadError, PeerError) as error:
-        loop.send(Failed(str(error), False, is_of_peer=isinstance(error, PeerError)))
+    except Exception as error:
+        if not isinstance(error, VllmError):
+            traceback.print_exc()
+        loop.send(_last_words(error, f"the engine failed: {type(error).__name__}: {error}"))
         context.destroy(linger=2000)
         sys.exit(1)
     loop.core.shutdown()
     context.destroy(linger=0)
+
+
+def _leave_signals_to_parent() -> None:
+    """They may reach the whole group; the parent acts on them and stops us when it is time."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _last_words(error: Exception, otherwise: str, is_user_error: bool = False) -> Failed:
+    """otherwise: what to say of an error that says nothing to people."""
+    from vllm.executor.messages import failure_of
+
+    failure = failure_of(error, otherwise)
+    return Failed(failure.text, is_user_error, failure.is_of_peer)
 
 
 class _EngineLoop:

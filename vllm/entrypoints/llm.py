@@ -22,9 +22,9 @@ class LLM:
     Raises ConfigError or CheckpointError with what is wrong and what would be right.
     """
 
-    def __init__(self, model: str | Path, **engine_args: Any):
+    def __init__(self, model: str | Path, tokenizer: str | None = None, **engine_args: Any):
         report = begin_report()  # not with this process, which is the user's
-        args = EngineArgs.from_keywords(model=model, **engine_args)
+        args = EngineArgs.from_keywords(model=model, tokenizer=tokenizer, **engine_args)
         head_start.begin(args)
         with started_early(args), no_collections():
             from vllm.engine.llm_engine import LLMEngine

@@ -101,7 +101,9 @@ class _Answer:
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         params = self.request.sampling_params(self.service.sampling_defaults)
         token_ids = [prompt.token_ids for prompt in self.prompts]
-        outputs = self.service.generate(token_ids, params, f"cmpl-{self.request_id}")
+        is_default = self.request.max_tokens is None
+        name = f"cmpl-{self.request_id}"
+        outputs = self.service.generate(token_ids, params, name, shortens=is_default)
         async with aclosing(outputs):
             async for index, output in outputs:
                 if output.prompt_logprobs is not None:

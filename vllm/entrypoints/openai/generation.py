@@ -54,15 +54,31 @@ class Service:
             )
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, request_id: str
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        request_id: str,
+        shortens: bool = False,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, each with the index of its prompt."""
+        """Outputs of all prompts as they come, each with the index of its prompt. shortens: a
+        max_tokens beyond what a prompt leaves is a default, and nobody's mistake."""
+        self.engine.check_queue(len(prompts) * params.n)
         # Clients may send the same id twice; the engine's ids are unique.
         streams = [
-            self.engine.generate(prompt, params, f"{request_id}-{next(self._numbers)}")
+            self.engine.generate(
+                prompt,
+                self._shortened(params, len(prompt)) if shortens else params,
+                f"{request_id}-{next(self._numbers)}",
+            )
             for prompt in prompts
         ]
         return _merged(streams)
+
+    def _shortened(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        room = self.max_model_len - num_prompt
+        if params.max_tokens is None or not params.min_tokens <= room < params.max_tokens:
+            return params
+        return msgspec.structs.replace(params, max_tokens=max(room, 1))
 
 
 @dataclass
