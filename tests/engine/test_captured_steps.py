@@ -68,9 +68,12 @@ def requests(count: int):
             SamplingParams(
                 temperature=rng.choice([0, 1.0]),
                 seed=rng.randrange(1000),
-                max_tokens=rng.randint(1, MAX_LEN - len(prompt)),
+                max_tokens=rng.randint(3, MAX_LEN - len(prompt)),
                 logprobs=rng.choice([None, 2]),
                 ignore_eos=rng.random() < 0.7,
+                min_tokens=rng.choice([0, 0, 3]),
+                logit_bias=rng.choice([None, {7: 2.5, 9: -100.0}]),
+                frequency_penalty=rng.choice([0, 0, 0, 0.5]),
             )
         )
     return prompts, params
@@ -140,3 +143,28 @@ def test_block_tables_are_sent_again_only_when_they_have_changed(checkpoint):
     llm.generate({"prompt_token_ids": list(range(5, 15))}, params, use_tqdm=False)
     changes = sum(before != after for before, after in pairwise(sent))
     assert len(sent) == 69 and changes == 80 // 16 - 1, "one for each block that begins"
+
+
+@pytest.mark.parametrize(
+    ("options", "holds_back"),
+    [
+        ({"logit_bias": {7: 1.0}}, False),
+        ({"min_tokens": 4}, False),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
+    checkpoint, options, holds_back
+):
+    llm = load(checkpoint("llama"), runs_ahead=True)
+    core, are_ahead = llm.llm_engine.core, []
+    launch = core.executor.launch
+
+    def look(*given):
+        are_ahead.append(core._running is not None)
+        return launch(*given)
+
+    core.executor.launch = look
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)
+    llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    assert are_ahead == [False] + [not holds_back] * 7

@@ -6,9 +6,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
+from vllm._custom_ops import ScaleLayout
 from vllm.engine.request import EngineRequest, FinishReason
 from vllm.entrypoints.openai.errors import as_api_error
 from vllm.errors import NumericsError
+from vllm.kernels.activations import InputQuant
+from vllm.worker.numerics import NumericsWatch
 
 POISON = VOCAB - 1
 """A token whose embedding is NaN in `folder`."""
@@ -80,7 +83,34 @@ def test_a_later_failure_is_traced_to_where_it_begins_itself(folder, runs_ahead)
     core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
     assert "model.embed_tokens" in run(llm, {"bad": [7, POISON, 9]})["bad"][-1].error
     core.runner.model.model.layers[1].input_layernorm.weight.data.fill_(torch.nan)
-    assert "model.layers.1." in run(llm, {"next": [7, 8, 9]})["next"][-1].error
+    error = run(llm, {"next": [7, 8, 9]})["next"][-1].error
+    assert error.endswith("model.layers.1.input_layernorm (RMSNorm)")
+
+
+@pytest.mark.parametrize("name", ["norm", "layers.0.post_attention_layernorm"])
+def test_a_norm_that_adds_to_the_residual_is_named_itself(folder, name):
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64, debug_numerics=True)
+    module = llm.llm_engine.core.runner.model.model.get_submodule(name)
+    module.weight.data.fill_(torch.nan)
+    error = run(llm, {"bad": [7, 8, 9]})["bad"][-1].error
+    assert error.endswith(f"model.{name} (RMSNorm)")
+
+
+def test_a_layer_that_was_given_broken_numbers_is_not_blamed_for_them():
+    watch = NumericsWatch(layer := torch.nn.Identity())
+    layer(torch.full((2, 2), torch.nan))
+    assert watch.first == "the model (Identity), whose input was not finite already"
+
+
+@pytest.mark.parametrize("broken", ["q", "scales", ""])
+def test_numbers_that_come_quantised_are_watched(broken):
+    values = torch.ones(2, 128)
+    given = InputQuant(ScaleLayout.ROW_MAJOR).quantise(values)
+    if broken:
+        getattr(given, broken).view(torch.uint8).fill_(0xFF)  # NaN in E4M3, and in float32
+    watch = NumericsWatch(layer := torch.nn.Identity())
+    layer(given)
+    assert bool(watch.first) == bool(broken)
 
 
 def test_who_ends_in_the_step_in_which_another_fails_comes_with_the_next(folder):

@@ -1,5 +1,7 @@
 """Sampling: filters keep what they promise, and a row never depends on its batch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -200,3 +202,31 @@ def test_a_grammar_bans_what_its_bits_do_not_allow_in_its_own_rows(vocab):
     xgrammar.apply_token_bitmask_inplace(wanted[1:3], words, vocab_size=vocab)
     sampler.ban_others(logits, {1: words[0], 2: words[1]})
     assert torch.equal(logits, wanted) and logits.isinf().any()
+
+
+def test_edits_of_rows_together_are_those_of_each_alone():
+    rng = np.random.default_rng(0)
+
+    def edit(row: int) -> RowEdits:
+        history = rng.integers(0, VOCAB, 3 * row + 1).astype(np.int32)
+        return RowEdits(
+            row,
+            logit_bias={row: 2.0, VOCAB - 1: -3.0} if row % 2 else None,
+            banned=(row, 3, 3) if row % 3 == 0 else (),
+            repetition_penalty=1.0 + 0.25 * (row % 4),
+            presence_penalty=0.5 * (row % 3),
+            frequency_penalty=0.25 * (row % 2),
+            history=history,
+            output=history[row:],
+        )
+
+    edits, logits = [edit(row) for row in range(7)], logits_of(9)
+    together = logits.clone()
+    sample(together, batch(9, temperature=0, edits=edits))
+    for own in edits:
+        alone = logits[own.row : own.row + 1].clone()
+        sample(alone, batch(1, temperature=0, edits=[dataclasses.replace(own, row=0)]))
+        assert torch.equal(together[own.row], alone[0])
+    assert torch.equal(together[7:], logits[7:])
+    changed = [(together[i] != logits[i]).any() for i in range(7)]
+    assert all(changed[1:])

@@ -60,6 +60,33 @@ def test_a_start_tells_where_all_its_seconds_went(text_checkpoint):
 
 
 def test_a_full_gpu_names_the_option():
-    told = pytest.raises(ConfigError, match=r"CUDA out of memory.*change --max-num-seqs")
-    with told, naming_the_knob("--max-num-seqs (lower)"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More text")
+    full = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 79 GiB. "
+        "Process 7 has 70 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch"
+    )
+    told = pytest.raises(ConfigError, match="change --max-num-seqs")
+    with told as error, naming_the_knob("--max-num-seqs (lower)"):
+        raise full
+    assert "Process 7 has 70 GiB memory in use" in str(error.value)
+    assert "by PyTorch" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+    ],
+)
+def test_a_full_gpu_is_known_by_what_libraries_say_of_it(text):
+    with (
+        pytest.raises(ConfigError, match="change --max-num-seqs"),
+        naming_the_knob("--max-num-seqs"),
+    ):
+        raise RuntimeError(text)
+    with (
+        pytest.raises(RuntimeError, match="illegal memory access"),
+        naming_the_knob("--max-num-seqs"),
+    ):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,11 +20,28 @@ def bucket_sizes(max_batch: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """The same numbers at the same place on a GPU, which do not keep the memory from others."""
+    whole_numbers = {1: "|i1", 2: "<i2", 4: "<i4"}[tensor.itemsize]  # the protocol has no bfloat16
+    place = {
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+        "typestr": whole_numbers,
+        "data": (tensor.data_ptr(), False),
+        "version": 3,
+    }
+    interface = SimpleNamespace(__cuda_array_interface__=place)
+    alias = torch.as_tensor(interface, device=tensor.device).view(tensor.dtype)
+    assert alias.data_ptr() == tensor.data_ptr(), "a copy would never change"
+    return alias
+
+
 class CudaGraphs:
     """Graphs of `compute(batch size) -> logits` by batch size, sharing one memory pool.
 
     `compute` must read its inputs from memory that stays where it is. The largest batch is
-    captured first: the smaller ones then fit into the memory it left in the pool.
+    captured first: the smaller ones then fit into the memory it left in the pool, logits too, which
+    nobody reads any more when another graph runs.
     """
 
     def __init__(self, compute: Callable[[int], Tensor], max_batch: int):
@@ -38,7 +56,8 @@ class CudaGraphs:
             # Only this thread must not wait: NCCL's watchdog asks for the state of its events.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = compute(size)
-            self._graphs[size] = graph, logits
+            self._graphs[size] = graph, without_memory(logits)
+            del logits
         self._sizes = sorted(self._graphs)
         seconds = time.perf_counter() - start
         logger.info("Captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
@@ -48,7 +67,7 @@ class CudaGraphs:
         return next((size for size in self._sizes if size >= batch), None)
 
     def replay(self, size: int) -> Tensor:
-        """Runs the graph of this size; logits [size, vocab], valid until its next replay."""
+        """Runs the graph of this size; logits [size, vocab], valid until the next replay of any."""
         graph, logits = self._graphs[size]
         graph.replay()
         return logits

@@ -65,7 +65,7 @@ def _check_size(
     if num_blocks < 2:
         raise ConfigError(
             f"--block-size {block_size}: a block takes {gib:.3g} GiB, and the KV cache has no room "
-            f"for 2 of them: lower it, or raise VLLM_CPU_KVCACHE_SPACE (GiB)"
+            f"for 2 of them: lower it, or {_for_more_room(config, device.type)}"
         )
     if config.cache_config.num_blocks is None:
         return  # sized from what is free
@@ -78,7 +78,21 @@ def _check_size(
         )
 
 
-def fit_max_model_len(config: VllmConfig, num_blocks: int) -> VllmConfig:
+def _for_more_room(config: VllmConfig, device_kind: str) -> str:
+    """What makes the cache larger."""
+    if config.cache_config.num_blocks is not None:
+        return "raise --num-gpu-blocks-override"
+    if device_kind == "cpu":
+        return "raise VLLM_CPU_KVCACHE_SPACE (GiB)"
+    cache = config.cache_config
+    narrower = "" if cache.kv_cache_dtype.startswith("fp8") else ", take --kv-cache-dtype fp8"
+    return (
+        f"raise --gpu-memory-utilization (now {cache.gpu_memory_utilization}){narrower}, or spread "
+        f"the model over more GPUs (--tensor-parallel-size)"
+    )
+
+
+def fit_max_model_len(config: VllmConfig, num_blocks: int, device_kind: str) -> VllmConfig:
     """The config with a max_model_len that the cache can hold.
 
     One that the user gave is not lowered: ConfigError.
@@ -90,25 +104,26 @@ def fit_max_model_len(config: VllmConfig, num_blocks: int) -> VllmConfig:
     if model.is_max_model_len_given:
         raise ConfigError(
             f"the KV cache holds {num_tokens} tokens, fewer than --max-model-len "
-            f"{model.max_model_len}; lower that to at most {num_tokens}, or raise "
-            f"VLLM_CPU_KVCACHE_SPACE (GiB)"
+            f"{model.max_model_len}; lower that to at most {num_tokens}, or "
+            f"{_for_more_room(config, device_kind)}"
         )
     logger.warning(
         "Serving %d tokens a request instead of the model's %d: that is what the KV cache holds. "
-        "Raise VLLM_CPU_KVCACHE_SPACE (GiB) for more.",
-        num_tokens,
-        model.max_model_len,
-    )
+        "For more, %s.",
+        num_tokens, model.max_model_len, _for_more_room(config, device_kind),
+    )  # fmt: skip
     return replace(config, model_config=replace(model, max_model_len=num_tokens))
 
 
 def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_bytes: int) -> int:
-    """What is left beside weights, the largest step and captured graphs: of this engine's share
-    of the GPU (gpu_memory_utilization, whatever others use), and of what is free at all."""
+    """What is left beside weights, the largest step and captured graphs with their logits: of this
+    engine's share of the GPU (gpu_memory_utilization, whatever others use), and of what is free at
+    all."""
     block_bytes = sum(kernel.block_bytes(config.cache_config.block_size) for kernel in kernels)
     share = config.cache_config.gpu_memory_utilization
     memory = gpu_memory(share)
-    needed = peak_bytes + _GRAPH_BYTES
+    logit_bytes = 4 * config.scheduler_config.max_num_seqs * config.model_config.vocab_size
+    needed = peak_bytes + _GRAPH_BYTES + logit_bytes
     left = memory.left - needed
     if left < 2 * block_bytes:
         raise ConfigError(

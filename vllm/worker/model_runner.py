@@ -14,6 +14,7 @@ from vllm.distributed.groups import wait_for
 from vllm.distributed.parallel import Parallel
 from vllm.engine.request import Request, TokenLogprobs
 from vllm.engine.scheduler import Step
+from vllm.errors import ConfigError
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
@@ -94,6 +95,17 @@ class LaunchedStep:
         return f"{text}; the first output that is not finite is that of {self.first_broken}"
 
 
+def _make_batch(config: VllmConfig) -> InputBatch:
+    num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    try:
+        return InputBatch(num_seqs, length, config.cache_config.block_size)
+    except MemoryError as error:
+        raise ConfigError(
+            f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "
+            f"lower one of them"
+        ) from error
+
+
 class ModelRunner:
     """The model with its KV cache and the batch it works on.
 
@@ -128,13 +140,9 @@ class ModelRunner:
                 self.num_blocks = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
                 )
-        self.config = config = fit_max_model_len(config, self.num_blocks)
+        self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         scheduler = config.scheduler_config
-        self.batch = InputBatch(
-            scheduler.max_num_seqs,
-            config.model_config.max_model_len,
-            config.cache_config.block_size,
-        )
+        self.batch = _make_batch(config)
         self._inputs = StepInputs(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
@@ -217,9 +225,9 @@ class ModelRunner:
         Requests whose logits are edited by what they sampled before, and those with a grammar,
         take part only when the results of all steps before were taken.
         """
-        if self._warm_up is not None:
-            self._warm_up.promote()
         with torch.inference_mode(), self._cores_for_kernels():
+            if self._warm_up is not None:
+                self._warm_up.promote()
             return self._launch(step, bitmasks)
 
     @contextmanager

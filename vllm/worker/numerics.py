@@ -1,12 +1,14 @@
 """Logits that are not finite: found in every step, and traced to a layer on request."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vllm.distributed.groups import own_part
-from vllm.kernels.activations import UnaddedRows
+from vllm.kernels.activations import QuantizedInput, UnaddedRows
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 BROKEN = -1
 """In place of a token: the logits it should come from were NaN or infinite."""
@@ -26,29 +28,54 @@ def mark_broken(logits: Tensor, tokens: Tensor) -> Tensor:
 class NumericsWatch:
     """Notes the first module of a step whose output is not finite. Waits for every module.
 
-    first: its name and class, None if all were finite since `reset`.
+    first: its name and class, None if all were finite since `reset`; and whether its input was
+    broken already, which then comes from no module: of another rank, or of what is computed
+    between modules.
     """
 
     def __init__(self, model: nn.Module):
         self.first: str | None = None
         for name, module in model.named_modules():
-            module.register_forward_hook(self._hook(name or "the model"))
+            watch = _Watched(self, f"{name or 'the model'} ({type(module).__name__})")
+            module.register_forward_pre_hook(watch.before)
+            module.register_forward_hook(watch.after)
+            if isinstance(module, RMSNorm):  # with a residual it is not called as a module
+                module.add = watch.around(module.add)  # type: ignore[method-assign]
 
     def reset(self) -> None:
         self.first = None
 
-    def _hook(self, name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self.first is None and _is_broken(output):
-                self.first = f"{name} ({type(module).__name__})"
 
-        return look
+class _Watched:
+    """A module: what it is given, which it may overwrite, and what it gives."""
+
+    def __init__(self, watch: NumericsWatch, name: str):
+        self._watch, self._name = watch, name
+        self._was_broken = False
+
+    def before(self, module: nn.Module | None, inputs: Iterable[Any]) -> None:
+        if self._watch.first is None:
+            self._was_broken = any(map(_is_broken, inputs))
+
+    def after(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
+        if self._watch.first is None and _is_broken(output):
+            given = ", whose input was not finite already" if self._was_broken else ""
+            self._watch.first = f"{self._name}{given}"
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            self.before(None, given)
+            output = function(*given)
+            self.after(None, given, output)
+            return output
+
+        return call
 
 
-def _is_broken(output: Any) -> bool:
-    values = output.total() if isinstance(output, UnaddedRows) else own_part(output)
-    return (
-        isinstance(values, Tensor)
-        and values.is_floating_point()
-        and not bool(values.isfinite().all())
-    )
+def _is_broken(x: Any) -> bool:
+    if isinstance(x, QuantizedInput):
+        return _is_broken(x.q) or _is_broken(x.scales)
+    values = x.total() if isinstance(x, UnaddedRows) else own_part(x)
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        return False
+    return not bool(values.float().isfinite().all())  # no device has isfinite for float8

@@ -4,7 +4,7 @@ Random numbers are a function of (seed, index of the output token), so nothing h
 between steps and a request that is preempted and computed anew continues with the same text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -71,8 +71,8 @@ def sample(
     logits = widened(logits, batch, ops)
     if batch.bitmasks:
         ban_others(logits, batch.bitmasks)
-    for edit in batch.edits:
-        _apply_edits(logits[edit.row], edit)
+    if batch.edits:
+        _apply_edits(logits, batch.edits)
     numbers = uniforms(batch.seeds, batch.indices)
     draws, top_k, temperature, top_p, min_p = _on_device(
         (numbers, batch.top_k, batch.temperature, batch.top_p, batch.min_p), logits.device
@@ -134,21 +134,65 @@ def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _apply_edits(row: Tensor, edit: RowEdits) -> None:
-    if edit.history is not None and edit.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(edit.history).astype(np.int64)).to(row.device)
-        values, penalty = row[seen], edit.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if edit.output is not None and (edit.presence_penalty or edit.frequency_penalty):
-        ids, counts = np.unique(edit.output, return_counts=True)
-        penalties = edit.presence_penalty + edit.frequency_penalty * counts
-        penalised = torch.from_numpy(ids.astype(np.int64)).to(row.device)
-        row[penalised] -= torch.from_numpy(penalties).to(row.device, row.dtype)
-    for token, bias in (edit.logit_bias or {}).items():
-        row[token] += bias
-    if edit.banned:
-        banned = list(edit.banned)
-        before = row[banned]
-        row[banned] = -torch.inf
+def _apply_edits(logits: Tensor, edits: Sequence[RowEdits]) -> None:
+    """In place, for float32 logits [S, vocab]; the host waits for nothing."""
+    vocab = logits.shape[1]
+    if (found := _places(logits, edits, lambda edit: _repeated(edit, vocab))) is not None:
+        rows, tokens, penalty = found
+        values = logits[rows, tokens]
+        values = torch.where(values > 0, values / penalty, values * penalty)
+        logits.index_put_((rows, tokens), values)
+    for changes_of in (_penalties, _biases):
+        if (found := _places(logits, edits, changes_of)) is not None:
+            rows, tokens, change = found
+            logits.index_put_((rows, tokens), logits[rows, tokens] + change)
+    if (found := _places(logits, edits, _bans)) is not None:
+        rows, tokens, ban = found
+        before = logits[rows, tokens]
+        logits.index_put_((rows, tokens), ban)
         # A grammar that is complete allows nothing else.
-        row[banned] = torch.where(row.isneginf().all(), before, -torch.inf)
+        is_hopeless = logits.isneginf().all(1)[rows]
+        logits.index_put_((rows, tokens), torch.where(is_hopeless, before, ban))
+
+
+_Changes = tuple[np.ndarray, np.ndarray | float]
+"""Tokens of a row, each once, and a number for each or for all."""
+
+
+def _repeated(edit: RowEdits, vocab: int) -> _Changes | None:
+    if edit.history is None or edit.repetition_penalty == 1.0:
+        return None
+    is_there = np.zeros(vocab, np.bool_)  # a third of the time that sorting takes
+    is_there[edit.history] = True
+    return np.flatnonzero(is_there), edit.repetition_penalty
+
+
+def _penalties(edit: RowEdits) -> _Changes | None:
+    if edit.output is None or not (edit.presence_penalty or edit.frequency_penalty):
+        return None
+    tokens, counts = np.unique(edit.output, return_counts=True)
+    return tokens, -(edit.presence_penalty + edit.frequency_penalty * counts)
+
+
+def _biases(edit: RowEdits) -> _Changes | None:
+    biases = edit.logit_bias
+    return (np.array([*biases]), np.array([*biases.values()])) if biases else None
+
+
+def _bans(edit: RowEdits) -> _Changes | None:
+    return (np.unique(edit.banned), -np.inf) if edit.banned else None
+
+
+def _places(
+    logits: Tensor, edits: Sequence[RowEdits], changes_of: Callable[[RowEdits], _Changes | None]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows and tokens int64 [places] and numbers float32 [places] of all changes; None for none."""
+    changes = [(edit.row, changed) for edit in edits if (changed := changes_of(edit)) is not None]
+    rows = [np.full(len(tokens), row, np.int64) for row, (tokens, _) in changes]
+    places = [tokens.astype(np.int64) for _, (tokens, _) in changes]
+    numbers = [np.broadcast_to(value, len(tokens)) for _, (tokens, value) in changes]
+    if not sum(map(len, places)):
+        return None
+    whole = np.concatenate(rows), np.concatenate(places), np.concatenate(numbers, dtype=np.float32)
+    first, second, third = _on_device(whole, logits.device)
+    return first, second, third
