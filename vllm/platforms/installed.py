@@ -1,6 +1,11 @@
-"""Which chip this machine has, asked of the CUDA driver itself: no torch, no CUDA context."""
+"""Which chip this machine has, asked of the CUDA driver itself: torch is not imported, and no CUDA
+context made."""
 
 import ctypes
+import re
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from vllm.kernels.spec import Device
 from vllm.kernels.tune_table import Chip
@@ -13,9 +18,27 @@ _MEMORY_CLOCK, _MEMORY_BUS_WIDTH = 36, 37
 
 
 def installed_device() -> Device:
-    """The first visible GPU, or the CPU where there is none or no driver."""
+    """The first visible GPU, or the CPU where there is none, no driver, or a torch without CUDA."""
+    return Device("cpu") if is_torch_for_cpus() else visible_gpu() or Device("cpu")
+
+
+def visible_gpu() -> Device | None:
+    """The first one, whether torch can use it or not."""
     found = _attributes(_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
-    return Device("cuda", DeviceCapability(*found)) if found else Device("cpu")
+    return Device("cuda", DeviceCapability(*found)) if found else None
+
+
+@cache
+def is_torch_for_cpus() -> bool:
+    """Whether the installed torch was built without CUDA."""
+    spec = PathFinder.find_spec("torch")  # also where it is hidden from imports
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"^cuda\b.*= *None$", text, re.MULTILINE) is not None
 
 
 def installed_chip(device: Device) -> Chip:
@@ -36,14 +59,31 @@ def memory_gb_per_s(kilohertz: int, bits: int) -> int:
     return round(2 * kilohertz * bits / 8 / 1e6)
 
 
-def _attributes(*numbers: int) -> list[int]:
-    """Of the first visible GPU; [] where there is none."""
+def gpu_memory_bytes() -> int | None:
+    """Bytes of the first visible GPU; None where there is none."""
+    driver, device = _driver_and_device()
+    size = ctypes.c_size_t()
+    if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return None
+    return size.value
+
+
+def _driver_and_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
+    """(None, ...) where no GPU is visible."""
+    device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return []
-    device = ctypes.c_int()
+        return None, device
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None, device
+    return driver, device
+
+
+def _attributes(*numbers: int) -> list[int]:
+    """Of the first visible GPU; [] where there is none."""
+    driver, device = _driver_and_device()
+    if driver is None:
         return []
     values = []
     for number in numbers:

@@ -11,25 +11,51 @@ from vllm.kernels import registry
 from vllm.kernels.spec import NATIVE, Device, Lib, Libs
 from vllm.kernels.tune_quarantine import with_quarantine
 from vllm.kernels.tune_table import Chip
+from vllm.logger import get_logger
 from vllm.platforms.cpu import cpu_name
-from vllm.platforms.installed import installed_chip
+from vllm.platforms.installed import installed_chip, visible_gpu
 from vllm.platforms.interface import DeviceCapability
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
+
+logger = get_logger(__name__)
 
 
 @cache
 def probe_device() -> Device:
-    """The device that models run on: the first GPU that torch can use, else the CPU."""
+    """The device that models run on: the first GPU, or the CPU where there is none, or a torch
+    without CUDA; ConfigError for a GPU that torch with CUDA cannot use."""
     import torch
 
     if torch.cuda.is_available():
         return Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
+    if (gpu := visible_gpu()) is not None:
+        _tell_of_unused(gpu)
     if _native.status().state != "present":
         return Device("cpu")
     try:
         return Device("cpu", isa=_native.load(envs.VLLM_CPU_ISA).cpu_isa())
     except ValueError as error:
         raise ConfigError(f"VLLM_CPU_ISA={envs.VLLM_CPU_ISA}: {error}") from error
+
+
+def _tell_of_unused(gpu: Device) -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        logger.warning("torch %s is built for CPUs, so models run on the CPU and not on the GPU of "
+                       "this machine (%s): install torch with CUDA to use that", torch.__version__,
+                       gpu)  # fmt: skip
+        return
+    try:
+        torch.cuda.init()
+        reason = "it finds no GPU"
+    except Exception as error:  # whatever torch or the driver raises
+        reason = " ".join(str(error).split())
+    raise ConfigError(
+        f"torch {torch.__version__} with CUDA {torch.version.cuda} cannot use the GPU of this "
+        f"machine ({gpu}): {reason}; update the driver or install another torch, or set "
+        f"CUDA_VISIBLE_DEVICES= to serve on the CPU"
+    )
 
 
 @cache

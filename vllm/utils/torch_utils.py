@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, VllmError, is_out_of_memory
 
 # Names users write -> torch dtype -> short name used by the kernel selector.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -16,6 +16,9 @@ SHORT_NAMES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
 }
+
+
+_MOST_FACTS = 500  # characters of somebody else's error that a message quotes
 
 
 def dtype_of(short_name: str) -> torch.dtype:
@@ -34,6 +37,12 @@ def naming_the_knob(knob: str) -> Iterator[None]:
     """Turns a GPU that is full into a ConfigError that says which option to change, and how."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        first = str(error).partition(". ")[0]
-        raise ConfigError(f"not enough GPU memory: {first}; change {knob}") from error
+    except Exception as error:
+        if isinstance(error, VllmError) or not is_out_of_memory(error):
+            raise
+        # Up to what torch says of its own allocator; before it, who has how much.
+        facts = " ".join(str(error).partition(" Of the allocated memory")[0].split())
+        raise ConfigError(
+            f"not enough GPU memory: change {knob}, or end other processes that use the GPU: "
+            f"{facts[:_MOST_FACTS]}"
+        ) from error
