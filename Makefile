@@ -5,7 +5,7 @@
 # make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
 #                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
 # make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
-# make test-build   compiles every GPU kernel for every kind of architecture; needs nvcc
+# make test-build   compiles every GPU kernel, Triton's too, for every kind of architecture; needs nvcc
 
 PYTHON ?= python3
 VENV := .venv
@@ -53,7 +53,7 @@ test-gpu:
 	$(PYTHON) tests/gpu_tests.py $(ARGS)
 
 test-build: $(VENV)/.cutlass
-	$(BIN)/python -m pytest tests/cmake -m build $(ARGS)
+	$(BIN)/python -m pytest tests/cmake tests/kernels/test_triton_fits.py -m build $(ARGS)
 
 $(VENV)/.cutlass: $(VENV)/.test
 	$(PIP) --no-deps $(CUTLASS)

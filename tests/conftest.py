@@ -14,6 +14,14 @@ hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "build" in config.getoption("markexpr"):
+        return
+    for item in items:
+        if item.get_closest_marker("build"):
+            item.add_marker(pytest.mark.skip("compiles every GPU kernel: make test-build"))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name, **changes) -> folder of a float32 checkpoint; made once."""

@@ -2,14 +2,6 @@ import pytest
 from build_tools import find_tool
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "build" in config.getoption("markexpr"):
-        return
-    for item in items:
-        if item.get_closest_marker("build"):
-            item.add_marker(pytest.mark.skip("compiles every GPU kernel: make test-build"))
-
-
 @pytest.fixture(scope="session")
 def nvcc() -> str:
     path = find_tool("nvcc")

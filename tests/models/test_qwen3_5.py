@@ -306,3 +306,17 @@ def test_a_field_that_makes_no_sense_is_named(checkpoint, tmp_path, changes, say
     folder = write(checkpoint("qwen3_5"), tmp_path / "bad", **changes)
     with pytest.raises(CheckpointError, match=says):
         load(folder)
+
+
+def test_weights_of_experts_add_up_to_one_whatever_a_config_says(checkpoint, tmp_path):
+    """transformers' Qwen3.5 router has no such field; Qwen3's has."""
+    source = checkpoint("qwen3_5_moe")
+    shutil.copytree(source, tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
+    for ours, theirs in zip(
+        prompt_logprobs(load(tmp_path / "model"), prompts()),
+        prompt_logprobs(load(source), prompts()),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)

@@ -265,6 +265,7 @@ def _decode(call: _Call, max_seq_len: int) -> None:
         PARTIAL_BYTES // (4 * num_requests * num_heads * sizes["DIM"]),
     )
     min_split = max(min_split, block_n)  # splits are whole tiles
+    block_m = max(16, next_power_of_2(sizes["GROUP"]))
     slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
     partial = query.new_empty((*slots, sizes["DIM"]), dtype=torch.float32)
     partial_lse = query.new_empty(slots, dtype=torch.float32)
@@ -272,7 +273,18 @@ def _decode(call: _Call, max_seq_len: int) -> None:
     decode_kernel[(sizes["KV_HEADS"], num_requests, num_splits)](
         *call, partial, partial_lse, arrival_counters(query.device), query.shape[0],
         call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2], **sizes,
-        BLOCK_M=max(16, next_power_of_2(sizes["GROUP"])), BLOCK_N=block_n, ROW_PAD=row,
-        AT_ONCE=max(1, COMBINED_BYTES // (4 * row)), num_warps=4, num_stages=DECODE_STAGES[item],
+        BLOCK_M=block_m, BLOCK_N=block_n, ROW_PAD=row, AT_ONCE=max(1, COMBINED_BYTES // (4 * row)),
+        num_warps=4,
+        num_stages=decode_stages(
+            item, block_m, sizes["DIM_PAD"], read_chip(query.device).shared_memory
+        ),
         **launch_dependent(query.device),
     )  # fmt: skip
+
+
+def decode_stages(item: int, block_m: int, dim_pad: int, shared_memory: int) -> int:
+    """item: bytes of an element of the cache. Tiles of K and V in flight, and beside many rows of
+    queries what their products take: chips with 99 KiB have room for fewer."""
+    stages = DECODE_STAGES[item]
+    needed = 2 * DECODE_TILE_BYTES * stages + 4 * block_m * dim_pad
+    return stages if block_m == 16 or needed <= shared_memory else min(stages, 2)

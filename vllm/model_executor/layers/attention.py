@@ -1,16 +1,13 @@
 """The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
 
 from vllm.kernels import registry
 from vllm.kernels.problem import AttentionProblem, KVQuantProblem
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
-from vllm.model_executor.layers.quantization.utils.scales import write_scales
-from vllm.model_executor.weights import FLOATS, Slot
+from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
+from vllm.model_executor.weights import Slot
 from vllm.ops.paged_attention import CacheTarget, GraphPlanner
 from vllm.utils.torch_utils import SHORT_NAMES
 
@@ -18,11 +15,7 @@ logger = get_logger(__name__)
 
 
 class Attention(nn.Module):
-    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim].
-
-    cache_scales: of K and of V, by which a checkpoint wants them divided in an FP8 cache; only
-    those that it has.
-    """
+    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
 
     def __init__(
         self,
@@ -35,7 +28,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.prefix = prefix
-        self.cache_scales: dict[str, float] = {}
+        self.cache_method = Fp8KVCacheMethod()
         problem = AttentionProblem(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -52,26 +45,10 @@ class Attention(nn.Module):
         self.kernel = registry.backend(attend.chosen).attention(problem, writer)
 
     def slots(self) -> dict[str, Slot]:
-        return {
-            f"{self.prefix}.{name}": Slot((), FLOATS, self._keep(name), is_optional=True)
-            for name in ("k_scale", "v_scale")
-        }
-
-    def _keep(self, name: str) -> Callable[[Tensor], None]:
-        place = torch.empty((), device="cpu")
-        write = write_scales(place, may_be_zero=False)
-
-        def keep(tensor: Tensor) -> None:
-            write(tensor)
-            self.cache_scales[name] = float(place)
-
-        return keep
+        return self.cache_method.slots(self.prefix)
 
     def make_kernel(self) -> None:
-        """Only a cache in FP8 has scales."""
-        if self.kernel.problem.format == "fp8" and self.cache_scales:
-            self.kernel.k_scale = self.cache_scales["k_scale"]
-            self.kernel.v_scale = self.cache_scales["v_scale"]
+        self.cache_method.apply(self.kernel)
 
     def target(self, v: Tensor, batch: ForwardBatch) -> CacheTarget | None:
         """Where K and V are to be written while K is rotated; None where `forward` does it."""
@@ -92,7 +69,7 @@ def log_cache_scales(model: nn.Module) -> None:
     """One line where the cache is in FP8, or the checkpoint is made for one that is."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     is_fp8 = any(layer.kernel.problem.format == "fp8" for layer in layers)
-    num_scaled = sum(bool(layer.cache_scales) for layer in layers)
+    num_scaled = sum(bool(layer.cache_method.scales) for layer in layers)
     if is_fp8 and num_scaled:
         logger.info("FP8 KV cache: %d layers with the checkpoint's calibrated scales", num_scaled)
     elif is_fp8:

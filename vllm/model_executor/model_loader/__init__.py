@@ -60,6 +60,8 @@ def load_model(
             _fill_randomly(slots, model_config.seed, selection.device.kind)
         else:
             _fill(cls, config, slots, checkpoint, elsewhere(model))
+        # Kernels are agreed upon within the time of a step; reading may take one rank far longer.
+        parallel.meet("read")
         layers = list(kernel_layers(model))
         del slots
         for layer in _progress(layers, "Preparing kernels", "layer"):

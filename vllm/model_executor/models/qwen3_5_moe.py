@@ -26,6 +26,11 @@ class Qwen3_5MoeExperts(Qwen3MoeExperts):
         )
         self.shared_expert.writer.leaves_sum = True  # together with that of the routed experts
 
+    @staticmethod
+    def renormalises(config: object) -> bool:
+        """Always: this architecture has no such field, whatever a config.json says."""
+        return True
+
     def forward(self, x: Activation) -> Addend:
         weights, ids, gate = self.choose(x)
         return add(

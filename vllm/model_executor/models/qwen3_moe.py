@@ -31,8 +31,7 @@ class Qwen3MoeExperts(nn.Module):
         super().__init__()
         config, self.ops = ctx.hf_config, ctx.ops
         num_experts, top_k = config.num_experts, config.num_experts_per_tok
-        renormalises = bool(getattr(config, "norm_topk_prob", True))
-        self.routing = Routing(num_experts, top_k, renormalises)
+        self.routing = Routing(num_experts, top_k, self.renormalises(config))
         # Checkpoints keep routers as they are whether they list them as not quantised or not.
         plain = dataclasses.replace(ctx, quant_config=None)
         gates = [("gate", num_experts), *self.other_gates]
@@ -45,6 +44,11 @@ class Qwen3MoeExperts(nn.Module):
             config.hidden_size,
             config.moe_intermediate_size,
         )
+
+    @staticmethod
+    def renormalises(config: object) -> bool:
+        """Whether the weights of a token's experts add up to one."""
+        return bool(getattr(config, "norm_topk_prob", True))
 
     @property
     def reader(self) -> FusedMoE:

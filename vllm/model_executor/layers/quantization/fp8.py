@@ -10,12 +10,13 @@ from vllm.kernels.tensors import LinearTensors, scale_shape
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
+from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.layers.sharding import Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 
-__all__ = ["Fp8Config", "Fp8LinearMethod", "Fp8MoEMethod"]
+__all__ = ["Fp8Config", "Fp8KVCacheMethod", "Fp8LinearMethod", "Fp8MoEMethod"]
 
 FP8 = torch.float8_e4m3fn
 

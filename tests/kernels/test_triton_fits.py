@@ -1,0 +1,230 @@
+"""Every Triton kernel compiles for chips that are not here, as its caller launches it, and fits
+their shared memory. Needs Triton, and no GPU.
+
+Callers get tensors of the device `meta`, which have shapes and no memory; Triton gets a driver that
+knows the chip, and compiles instead of launching.
+"""
+
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vllm._custom_ops import ScaleLayout
+from vllm.kernels.activations import InputQuant
+from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
+from vllm.kernels.spec import Scales
+from vllm.kernels.tensors import MoETensors
+from vllm.kernels.triton import (
+    attention,
+    delta_rule,
+    gates,
+    linear,
+    moe,
+    moe_router,
+    moe_rows,
+    skinny,
+)
+
+# Bytes of shared memory that a program can have, and multiprocessors.
+CHIPS = {
+    89: (101376, 142), 90: (232448, 132), 100: (232448, 148), 103: (232448, 148),
+    120: (101376, 188), 121: (101376, 48),
+}  # fmt: skip
+F8, F32, BF16, I32, I64 = (
+    torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32, torch.int64,
+)  # fmt: skip
+CACHED = (
+    moe_rows.capability_major, moe_rows.launch_dependent, attention.read_chip,
+    attention.arrival_counters,
+)  # fmt: skip
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# ---------------------------------------------------------------- what is launched
+
+
+def few_heads_to_one_cache_head(dim: int = 128, cache: torch.dtype = BF16) -> None:
+    attend(32, 8, dim, cache)
+
+
+def all_heads_to_one_cache_head(dim: int, cache: torch.dtype) -> None:
+    attend(64, 1, dim, cache)
+
+
+def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype) -> None:
+    """A long prompt, short ones, and decoding."""
+    kv = empty(100, 16, kv_heads, dim, dtype=cache)
+    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 2, 33, 600),
+                                                    (64, 64, 1, 4096)):  # fmt: skip
+        attention.paged_attention(
+            empty(num_tokens, heads, dim), kv, kv, empty(num_seqs, 300, dtype=I32),
+            empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1,
+            max_query_len=most_new, max_seq_len=longest,
+        )  # fmt: skip
+    new = empty(7, kv_heads, dim)
+    attention.reshape_and_cache(new, new, kv, kv, empty(7, dtype=I64))
+
+
+def block_products(k: int) -> None:
+    for tile in linear.TILES:
+        m = tile.most_tokens or 4096
+        linear.fp8_block_gemm(
+            empty(m, k, dtype=F8), empty(m, -(-k // 128), dtype=F32), empty(4096, k, dtype=F8),
+            empty(32, -(-k // 128), dtype=F32), None, (128, 128), empty(m, 4096),
+        )  # fmt: skip
+
+
+def recurrence(dtype: torch.dtype, dim: int) -> None:
+    tokens, heads, requests = 300, 8, 3
+    own = empty(requests, dtype=I32), empty(requests + 1, dtype=I32), empty(requests, dtype=I32)
+    q, v = (empty(tokens, n, dim, dtype=dtype) for n in (heads // 2, heads))
+    gate, rate = empty(tokens, heads, dtype=dtype), empty(heads, dtype=F32)
+    state = empty(5, heads, dim, dim, dtype=F32)
+    delta_rule.gated_delta_rule(q, q, v, gate, gate, rate, rate, state, *own)
+    x, weight = empty(tokens, 1024, dtype=dtype), empty(4, 1024, dtype=dtype)
+    delta_rule.causal_conv1d(x, weight, empty(5, 3, 1024, dtype=dtype), *own)
+
+
+def gated_outputs() -> None:
+    x = empty(100, 16, 256)
+    gates.mul_sigmoid(x, x)
+    gates.mul_sigmoid(x, empty(100, 16, 1))
+    gates.rms_norm_gated(empty(100, 32, 128), empty(100, 32, 128), empty(128, dtype=F32), 1e-6)
+    skinny.product(empty(5, 2048), empty(64, 2048))
+
+
+def routers() -> None:
+    for num_experts, top_k, groups in ((128, 8, 1), (256, 8, 8)):
+        moe_router.route(
+            empty(100, num_experts), top_k, True, is_sigmoid=groups > 1, num_groups=groups,
+            kept_groups=max(1, groups // 2),
+        )  # fmt: skip
+    routing = moe_router.Routing(256, 8, True)
+    moe_router.choose_experts(empty(9, 2048), SimpleNamespace(weight=empty(257, 2048)), routing)
+
+
+def rows_of_experts() -> None:
+    for num_tokens in (1, 50, 1024, 75000):
+        ids = empty(num_tokens, 8, dtype=I64)
+        moe_rows.sort(ids, 128, block_m=64)
+        moe_rows.sort(ids, 128, block_m=128, is_aligned=True)
+    moe_rows.sort(empty(50, 8, dtype=I64), 128, rows_per_expert=50)
+    positions = empty(100, 8, dtype=I32)
+    for layout in (
+        moe_rows.Rows(1000), moe_rows.Rows(1000, scales=Scales.UE8M0),
+        moe_rows.Rows(1280, rows_per_expert=10), moe_rows.Rows(1000, is_row_major=True),
+    ):  # fmt: skip
+        moe_rows.spread(empty(100, 7168), positions, layout)
+        moe_rows.activate(empty(layout.num_rows, 2 * 768), positions, layout)
+    shares, places = empty(10, 8, dtype=F32), empty(10, 8, dtype=I32)
+    for hidden in (2048, 7168):
+        rows = moe_rows.ExpertRows(empty(80, hidden), shares, places, 128)
+        rows.total()
+        quant = InputQuant(ScaleLayout.COLUMN_MAJOR)
+        rows.add_rms_norm(empty(10, hidden), empty(hidden, dtype=F32), 1e-6, quant)
+
+
+def experts(weight: str, num_experts: int, hidden: int, inner: int) -> None:
+    weight_format = WeightFormat.parse(weight)
+    is_fp8 = weight_format.element == "fp8"
+    act = ActScheme.DYNAMIC_GROUP128 if is_fp8 else ActScheme.NONE
+    problem = MoEProblem(num_experts, 8, hidden, inner, weight_format, (act,), dtype="bf16")
+
+    def stored(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scales = empty(num_experts, n // 128, k // 128, dtype=F32) if is_fp8 else None
+        return empty(num_experts, n, k, dtype=F8 if is_fp8 else BF16), scales
+
+    (gate_up, up_scales), (down, down_scales) = stored(2 * inner, hidden), stored(hidden, inner)
+    tensors = MoETensors(weight_format, gate_up, down, up_scales, down_scales)
+    moe.Experts(problem, tensors).warm_up()
+
+
+CASES = {
+    "attention of 128, bf16": lambda: few_heads_to_one_cache_head(),
+    "attention of 256, fp8, one head": lambda: all_heads_to_one_cache_head(256, F8),
+    "block products": lambda: block_products(4096),
+    "recurrence": lambda: recurrence(BF16, 128),
+    "experts in fp8": lambda: experts("fp8-block", 128, 2048, 768),
+    "rows of experts": rows_of_experts,
+    "routers": routers,
+    "gated outputs": gated_outputs,
+}
+MORE = {
+    **{
+        f"attention of {dim}, {cache}, {name.__name__}": lambda d=dim, c=cache, f=name: f(d, c)
+        for dim in (64, 96, 128, 256)
+        for cache in (BF16, F8)
+        for name in (few_heads_to_one_cache_head, all_heads_to_one_cache_head)
+    },
+    "block products of part of a block": lambda: block_products(4160),
+    "recurrence of 256 in float32": lambda: recurrence(F32, 256),
+    "experts in bf16": lambda: experts("bf16", 8, 4096, 14336),
+}
+
+
+# ---------------------------------------------------------------- chips
+
+
+@contextmanager
+def chip(capability: int):
+    """Launches compile for it; gives (kernel, bytes of shared memory) of those that were."""
+    shared_memory, num_sms = CHIPS[capability]
+    facts = {"max_shared_mem": shared_memory, "multiprocessor_count": num_sms}
+    launched: list[tuple[str, int]] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        assert kernel.asm["cubin"]
+        launched.append((self.fn.__name__, kernel.metadata.shared))
+        return kernel
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        known = SimpleNamespace(
+            get_current_device=lambda: capability,  # what is compiled is kept by device
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            utils=SimpleNamespace(get_device_properties=lambda index: facts),
+        )
+        patch.setattr(driver, "_active", known)
+        for function in CACHED:
+            function.cache_clear()
+        try:
+            yield launched
+        finally:
+            for function in CACHED:
+                function.cache_clear()
+
+
+def check(capability: int, launch) -> None:
+    with chip(capability) as launched:
+        launch()
+    assert launched
+    too_large = [found for found in launched if found[1] > CHIPS[capability][0]]
+    assert not too_large
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_fit_a_chip_of_little_shared_memory(case):
+    check(120, CASES[case])
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+@pytest.mark.parametrize("capability", CHIPS)
+def test_kernels_fit_every_chip(capability, case):
+    check(capability, (CASES | MORE)[case])
