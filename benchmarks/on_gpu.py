@@ -95,6 +95,12 @@ PARTS = (
         "benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 --name Qwen3-8B-FP8-default --out {out}",
     ),
     Part("8b_steps", 70, "benchmarks/serving/bench_steps.py Qwen/Qwen3-8B-FP8 --out {out}", OWN),
+    Part(
+        "prompt_clock",
+        90,
+        "benchmarks/serving/bench_prompt_clock.py Qwen/Qwen3-8B-FP8 --out {out}",
+        OWN,
+    ),
     Part("8b_start", 200, "benchmarks/serving/bench_start.py Qwen/Qwen3-8B-FP8 --out {out}"),
     Part("30b", 120, "benchmarks/serving/bench_gpu.py Qwen/Qwen3-30B-A3B-FP8 --out {out}", OWN),
     Part(

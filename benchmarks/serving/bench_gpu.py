@@ -12,6 +12,10 @@ The model is a shape `vllm kernels explain` knows by name, with random weights. 
   contexts    the same for one request of N prompt tokens; gb_s: weights and cache read a second
   ttft_ms     a prompt of 3,500 tokens and one output token, the median of 3; with the TFLOP/s of
               its matrix products
+  ttft_parts  of one such prompt, without the profiler: before_ms from the call of generate() to the
+              step, launching_ms until the host has launched it, device_ms from the beginning of the
+              step to the end of its last kernel by the device's clock, after_ms from there to the
+              return
   steps       kernels of a step by GPU time, from torch's profiler (which slows the host down);
               one that starts early counts from the end of the one before it on its stream.
               waiting: when no kernel runs; before_us from the call of generate() to the first,
@@ -113,6 +117,46 @@ class Bench:
         ms = median_of_3(lambda: self.seconds([(PREFILL, 1)]) * 1e3)
         tflop_s = round(2 * self._num_weights * PREFILL / ms / 1e9, 1)
         yield {"ttft_ms": round(ms, 1), "ttft_matmul_tflop_s": tflop_s}
+        yield {"ttft_parts": self.first_token_parts()}
+
+    def first_token_parts(self) -> dict[str, float]:
+        """Milliseconds of a prompt, the median of 3 by what its step takes."""
+        return sorted((self.parts_once() for _ in range(3)), key=lambda p: p["device_ms"])[1]
+
+    def parts_once(self) -> dict[str, float]:
+        """Of one prompt: see `ttft_parts`."""
+        import torch
+
+        runner = self._llm.llm_engine.core.runner
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        times: list[float] = []
+
+        def launch(*given: Any) -> Any:
+            times.append(time.perf_counter())
+            marks[0].record()
+            try:
+                return type(runner).launch(runner, *given)
+            finally:
+                marks[1].record()
+                times.append(time.perf_counter())
+
+        run = self.generation([(PREFILL, 1)])
+        torch.cuda.synchronize()
+        runner.launch = launch
+        try:
+            begin = time.perf_counter()
+            run()
+            end = time.perf_counter()
+        finally:
+            del runner.launch
+        assert len(times) == 2, "a prompt that is one step"
+        device_ms = marks[0].elapsed_time(marks[1])
+        return {
+            "before_ms": round((times[0] - begin) * 1e3, 2),
+            "launching_ms": round((times[1] - times[0]) * 1e3, 2),
+            "device_ms": round(device_ms, 2),
+            "after_ms": round((end - times[0]) * 1e3 - device_ms, 2),
+        }
 
     def contexts(self, lengths: list[int]) -> Iterator[dict[str, Any]]:
         for length in lengths:
