@@ -33,6 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in text.lower() for sign in signs)
 
 
+def is_of_machine(error: BaseException) -> bool:
+    """Whether it speaks against the machine, or the state it is in, and not against the kernel that
+    was called: no memory, no room or right to write, broken hardware, a GPU that others hold."""
+    signs = ("uncorrectable", "hardware error", "devices unavailable", "busy or unavailable")
+    is_hardware = any(sign in str(error).lower() for sign in signs)
+    return is_hardware or isinstance(error, OSError) or is_out_of_memory(error)
+
+
 class VllmError(Exception):
     """Base of all errors that are the user's to fix; the CLI prints them and exits with 2."""
 
@@ -43,6 +51,11 @@ class ConfigError(VllmError, ValueError):
 
 class CheckpointError(VllmError, ValueError):
     """A model folder is incomplete, corrupt or of a kind that is not supported."""
+
+
+class KernelFailedError(VllmError):
+    """Chosen kernels failed at their first call and are in quarantine: another start chooses
+    others."""
 
 
 class RequestError(VllmError, ValueError):

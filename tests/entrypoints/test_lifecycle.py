@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from slowness import slowness
 
-from .serving import Answer, RunningServer, run_cli, started_server, wait_until
+from .serving import REPOSITORY, Answer, RunningServer, run_cli, started_server, wait_until
 
 LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
@@ -153,6 +153,40 @@ def test_an_engine_without_memory_says_which_option_helps(tiny_model: Path, tmp_
         assert "out of memory" in answer.error and "--gpu-memory-utilization" in answer.error
         assert server.process.wait(20) != 0
         assert "vllm: error: out of memory" in server.log.read_text()
+
+
+# In the engine's process, once it is imported: products in native code fault at their first call.
+_FAULTS = """
+import builtins
+original = builtins.__import__
+def importing(name, globals=None, *args, **options):
+    module = original(name, globals, *args, **options)
+    if globals and globals.get("__name__") == "vllm.worker.first_calls":
+        builtins.__import__ = original
+        from vllm.kernels.backends import cpu
+        def broken(*given):
+            raise RuntimeError("an illegal memory access was encountered")
+        cpu.linear = lambda *given: broken
+    return module
+builtins.__import__ = importing
+"""
+
+
+def test_a_server_whose_kernels_fail_starts_again_with_others(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_FAULTS)
+    paths = os.pathsep.join(map(str, (tmp_path, REPOSITORY)))
+    variables = {"PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path)}
+    with started_server(tiny_model, tmp_path / "log", **variables) as server:
+        assert server.post("/v1/completions", {"prompt": "ban", "max_tokens": 2}).status == 200
+        decisions = server.get("/kernels").json["decisions"]
+        linear = [d for d in decisions if d["problem"]["family"] == "linear"]
+        assert {d["chosen"] for d in linear} == {"torch"}
+        assert "quarantined on" in json.dumps(linear)
+    log = (tmp_path / "log").read_text()
+    assert log.count("; starting again") == 1
+    assert re.search(r"kernel cpu failed for .* with 1 tokens: RuntimeError: an illegal", log)
 
 
 def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vllm.kernels.jit.ready import (
     ready_sizes,
     stand_in,
 )
-from vllm.worker.warm_up import token_counts
+from vllm.worker.first_calls import token_counts
 
 SIZES = (16, 32, 64, 128, 192)
 BEST = {"deep_gemm": (1, 8192), "cutlass": (1, 0)}

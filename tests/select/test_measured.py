@@ -12,6 +12,7 @@ from selection_strategies import devices, excluding, linears, models, some_libs
 
 from vllm.kernels import registry
 from vllm.kernels.explain import Report, parse_report, report
+from vllm.kernels.problem import AttentionProblem
 from vllm.kernels.render import expectation_of, outcome, page
 from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Timings, Why
 from vllm.kernels.tune_splits import (
@@ -342,9 +343,16 @@ def test_experts_are_split_by_what_was_measured_too():
     assert expectation_of(forced).worst_regret == pytest.approx(9)
 
 
-def test_only_linear_problems_are_quarantined():
+def test_a_failure_speaks_against_problems_of_its_own_family_alone():
     libs = quarantined("deep_gemm", linear())
     assert ask(moe(), "90", libs) == ask(moe(), "90")
+    libs = quarantined("deep_gemm", moe())
+    assert ask(linear(), "90", libs) == ask(linear(), "90")
+    assert ask(moe(), "90").chosen == "deep_gemm" != ask(moe(), "90", libs).chosen
+    attention = AttentionProblem(16, 4, 128, "bf16")
+    for problem in (attention, replace(attention, format="fp8")):
+        libs = quarantined("triton", problem)
+        assert (ask(attention, "90", libs).chosen == "flashinfer") == (problem == attention)
     assert all(name in registry.backend_names("linear") for name, _ in SPLIT.us)
     assert set(TOKENS) == set(SPLIT.tokens)
 

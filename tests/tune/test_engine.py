@@ -16,18 +16,15 @@ from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 def choices(checkpoint, tmp_path, monkeypatch):
     """choices() -> the linear decisions of an engine that has generated a token."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    probe_libs.cache_clear()
 
     def start() -> list[dict]:
-        probe_libs.cache_clear()
         llm = LLM(checkpoint("llama"), skip_tokenizer_init=True, dump_decisions=tmp_path / "d")
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
         decisions = json.loads((tmp_path / "d").read_text())["decisions"]
         return [d for d in decisions if d["problem"]["family"] == "linear"]
 
-    yield start
-    probe_libs.cache_clear()
+    return start
 
 
 def size_key(decision: dict) -> str:

@@ -26,7 +26,14 @@ from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.metrics import Metrics, RequestStats, SchedulerStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request import EngineOutput, EngineRequest
-from vllm.errors import EngineDeadError, QueueFullError, RequestError, StoppingError, VllmError
+from vllm.errors import (
+    EngineDeadError,
+    KernelFailedError,
+    QueueFullError,
+    RequestError,
+    StoppingError,
+    VllmError,
+)
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -42,6 +49,8 @@ _LAST_WORDS_SECONDS = 0.2
 # What an engine says that failed by another's fault, or its end, must not come before the cause.
 # Ranks that do not answer are waited for a while themselves.
 _CAUSE_SECONDS = 4.0
+# Of engines whose kernels failed: each fault may hide another one.
+_MAX_RESTARTS = 3
 # Engines that start before their configuration is read.
 _MAX_EARLY = 16
 
@@ -99,6 +108,8 @@ class EngineProcess:
         if isinstance(message, process.Failed):
             if message.is_of_peer:
                 await asyncio.sleep(_CAUSE_SECONDS)
+            if message.may_restart:
+                raise KernelFailedError(message.message)
             raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
         assert isinstance(message, process.Ready)
         return message
@@ -143,6 +154,7 @@ class AsyncLLM:
     def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # refuses mistakes before there are that many processes
+        self._args = args
         self._engines = _start_engines(args)
         try:
             report = current_report()
@@ -178,21 +190,34 @@ class AsyncLLM:
 
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
-        waits = [asyncio.ensure_future(self._wait_ready(engine)) for engine in self._engines]
         report = current_report()
         report.count_rest("imports")
-        try:
-            with report.phase("waiting for the engine"):
-                ready = await asyncio.gather(*waits)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        with report.phase("waiting for the engine"):
+            ready = await self._all_ready()
         self._adopt(ready[0], min(message.max_model_len for message in ready))
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
                 asyncio.create_task(self._watch_process(engine)),
             ]
+
+    async def _all_ready(self) -> list[process.Ready]:
+        """Starts them again where kernels failed that the next start does without."""
+        for num_left in range(_MAX_RESTARTS, -1, -1):
+            waits = [asyncio.ensure_future(self._wait_ready(engine)) for engine in self._engines]
+            try:
+                return await asyncio.gather(*waits)
+            except KernelFailedError as error:
+                if not num_left:
+                    raise
+                logger.error("%s; starting again", error)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+            await asyncio.to_thread(_kill, self._engines)
+            self._engines = _start_engines(self._args)
+        raise AssertionError("the last try returns or raises")
 
     async def _wait_ready(self, engine: EngineProcess) -> process.Ready:
         try:

@@ -16,7 +16,7 @@ import zmq
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.request import EngineOutput, EngineRequest
-from vllm.errors import EngineDeadError, VllmError
+from vllm.errors import EngineDeadError, KernelFailedError, VllmError
 from vllm.executor import head_start
 from vllm.executor.local_ranks import started_early
 from vllm.logger import get_logger
@@ -58,11 +58,13 @@ class Ready(msgspec.Struct, tag="ready"):
 
 class Failed(msgspec.Struct, tag="failed"):
     """The model could not be loaded, or a rank is gone; message says why. is_user_error: no bug of
-    ours. is_of_peer: another engine failed before, and knows more."""
+    ours. is_of_peer: another engine failed before, and knows more. may_restart: another start does
+    something else."""
 
     message: str
     is_user_error: bool
     is_of_peer: bool = False
+    may_restart: bool = False
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -132,7 +134,8 @@ def _last_words(error: Exception, otherwise: str, is_user_error: bool = False) -
     from vllm.executor.messages import failure_of
 
     failure = failure_of(error, otherwise)
-    return Failed(failure.text, is_user_error, failure.is_of_peer)
+    may_restart = isinstance(error, KernelFailedError)
+    return Failed(failure.text, is_user_error, failure.is_of_peer, may_restart)
 
 
 class _EngineLoop:

@@ -172,6 +172,11 @@ class AttentionProblem:
 
     act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
 
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
+
     def __str__(self) -> str:
         window = f" window={self.sliding_window}" if self.sliding_window else ""
         return (
@@ -192,6 +197,11 @@ class KVQuantProblem:
     dtype: str = "bf16"
 
     act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
 
     def __str__(self) -> str:
         return (

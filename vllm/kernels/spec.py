@@ -137,7 +137,7 @@ BUILD = "build"
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A linear kernel that failed when it was tried here, for one `LinearProblem.size_key`."""
+    """A kernel that failed when it was tried here, for one `size_key` of its problems."""
 
     backend: str
     size_key: str

@@ -1,13 +1,15 @@
 """Kernels that failed when they were tried on this machine: a file, and what of it holds now.
 
-`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else; the
-selector then rejects it with that reason, for the same problem, chip and versions of libraries.
+`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, a start
+of the engine one that does not end its first call; the selector then rejects it with that reason,
+for the same problem, chip and versions of libraries.
 Installing another version, or `vllm kernels quarantine --clear`, lifts it.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -23,7 +25,7 @@ LIFT = "vllm kernels quarantine --clear"
 @dataclass(frozen=True, slots=True)
 class Failure:
     """why: `numerics` for wrong results, `library` for a fault, a hang or an error. size_key: of
-    the LinearProblem. version: which code it is (versions.py)."""
+    the problem. version: which code it is (versions.py)."""
 
     backend: str
     version: str
@@ -84,7 +86,7 @@ def _text(failure: Failure) -> str:
 
 
 def _versions(backend: str, libs: Libs, device: Device) -> set[str]:
-    specs = registry.specs("linear")
+    specs = chain.from_iterable(map(registry.specs, registry.FAMILIES))
     return {version_of(spec, libs, device) for spec in specs if spec.backend == backend}
 
 

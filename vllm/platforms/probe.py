@@ -73,15 +73,19 @@ def device_name() -> str:
     return cpu_name()
 
 
-@cache
 def probe_libs() -> Libs:
-    """What kernels may be built on, and which of them failed here before. On a GPU, libraries that
-    a kernel of this build uses are tried; trying the others would only delay the start."""
+    """What kernels may be built on, and which of them failed here before."""
+    return with_quarantine(_working_libs(), probe_device())
+
+
+@cache
+def _working_libs() -> Libs:
+    """On a GPU, libraries that a kernel of this build uses are tried; trying the others would only
+    delay the start."""
     is_cpu = probe_device().kind == "cpu"
     found = installed_libs() if is_cpu else working_libs(registry.used_libs())
     native = _native_lib()
-    libs = Libs.of([*found.libs, registry.built(), *([native] if native else [])])
-    return with_quarantine(libs, probe_device())
+    return Libs.of([*found.libs, registry.built(), *([native] if native else [])])
 
 
 def _native_lib() -> Lib | None:

@@ -24,6 +24,7 @@ from vllm.ops import usable_ops
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.cuda_graph import CudaGraphs
+from vllm.worker.first_calls import FirstCalls
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
@@ -130,12 +131,13 @@ class ModelRunner:
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
                 self.model = load_model(config, selection, parallel, self._begin_warm_up)
                 parallel.meet("loaded")
-            if self.device.type == "cuda":
-                with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
-                    finish_warm_up(self._warm_up, self.model, self._max_tokens, parallel)
+            calls = FirstCalls(self.model, selection)
+            with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
+                finish_warm_up(self._warm_up)
+                self._call_kernels(calls, config)
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
-                peak_bytes = self._peak_bytes(config) if self.device.type == "cuda" else 0
+                peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
@@ -170,23 +172,32 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._warm_up = begin_warm_up(selection, self._max_tokens)
 
-    def _peak_bytes(self, config: VllmConfig) -> int:
+    def _call_kernels(self, calls: FirstCalls, config: VllmConfig) -> None:
+        """On a CPU, where nothing compiles and time is short, with one token."""
+        if self.device.type == "cpu":
+            calls.of_weights(1, 1)
+            return
+        num_seqs = config.scheduler_config.max_num_seqs
+        calls.of_weights(self._max_tokens, num_seqs, self._parallel.data.size)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def _peak_bytes(self, calls: FirstCalls, config: VllmConfig) -> int:
         """Memory that the largest step allocates on the way, measured without a cache: of one
         request, and of as many as there can be, for each of which kernels may keep something."""
         num_tokens = config.scheduler_config.max_num_batched_tokens
         num_seqs = config.scheduler_config.max_num_seqs
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
         self._parallel.token_counts = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
-        for count, max_seq_len in (
-            (1, num_tokens),
-            (min(num_seqs, num_tokens), config.model_config.max_model_len),
-        ):
+        longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
+        calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
+        torch.cuda.reset_peak_memory_stats()
+        for count, max_seq_len in ((1, num_tokens), (most, longest)):
             hidden = self.model(inputs.padding(num_tokens, count, max_seq_len))
             self.model.compute_logits(hidden[:num_seqs])
             del hidden

@@ -78,6 +78,16 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
     )
 
 
+def running(decision: Decision, num_tokens: int) -> str:
+    """The backend that computes so many tokens: of a split, and of what stands in just now."""
+    parts = decision.winner.parts or ((None, decision.winner.backend),)
+    name = next(name for limit, name in parts if limit is None or num_tokens <= limit)
+    other = stand_in(decision, name)
+    if other is None or is_ready(decision, name)(num_tokens):
+        return name
+    return other.backend
+
+
 def compiler_of(decision: Decision, name: str) -> str:
     """What compiles the kernels of backend `name` for this problem; "" for nothing."""
     spec = registry.spec_of(decision, name)

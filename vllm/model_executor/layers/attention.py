@@ -38,7 +38,7 @@ class Attention(nn.Module):
             sliding_window=sliding_window,
         )
         writing = KVQuantProblem(num_kv_heads, head_dim, ctx.kv_cache_format, problem.dtype)
-        attend = ctx.selection.choose(prefix, problem)
+        self.decision = attend = ctx.selection.choose(prefix, problem)
         write = ctx.selection.choose(prefix, writing)
         assert attend.chosen is not None and write.chosen is not None
         writer = registry.backend(write.chosen).kv_quant(writing)

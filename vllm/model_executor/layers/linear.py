@@ -165,10 +165,10 @@ class Linear(StoredWeight):
         """Hands the weight to the chosen backend, which lays it out; the parameters go."""
         tensors = self.method.tensors(self)
         tensors.bias = None if self.bias is None else self.bias.data
-        decision = self._final_decision(tensors)
+        self.decision = self._final_decision(tensors)
         for name in list(self._parameters):
             delattr(self, name)
-        self.kernel = make_linear(decision, tensors)
+        self.kernel = make_linear(self.decision, tensors)
 
     def _final_decision(self, tensors: LinearTensors) -> Decision:
         """Before a weight is re-quantised, what that costs is measured and judged."""

@@ -166,7 +166,7 @@ class FusedMoE(nn.Module):
     def make_kernel(self) -> None:
         """Hands the weights to the chosen backend, which lays them out; the parameters go."""
         tensors = self.method.tensors(self)
-        decision = self._final_decision(tensors)
+        self.decision = decision = self._final_decision(tensors)
         for name in list(self._parameters):
             delattr(self, name)
         self.kernel = make_moe(decision, tensors)
