@@ -8,7 +8,8 @@ import torch
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
-from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes
+from vllm.worker import cuda_graph
+from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
 
 MAX_SEQS = 8  # graphs of 1, 2, 4 and 8
 MAX_LEN = 96
@@ -17,21 +18,28 @@ MAX_LEN = 96
 class Recorded:
     """In place of a CUDA graph: replaying it computes anew, from what is at the same addresses."""
 
-    def __init__(self, compute, size: int):
-        self._compute, self._size = compute, size
-        self.logits = compute(size)
+    def __init__(self, compute, shape):
+        self._compute, self._shape = compute, shape
+        self.result = compute(shape)
         self.num_replays = 0
 
     def replay(self) -> None:
-        self.logits.copy_(self._compute(self._size))
+        self.result.copy_(self._compute(self._shape))
         self.num_replays += 1
 
 
 class GraphsOnCpu(CudaGraphs):
-    def __init__(self, compute, max_batch: int):
-        self.recorded = {size: Recorded(compute, size) for size in bucket_sizes(max_batch)}
-        self._graphs = {size: (entry, entry.logits) for size, entry in self.recorded.items()}
-        self._sizes = sorted(self._graphs)
+    def __init__(self, compute, shapes, prepare=lambda shape: None):
+        self.recorded = {}
+        for shape in shapes:
+            prepare(shape)
+            self.recorded[shape] = Recorded(compute, shape)
+        self._graphs = {shape: (entry, entry.result) for shape, entry in self.recorded.items()}
+        self.shapes = sorted(self._graphs)
+
+    @property
+    def num_replays(self) -> dict:
+        return {shape: entry.num_replays for shape, entry in self.recorded.items()}
 
 
 def load(folder, runs_ahead: bool, **options) -> LLM:
@@ -53,8 +61,18 @@ def capture(llm: LLM) -> GraphsOnCpu:
     runner = llm.llm_engine.core.runner
     with torch.inference_mode():
         runner._inputs._make_decode_buffers(MAX_SEQS)
-        runner._graphs = GraphsOnCpu(runner._decode_once, MAX_SEQS)
+        runner._graphs = GraphsOnCpu(runner._decode_once, bucket_sizes(MAX_SEQS))
     return runner._graphs
+
+
+def capture_prompts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
+    """Steps with prompts too."""
+    runner = llm.llm_engine.core.runner
+    with torch.inference_mode():
+        shapes = prompt_shapes(max_tokens, MAX_SEQS)
+        prepare = runner._inputs.pad_prompts
+        runner._prompt_graphs = GraphsOnCpu(runner._prompts_once, shapes, prepare)
+    return runner._prompt_graphs
 
 
 def requests(count: int):
@@ -103,8 +121,66 @@ def test_captured_steps_give_what_eager_ones_give(checkpoint, name, runs_ahead):
     graphs = capture(tight)
     assert run(tight) == wanted
     assert tight.llm_engine.core.scheduler.num_preemptions > 1
-    replays = {size: entry.num_replays for size, entry in graphs.recorded.items()}
-    assert all(count > 1 for count in replays.values()), replays
+    assert all(count > 1 for count in graphs.num_replays.values()), graphs.num_replays
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_captured_steps_with_prompts_give_what_eager_ones_give(
+    checkpoint, monkeypatch, name, runs_ahead
+):
+    monkeypatch.setattr(cuda_graph, "_FEW_SEQS", 6)
+    folder = checkpoint(name)
+    wanted = run(load(folder, runs_ahead=False))
+    tight = load(folder, runs_ahead, num_gpu_blocks_override=20)
+    decoding, prompts = capture(tight), capture_prompts(tight, 64)
+    assert list(prompts.recorded) == [(32, 6), (32, 9), (64, 6), (64, 9)]
+    assert run(tight) == wanted
+    assert tight.llm_engine.core.scheduler.num_preemptions > 1
+    for graphs in (decoding, prompts):
+        assert all(graphs.num_replays.values()), graphs.num_replays
+
+
+def test_steps_with_more_tokens_than_were_captured_run_eagerly(checkpoint):
+    folder = checkpoint("llama")
+    wanted = run(load(folder, runs_ahead=False))
+    llm = load(folder, runs_ahead=True)
+    capture(llm)
+    prompts = capture_prompts(llm, 40)
+    runner, eager = llm.llm_engine.core.runner, []
+    model = runner.model
+    runner.model = lambda batch: eager.append(len(batch.input_ids)) or model(batch)
+    runner.model.compute_logits = model.compute_logits
+    assert run(llm) == wanted
+    assert list(prompts.recorded) == [(32, 8), (32, 9), (40, 8), (40, 9)]
+    assert sum(prompts.num_replays.values()) > 3 and any(count > 40 for count in eager)
+
+
+def test_logprobs_of_prompts_come_from_captured_steps_too(checkpoint):
+    folder, params = checkpoint("qwen3_5"), SamplingParams(max_tokens=3, prompt_logprobs=1)
+    prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (40, 7, 23)]
+
+    def found(llm):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [
+            [None if e is None else {t: p.logprob for t, p in e.items()} for e in o.prompt_logprobs]
+            for o in outputs
+        ]
+
+    wanted = found(load(folder, runs_ahead=False))
+    llm = load(folder, runs_ahead=True)
+    capture(llm)
+    graphs = capture_prompts(llm, 64)
+    assert found(llm) == wanted and sum(graphs.num_replays.values()) > 0
+
+
+def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_tokens():
+    shapes = prompt_shapes(512, 256)
+    assert sorted({s.tokens for s in shapes}) == [32, 64, 128, 192, 256, 384, 512]
+    assert {s.seqs for s in shapes if s.tokens == 512} == {8, 257}
+    assert {s.seqs for s in shapes if s.tokens == 32} == {8, 32}
+    assert {s.seqs for s in prompt_shapes(512, 4)} == {5}
+    assert prompt_shapes(20, 256) == [(20, 8), (20, 20)]
 
 
 def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(checkpoint):

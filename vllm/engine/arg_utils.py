@@ -92,6 +92,10 @@ class EngineArgs:
         "--enable-prefix-caching.", type=int,
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
+    max_prompt_graph_tokens: int = _arg(
+        0, "Capture CUDA graphs also of steps with prompts, of up to so many tokens: the host then "
+        "launches them at once. Not run on hardware yet.", type=int,
+    )  # fmt: skip
     debug_numerics: bool = _arg(
         False, "Look at the output of every layer, and name the first that is NaN or infinite when "
         "a request fails for that; slow, and without CUDA graphs.",
@@ -220,6 +224,7 @@ class EngineArgs:
                     if self.max_num_batched_tokens is None
                     else self.max_num_batched_tokens
                 ),
+                max_prompt_graph_tokens=self.max_prompt_graph_tokens,
             ),
             parallel_config=self._parallel_config(),
             kernel_config=KernelConfig(

@@ -1,8 +1,9 @@
-"""Decoding as captured CUDA graphs: one launch for a whole step of the model."""
+"""Steps as captured CUDA graphs: one launch for a whole step of the model."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +13,33 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 _WARM_UP_RUNS = 2
+_FEW_SEQS = 8  # places in the smaller of the graphs for so many tokens of prompts
+
+Shape = TypeVar("Shape", int, "PromptShape")
+
+
+class PromptShape(NamedTuple):
+    """Of a graph for steps with prompts: its tokens, and requests, of which the last is padding."""
+
+    tokens: int
+    seqs: int
 
 
 def bucket_sizes(max_batch: int) -> list[int]:
     """Batch sizes to capture: close together where padding costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, max_batch + 1, 64)]
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
+
+
+def prompt_shapes(max_tokens: int, max_seqs: int) -> list[PromptShape]:
+    """Shapes to capture for steps of up to `max_tokens`, of few requests and of any number: the
+    next larger one has at most half as many tokens again, from 128 on."""
+    sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
+    counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
+    seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
+    # A request has a token at least.
+    found = {PromptShape(count, min(n, count)) for count in counts | {max_tokens} for n in seqs}
+    return sorted(found)
 
 
 def without_memory(tensor: Tensor) -> Tensor:
@@ -36,38 +58,56 @@ def without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-class CudaGraphs:
-    """Graphs of `compute(batch size) -> logits` by batch size, sharing one memory pool.
+class CudaGraphs(Generic[Shape]):
+    """Graphs of `compute(shape)` by shape: its result is that of a step.
 
-    `compute` must read its inputs from memory that stays where it is. The largest batch is
-    captured first: the smaller ones then fit into the memory it left in the pool, logits too, which
-    nobody reads any more when another graph runs.
+    `compute` must read its inputs from memory that stays where it is. The largest shape is captured
+    first: the smaller ones then fit into the memory it left in the pool, results too, which nobody
+    reads any more when another graph of the pool runs. pool: of other graphs, to share. prepare:
+    fills in inputs before a shape is captured.
     """
 
-    def __init__(self, compute: Callable[[int], Tensor], max_batch: int):
+    def __init__(
+        self,
+        compute: Callable[[Shape], Tensor],
+        shapes: Sequence[Shape],
+        pool: Any = None,
+        prepare: Callable[[Shape], object] = lambda shape: None,
+    ):
         start = time.perf_counter()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(bucket_sizes(max_batch)):
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.pool = pool or torch.cuda.graph_pool_handle()
+        for shape in sorted(shapes, reverse=True):
+            prepare(shape)
             for _ in range(_WARM_UP_RUNS):  # whatever compiles or allocates at first use
-                compute(size)
+                compute(shape)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Only this thread must not wait: NCCL's watchdog asks for the state of its events.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = compute(size)
-            self._graphs[size] = graph, without_memory(logits)
-            del logits
-        self._sizes = sorted(self._graphs)
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                result = compute(shape)
+            self._graphs[shape] = graph, without_memory(result)
+            del result
+        self.shapes: list[Shape] = sorted(self._graphs)
         seconds = time.perf_counter() - start
         logger.info("Captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
-    def bucket(self, batch: int) -> int | None:
-        """The captured size that holds `batch`; None where none does."""
-        return next((size for size in self._sizes if size >= batch), None)
-
-    def replay(self, size: int) -> Tensor:
-        """Runs the graph of this size; logits [size, vocab], valid until the next replay of any."""
-        graph, logits = self._graphs[size]
+    def replay(self, shape: Shape) -> Tensor:
+        """Runs the graph of this shape; its result is valid until the next replay of any."""
+        graph, result = self._graphs[shape]
         graph.replay()
-        return logits
+        return result
+
+
+def decode_shape(graphs: CudaGraphs[int], batch: int) -> int | None:
+    """The captured size that holds `batch`; None where none does."""
+    return next((size for size in graphs.shapes if size >= batch), None)
+
+
+def prompt_shape(
+    graphs: CudaGraphs[PromptShape], num_tokens: int, num_seqs: int
+) -> PromptShape | None:
+    """The smallest captured shape that holds a step, and a request of padding; None where none
+    does."""
+    fitting = (s for s in graphs.shapes if s.tokens >= num_tokens and s.seqs > num_seqs)
+    return next(fitting, None)

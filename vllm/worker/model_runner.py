@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,32 @@ from vllm.errors import ConfigError
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
+from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention, planners
 from vllm.model_executor.model_loader import load_model
 from vllm.ops import usable_ops
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
-from vllm.worker.cuda_graph import CudaGraphs
+from vllm.worker.cuda_graph import (
+    CudaGraphs,
+    PromptShape,
+    bucket_sizes,
+    decode_shape,
+    prompt_shape,
+    prompt_shapes,
+)
 from vllm.worker.first_calls import FirstCalls
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
-from vllm.worker.sampler import RowEdits, SamplingBatch, gather_logprobs, sample, widened
+from vllm.worker.prompt_logprobs import PromptLogprobs
+from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
 from vllm.worker.state_cache import allocate_states, copy_states, state_layers
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
-# Rows of logits made at once for prompt logprobs: a prompt times a vocabulary can be gigabytes.
-_PROMPT_LOGITS_ROWS = 64
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -154,13 +162,15 @@ class ModelRunner:
         )
         self._inputs.planners = planners(self.model)
         self._state_layers = state_layers(self.model)
-        self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
+        self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
         self.runs_ahead = self.device.type == "cuda"
         self._copies = [
             torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=self.runs_ahead)
             for _ in range(2)
         ]
-        self._graphs: CudaGraphs | None = None
+        self._graphs: CudaGraphs[int] | None = None
+        self._prompt_graphs: CudaGraphs[PromptShape] | None = None
         if self.device.type == "cuda":
             self._make_decoding_ready(config, report, selection.needs_eager)
         # Not of steps before requests, whose numbers mean nothing.
@@ -220,15 +230,37 @@ class ModelRunner:
                     self._decode_once(size)
                 torch.cuda.synchronize()
             else:
-                self._graphs = CudaGraphs(self._decode_once, max_num_seqs)
+                pool = self._capture_prompts(config)
+                self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
+
+    def _capture_prompts(self, config: VllmConfig) -> Any:
+        """First, for they need more memory; returns the pool to share."""
+        scheduler = config.scheduler_config
+        if not scheduler.max_prompt_graph_tokens:
+            return None
+        if self._inputs.planners or config.parallel_config.is_in_lock_step:
+            why = "attention plans each of them on the host" if self._inputs.planners else (
+                "engines in lock step have prompts of their own each"
+            )  # fmt: skip
+            logger.warning("--max-prompt-graph-tokens: steps with prompts run eagerly, for %s", why)
+            return None
+        shapes = prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs)
+        prepare = self._inputs.pad_prompts
+        self._prompt_graphs = CudaGraphs(self._prompts_once, shapes, prepare=prepare)
+        return self._prompt_graphs.pool
 
     def _decode_once(self, size: int) -> Tensor:
         self._parallel.token_counts = (size,) * self._parallel.data.size
         return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
 
+    def _prompts_once(self, shape: PromptShape) -> Tensor:
+        self._parallel.token_counts = (shape.tokens,) * self._parallel.data.size
+        hidden: Tensor = self.model(self._inputs.prompt_batch(shape))
+        return hidden
+
     def drop_graphs(self) -> None:
         """After which steps run eagerly."""
-        self._graphs = None
+        self._graphs = self._prompt_graphs = None
 
     def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
         """Starts a step. bitmasks: allowed tokens of requests that follow a grammar.
@@ -280,9 +312,8 @@ class ModelRunner:
             prompt_logprobs = {}
         else:
             last = np.cumsum(counts) - 1
-            read = self._read_rows(step, last, complete)
-            hidden = self.model(self._inputs.fill(batch, rows, counts, starts, read))
-            prompt_logprobs = self._report_prompts(hidden, rows, last + 1, counts, starts)
+            hidden = self._hidden(step, rows, counts, starts, complete)
+            prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(complete):
                     hidden = hidden[to_device(last[complete], self.device)]
@@ -293,6 +324,26 @@ class ModelRunner:
         if len(complete) == 0:
             return self._without_tokens(prompt_logprobs)
         return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
+
+    def _hidden(
+        self,
+        step: Step,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
+        complete: np.ndarray,
+    ) -> Tensor:
+        """Last hidden states of all tokens of a step with prompts, or of those that are read."""
+        last = np.cumsum(counts) - 1
+        if self._prompt_graphs is not None:
+            num_tokens = int(last[-1]) + 1
+            shape = prompt_shape(self._prompt_graphs, num_tokens, len(rows))
+            if shape is not None:
+                self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
+                return self._prompt_graphs.replay(shape)[:num_tokens]
+        read = self._read_rows(step, last, complete)
+        hidden: Tensor = self.model(self._inputs.fill(self.batch, rows, counts, starts, read))
+        return hidden
 
     def _read_rows(self, step: Step, last: np.ndarray, complete: np.ndarray) -> np.ndarray | None:
         """The tokens of a step whose last hidden state somebody reads; None for all. last: of each
@@ -328,9 +379,11 @@ class ModelRunner:
         if self._graphs is None:
             return None
         if step.token_counts:
-            return self._graphs.bucket(max(step.token_counts)) if step.all_decode else None
+            return decode_shape(self._graphs, max(step.token_counts)) if step.all_decode else None
         is_decode = len(complete) == len(counts) and counts.max() == 1
-        return self._graphs.bucket(len(counts)) if is_decode and not self._prompt_logprobs else None
+        if not is_decode or self._prompt_logprobs:
+            return None
+        return decode_shape(self._graphs, len(counts))
 
     def _sample(
         self,
@@ -385,12 +438,11 @@ class ModelRunner:
     def _update_batch(self, step: Step) -> None:
         for request_id in step.dropped:
             self.batch.drop(request_id)
-            self._prompt_logprobs.pop(request_id, None)
+            self._prompt_logprobs.drop(request_id)
         for admission in step.admitted:
             request = admission.request
             self.batch.add(request, admission.num_computed_tokens)
-            if request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0:
-                self._prompt_logprobs[request.request_id] = []
+            self._prompt_logprobs.add(request)
         restored = [(a.state_from, a.request.request_id) for a in step.admitted if a.state_from]
         copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
         for request_id, blocks in step.new_blocks.items():
@@ -441,45 +493,3 @@ class ModelRunner:
         """By place among `rows`, for requests that follow a grammar."""
         ids = (self.batch.requests[row].request_id for row in rows) if bitmasks else ()
         return {index: bitmasks[name] for index, name in enumerate(ids) if name in bitmasks}
-
-    def _report_prompts(
-        self,
-        hidden: Tensor,
-        rows: np.ndarray,
-        ends: np.ndarray,
-        counts: np.ndarray,
-        starts: np.ndarray,
-    ) -> dict[str, list[TokenLogprobs]]:
-        """Logprobs of the prompt tokens that this step's positions predict."""
-        finished: dict[str, list[TokenLogprobs]] = {}
-        if not self._prompt_logprobs:
-            return finished
-        for row, end, count, start in zip(rows, ends, counts, starts):
-            request = self.batch.requests[row]
-            entries = self._prompt_logprobs.get(request.request_id)
-            if entries is None:
-                continue
-            num_prompt = request.num_prompt_tokens
-            first, last = end - count, end - count + min(count, num_prompt - 1 - start)
-            targets = self.batch.token_ids[row, start + 1 : start + 1 + last - first]
-            entries += self._prompt_entries(hidden[first:last], targets, request)
-            if start + count >= num_prompt:
-                finished[request.request_id] = self._prompt_logprobs.pop(request.request_id)
-        return finished
-
-    def _prompt_entries(
-        self, hidden: Tensor, targets: np.ndarray, request: Request
-    ) -> list[TokenLogprobs]:
-        if not self._parallel.pipeline.is_last:
-            return []
-        count = request.sampling.prompt_logprobs
-        assert count is not None
-        tokens = to_device(targets.astype(np.int64), self.device)
-        pieces = zip(hidden.split(_PROMPT_LOGITS_ROWS), tokens.split(_PROMPT_LOGITS_ROWS))
-        return list(
-            chain.from_iterable(
-                gather_logprobs(self.model.compute_logits(h), t, [count] * len(t))
-                for h, t in pieces
-                if len(t)
-            )
-        )

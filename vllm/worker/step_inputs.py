@@ -5,6 +5,7 @@ import torch
 
 from vllm.model_executor.context import ForwardBatch
 from vllm.ops.paged_attention import AttentionBatch, GraphPlanner, HostBatch
+from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
 
@@ -35,9 +36,10 @@ class StepInputs:
                 "input_ids": (np.int64, (max_tokens,)),
                 "positions": (np.int64, (max_tokens,)),
                 "slot_mapping": (np.int64, (max_tokens,)),
-                "query_start_loc": (np.int32, (max_seqs + 1,)),
-                "seq_lens": (np.int32, (max_seqs,)),
-                "state_slots": (np.int32, (max_seqs,)),
+                # A captured graph has a request of padding besides.
+                "query_start_loc": (np.int32, (max_seqs + 2,)),
+                "seq_lens": (np.int32, (max_seqs + 1,)),
+                "state_slots": (np.int32, (max_seqs + 1,)),
             },
             device,
         )
@@ -60,7 +62,7 @@ class StepInputs:
         self._decode.host["slot_mapping"].fill(-1)
         self._decode.upload()
         self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
-        shape = (max_seqs, self._max_blocks)
+        shape = (max_seqs + 1, self._max_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
         is_pinned = self._device.type == "cuda"
         self._staged_tables = [
@@ -76,8 +78,11 @@ class StepInputs:
         counts: np.ndarray,
         starts: np.ndarray,
         read: np.ndarray | None = None,
+        shape: PromptShape | None = None,
     ) -> ForwardBatch:
-        """`counts` tokens of each of `rows`, from position `starts` on. read: see `read_rows`."""
+        """`counts` tokens of each of `rows`, from position `starts` on. read: see `read_rows`.
+        shape: puts them, and padding, into what `prompt_batch(shape)` reads; what is returned is
+        without padding."""
         size, host, device = self._block_size, self._buffers.host, self._buffers.device
         self._buffers.wait_until_read()
         num_seqs = len(rows)
@@ -95,6 +100,8 @@ class StepInputs:
         host["slot_mapping"][:num_tokens] = slots + positions % size
         host["seq_lens"][:num_seqs] = seq_lens
         host["state_slots"][:num_seqs] = batch.state_slots[rows]
+        if shape is not None:
+            _pad(host, num_tokens, num_seqs, shape)
         self._buffers.upload()
         input_ids = device["input_ids"][:num_tokens]
         pending = np.flatnonzero(batch.sampled_at[rows] >= 0)
@@ -104,13 +111,17 @@ class StepInputs:
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
         tables = batch.block_table[rows, : -(-max_seq_len // size)]
+        sent = to_device(tables, self._device)
+        if shape is not None:
+            self._block_tables[:num_seqs, : tables.shape[1]].copy_(sent)
+            self._sent_tables = np.empty((0, 0), np.int32)
         return ForwardBatch(
             input_ids=input_ids,
             positions=device["positions"][:num_tokens],
             attention=AttentionBatch(
                 query_start_loc=device["query_start_loc"][: num_seqs + 1],
                 seq_lens=device["seq_lens"][:num_seqs],
-                block_tables=to_device(tables, self._device),
+                block_tables=sent,
                 slot_mapping=device["slot_mapping"][:num_tokens],
                 state_slots=device["state_slots"][:num_seqs],
                 max_query_len=int(counts.max()),
@@ -118,6 +129,30 @@ class StepInputs:
                 host=HostBatch(query_start_loc, seq_lens, tables),
             ),
             read_rows=None if read is None else to_device(read, self._device),
+        )
+
+    def pad_prompts(self, shape: PromptShape) -> None:
+        """Padding alone into what `prompt_batch(shape)` reads."""
+        self._buffers.wait_until_read()
+        self._buffers.host["query_start_loc"][0] = 0
+        _pad(self._buffers.host, 0, 0, shape)
+        self._buffers.upload()
+
+    def prompt_batch(self, shape: PromptShape) -> ForwardBatch:
+        """Inputs at fixed addresses for steps of any kind that fit the shape."""
+        device = self._buffers.device
+        return ForwardBatch(
+            input_ids=device["input_ids"][: shape.tokens],
+            positions=device["positions"][: shape.tokens],
+            attention=AttentionBatch(
+                query_start_loc=device["query_start_loc"][: shape.seqs + 1],
+                seq_lens=device["seq_lens"][: shape.seqs],
+                block_tables=self._block_tables[: shape.seqs],
+                slot_mapping=device["slot_mapping"][: shape.tokens],
+                state_slots=device["state_slots"][: shape.seqs],
+                max_query_len=shape.tokens,
+                max_seq_len=self._max_blocks * self._block_size,
+            ),
         )
 
     def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
@@ -198,3 +233,14 @@ class StepInputs:
                 max_seq_len=self._max_blocks * self._block_size,
             ),
         )
+
+
+def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:
+    """Fills up with requests of no tokens, and a last one of all tokens that are left: it has no
+    keys, is written nowhere, and its state is nobody's."""
+    for name, nothing in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
+        host[name][num_tokens : shape.tokens] = nothing
+    host["query_start_loc"][num_seqs + 1 : shape.seqs] = num_tokens
+    host["query_start_loc"][shape.seqs] = shape.tokens
+    for name in ("seq_lens", "state_slots"):
+        host[name][num_seqs : shape.seqs] = 0

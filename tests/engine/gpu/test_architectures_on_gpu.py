@@ -147,6 +147,10 @@ def ways(folder: Path, options: dict) -> Iterator[tuple[str, list[Text]]]:
     yield "graphs, prompts cached where they can be", written(llm)
     del llm
     chunks = {"enforce_eager": True, "max_num_batched_tokens": 48}
+    captured = engine(folder, max_prompt_graph_tokens=256, **options)
+    yield "prompts in graphs too", written(captured)
+    yield "prompts in graphs too, cached where they can be", written(captured)
+    del captured
     yield "eager, in chunks", written(engine(folder, **chunks, **options))
 
 

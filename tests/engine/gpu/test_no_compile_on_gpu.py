@@ -50,18 +50,20 @@ def serve(llm: LLM, count: int, seed: int) -> None:
 
 # Every kernel of DeepGEMM that is asked for is waited for: of one model, with layers of both kinds.
 @pytest.mark.parametrize(
-    ("model", "wish", "is_eager"),
+    ("model", "wish", "options"),
     [
-        *((model, "", False) for model in MODELS),
-        (MODELS[1], "VLLM_USE_DEEP_GEMM=1", False),
-        (MODELS[1], "", True),
-        (MODELS[2], "", True),
+        *((model, "", {}) for model in MODELS),
+        (MODELS[1], "VLLM_USE_DEEP_GEMM=1", {}),
+        (MODELS[1], "", {"enforce_eager": True}),
+        (MODELS[2], "", {"enforce_eager": True}),
+        *((model, "", {"max_prompt_graph_tokens": 512}) for model in MODELS),
     ],
+    ids=str,
 )
-def test_nothing_compiles_after_the_start(model, wish, is_eager, tmp_path, monkeypatch):
+def test_nothing_compiles_after_the_start(model, wish, options, tmp_path, monkeypatch):
     if wish:
         monkeypatch.setenv(*wish.split("="))
-    llm = start(write_config(model, tmp_path), enforce_eager=is_eager)
+    llm = start(write_config(model, tmp_path), **options)
     for seed, count in enumerate((1, 3, 40)):
         serve(llm, count, seed)
     assert llm.llm_engine.core.stats().num_compiled == 0

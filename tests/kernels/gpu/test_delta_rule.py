@@ -170,6 +170,31 @@ def test_the_convolution_reaches_back_before_the_step(step, channels, taps):
     assert_close(case, kernels.causal_conv1d, *conv_by_definition(case), 1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_padding_of_a_graph_changes_no_state_but_that_of_slot_0(count):
+    """Requests of no tokens, then one of all tokens that are left: it has no keys."""
+    step = ((1, 5), (70, 3), (33, 0))
+    for make, by_definition, kernel, sizes in (
+        (rule_case, rule_by_definition, kernels.gated_delta_rule, (128, 128)),
+        (conv_case, conv_by_definition, kernels.causal_conv1d, (300, 4)),
+    ):
+        alone = make(step, *sizes)
+        wanted, states = by_definition(alone)
+        case = make((*step, (0, 0), (0, 0), (count, 0)), *sizes)
+        num_tokens = len(wanted)
+        for name, own in alone.items():
+            case[name][: len(own)] = own
+        case["state_slots"][3:] = case["seq_lens"][3:] = 0
+        before = case["state"].clone()
+        y = kernel(**case)
+        assert (y[:num_tokens].double() - wanted).norm() < TOLERANCE * wanted.norm()
+        assert y.isfinite().all()
+        for slot, state in states.items():
+            assert (case["state"][slot].double() - state).norm() < TOLERANCE * state.norm()
+        for slot in set(range(1, NUM_SLOTS)) - set(states):
+            assert torch.equal(case["state"][slot].nan_to_num(7), before[slot].nan_to_num(7))
+
+
 @needs_gpu
 def test_a_captured_graph_serves_other_requests():
     step = STEPS["one token each"]
