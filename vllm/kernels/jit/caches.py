@@ -23,7 +23,7 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 # Folders below the root. DeepGEMM's own is kept by the path it is installed at, and is filled from
 # `nvcc`: it stays on this machine.
 TRITON, NVCC, FLASHINFER = "triton", "nvcc", "flashinfer"
@@ -37,7 +37,6 @@ OWN_VARIABLES = {
 BUNDLED = (TRITON, NVCC, FLASHINFER)
 _LIBRARIES = ("deep_gemm", "flashinfer", "torch", "triton")
 _NOT_BUNDLED = (".lock", ".partial")
-_GROUP_PREFIX = "__grp__"
 _LEAST_BYTES = 1 << 20  # a few kernels
 
 
@@ -159,7 +158,7 @@ def fill(root: Path, bundle: Path, places: dict[str, Path]) -> int:
             damaged.append(name)
             continue
         try:
-            _put(target, content)
+            write_whole(target, content, mode=0o755 if target.suffix == ".so" else 0o644)
         except OSError as error:
             logger.warning("VLLM_KERNEL_BUNDLE=%s cannot be copied from on: %s", bundle, error)
             break
@@ -171,16 +170,3 @@ def fill(root: Path, bundle: Path, places: dict[str, Path]) -> int:
         )  # fmt: skip
     logger.info("%d of %d files taken from the bundle %s", copied, len(files), bundle)
     return copied
-
-
-def _put(target: Path, content: bytes) -> None:
-    if target.name.startswith(_GROUP_PREFIX):
-        content = _moved_group(content, target.parent)
-    write_whole(target, content, mode=0o755 if target.suffix == ".so" else 0o644)
-
-
-def _moved_group(content: bytes, folder: Path) -> bytes:
-    """Triton's list of the files of a kernel has their full paths, of where it was compiled."""
-    group = json.loads(content)
-    group["child_paths"] = {name: str(folder / name) for name in group["child_paths"]}
-    return json.dumps(group).encode()
