@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(slots=True)
-class Logprob:
+
+# gc: there may be a million, and none refers to anything that could refer back.
+class Logprob(msgspec.Struct, gc=False):
     """Natural log of a token's probability before temperature and filters; rank 1 is likeliest."""
 
     logprob: float

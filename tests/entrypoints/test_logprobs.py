@@ -1,12 +1,17 @@
 """The two shapes in which log-probabilities are told."""
 
+import asyncio
 import json
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
+from vllm.entrypoints.openai.generation import built
 from vllm.entrypoints.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -14,13 +19,18 @@ from vllm.entrypoints.openai.logprobs import (
     prompt_logprobs_json,
 )
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import Logprob
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+def told(shape: Any) -> Any:
+    """As a client reads it."""
+    return json.loads(msgspec.json.encode(shape))
 
 
 def test_a_completion_lists_tokens_with_offsets_into_the_text() -> None:
     first = {5: Logprob(-1.0, 1, "ab"), 6: Logprob(-2.0, 2, "c")}
     second = {6: Logprob(-3.0, 2, "c"), 7: Logprob(-0.5, 1, "d")}
-    assert completion_logprobs(positions([5, 6], [first, second]), 10) == {
+    assert told(completion_logprobs(positions([5, 6], [first, second]), 10)) == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-1.0, -3.0],
         "top_logprobs": [{"ab": -1.0, "c": -2.0}, {"d": -0.5, "c": -3.0}],
@@ -30,7 +40,8 @@ def test_a_completion_lists_tokens_with_offsets_into_the_text() -> None:
 
 def test_the_first_token_of_an_echoed_prompt_has_text_but_no_logprobs() -> None:
     second = {6: Logprob(-3.0, 2, "c")}
-    shape = completion_logprobs(positions([5, 6], [None, second]), 0, first_text="abc")
+    places = positions([5, 6], [None, second])
+    shape = told(completion_logprobs(places, 0, first_text="abc"))
     assert shape["tokens"] == ["abc", "c"]
     assert shape["token_logprobs"] == [None, -3.0]
     assert shape["top_logprobs"] == [None, {"c": -3.0}]
@@ -39,15 +50,40 @@ def test_the_first_token_of_an_echoed_prompt_has_text_but_no_logprobs() -> None:
 
 def test_of_tokens_with_equal_text_the_likeliest_is_kept() -> None:
     place = {5: Logprob(-4.0, 3, "\ufffd"), 6: Logprob(-0.1, 1, "\ufffd")}
-    shape = completion_logprobs(positions([5], [place]), 0)
+    shape = told(completion_logprobs(positions([5], [place]), 0))
     assert shape["top_logprobs"] == [{"\ufffd": -0.1}]
     assert shape["token_logprobs"] == [-4.0]
 
 
 def test_minus_infinity_stays_a_number_in_json() -> None:
     place = {5: Logprob(-math.inf, 9, "a")}
-    shapes = [completion_logprobs(positions([5], [place]), 0), prompt_logprobs_json([None, place])]
-    assert json.loads(json.dumps(shapes, allow_nan=False)) == shapes
+    shape = told(completion_logprobs(positions([5], [place]), 0))
+    assert shape["top_logprobs"] == [{"a": shape["token_logprobs"][0]}] == [{"a": -9999.0}]
+    entry = {"logprob": -9999.0, "rank": 9, "decoded_token": "a"}
+    assert told(prompt_logprobs_json([None, place])) == [None, {"5": entry}]
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 200])
+def test_lists_of_any_length_are_whole(count: int) -> None:
+    places = [{i: Logprob(-float(i), 1, f"t{i}")} for i in range(count)]
+    shape = told(completion_logprobs(positions(range(count), places), 0))
+    assert shape["top_logprobs"] == [{f"t{i}": -float(i)} for i in range(count)]
+    content = told(chat_logprobs(positions(range(count), places), 1, Prompts(None, 10)))["content"]
+    assert [entry["top_logprobs"][0]["token"] for entry in content] == shape["tokens"]
+    assert [int(*place) for place in told(prompt_logprobs_json(places))] == [*range(count)]
+
+
+@pytest.mark.parametrize(("count", "is_aside"), [(1, False), (199, False), (200, True)])
+def test_many_logprobs_are_put_together_beside_other_requests(count: int, is_aside: bool) -> None:
+    """Of a prompt, or of one of the choices: 10 at each of `count` places."""
+    places = [{i: Logprob(-1.0) for i in range(10)}] * count
+    choices = [CompletionOutput(i, "", [], None, own) for i, own in enumerate((None, places))]
+    for output in (
+        RequestOutput("a", None, [], [None, *places], [], False),
+        RequestOutput("a", None, [], None, choices, False),
+    ):
+        thread = asyncio.run(built(output, threading.current_thread))
+        assert (thread is not threading.current_thread()) == is_aside
 
 
 def test_tokens_without_text_are_named_by_id() -> None:
@@ -57,7 +93,7 @@ def test_tokens_without_text_are_named_by_id() -> None:
 
 def test_chat_reports_the_likeliest_tokens_and_the_one_taken() -> None:
     place = {5: Logprob(-3.0, 3, "a"), 6: Logprob(-1.0, 1, "b"), 7: Logprob(-2.0, 2, "é")}
-    (entry,) = chat_logprobs(positions([5], [place]), 2, Prompts(None, 10))["content"]
+    (entry,) = told(chat_logprobs(positions([5], [place]), 2, Prompts(None, 10)))["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == ("a", -3.0, [97])
     assert [top["token"] for top in entry["top_logprobs"]] == ["b", "é"]
     assert entry["top_logprobs"][1]["bytes"] == [0xC3, 0xA9]

@@ -270,6 +270,8 @@ class AsyncLLM:
                 finished = flight.state.is_finished
                 if not finished:
                     self._check_alive()
+                if flight.state.has_unread_prompt:
+                    await asyncio.to_thread(flight.state.read_prompt)
                 if (output := flight.state.take()) is not None:
                     yield output
                 if finished:

@@ -46,6 +46,7 @@ class RequestState:
         self.prompt = given.prompt
         self.prompt_token_ids = given.prompt_token_ids
         self.prompt_logprobs: list[LogprobDict | None] | None = None
+        self._unread_prompt: list[TokenLogprobs] | None = None
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.error: RequestError | None = None
@@ -84,8 +85,7 @@ class RequestState:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.queue_seconds = output.queue_seconds
         if output.prompt_logprobs is not None:
-            entries = [self._logprob_dict(entry) for entry in output.prompt_logprobs]
-            self.prompt_logprobs = [None, *entries]
+            self._unread_prompt = output.prompt_logprobs
         choice.token_ids += output.token_ids
         for entry in output.logprobs or ():
             choice.logprobs.append(self._logprob_dict(entry))
@@ -131,8 +131,21 @@ class RequestState:
             self._token_texts[token] = self._tokenizer.decode([token])
         return self._token_texts[token]
 
+    @property
+    def has_unread_prompt(self) -> bool:
+        """Whether `read_prompt` has work to do."""
+        return self._unread_prompt is not None
+
+    def read_prompt(self) -> None:
+        """Makes `prompt_logprobs` of what the engine sent. A thread may do it while outputs are
+        added: of a long prompt that takes seconds."""
+        if self._unread_prompt is not None:
+            self.prompt_logprobs = [None, *map(self._logprob_dict, self._unread_prompt)]
+            self._unread_prompt = None
+
     def take(self) -> RequestOutput | None:
         """What is to be told since the last call, in the kind that was asked for; None: nothing."""
+        self.read_prompt()
         kind = self.params.output_kind
         if kind == RequestOutputKind.FINAL_ONLY and not self.is_finished:
             return None

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from vllm.entrypoints.openai.generation import Service, Usage, json_response, stream_response
+from vllm.entrypoints.openai.generation import (
+    Service,
+    Usage,
+    built,
+    json_response,
+    stream_response,
+)
 from vllm.entrypoints.openai.logprobs import chat_logprobs, positions, prompt_logprobs_json
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -47,14 +53,15 @@ class _Answer:
         extra: dict[str, Any] = {}
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
-                extra |= self._prompt_extra(output)
+                extra |= await built(output, self._prompt_extra, output)
                 for choice in output.outputs:
                     message = {
                         "role": self.service.response_role,
                         "content": self._echoed() + choice.text,
                         "refusal": None,
                     }
-                    choices.append(self._choice("message", message, choice))
+                    new = await built(output, self._choice, "message", message, choice)
+                    choices.append(new)
         choices.sort(key=lambda choice: int(choice["index"]))
         usage = {"usage": self.usage.to_json()}
         return {**self._head("chat.completion"), "choices": choices, **usage, **extra}
@@ -69,11 +76,14 @@ class _Answer:
                     usage = {"usage": self.usage.to_json()}
                 for choice in output.outputs:
                     if choice.index not in started:
-                        extra = {} if started else self._prompt_extra(output)
+                        extra = {}
+                        if not started:
+                            extra = await built(output, self._prompt_extra, output)
                         started.add(choice.index)
                         opening = self._opening(choice.index)
                         yield msgspec.json.encode({**head, "choices": [opening], **usage, **extra})
-                    chunk = self._choice("delta", {"content": choice.text}, choice)
+                    delta = {"content": choice.text}
+                    chunk = await built(output, self._choice, "delta", delta, choice)
                     yield msgspec.json.encode({**head, "choices": [chunk], **usage})
         if self.request.includes_usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": self.usage.to_json()})

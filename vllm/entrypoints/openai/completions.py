@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from vllm.entrypoints.openai.generation import Service, Usage, json_response, stream_response
+from vllm.entrypoints.openai.generation import (
+    Service,
+    Usage,
+    built,
+    json_response,
+    stream_response,
+)
 from vllm.entrypoints.openai.logprobs import (
     completion_logprobs,
     positions,
@@ -80,7 +86,8 @@ class _Answer:
         choices = []
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                choices += [self._choice(index, output, choice) for choice in output.outputs]
+                for choice in output.outputs:
+                    choices.append(await built(output, self._choice, index, output, choice))
         choices.sort(key=lambda choice: int(choice["index"]))
         return {**self._head(), "choices": choices, "usage": self.usage.to_json()}
 
@@ -91,7 +98,7 @@ class _Answer:
                 if self.request.includes_usage_always:
                     usage = {"usage": self.usage.to_json()}
                 for choice in output.outputs:
-                    chunk = self._choice(index, output, choice)
+                    chunk = await built(output, self._choice, index, output, choice)
                     yield msgspec.json.encode({**self._head(), "choices": [chunk], **usage})
         if self.request.includes_usage:
             yield msgspec.json.encode(

@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -101,6 +101,20 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
+
+
+# Entries of logprobs from which on a thread puts them together: a few milliseconds of work.
+_MANY_LOGPROBS = 2000
+_Built = TypeVar("_Built")
+
+
+async def built(outputs: RequestOutput, make: Callable[..., _Built], *arguments: Any) -> _Built:
+    """make(*arguments), of logprobs too; where they are many, other requests go on meanwhile."""
+    lists = (outputs.prompt_logprobs, *(choice.logprobs for choice in outputs.outputs))
+    count = sum(len(place or ()) for places in lists for place in places or ())
+    if count < _MANY_LOGPROBS:
+        return make(*arguments)
+    return await asyncio.to_thread(make, *arguments)
 
 
 def json_response(body: Any) -> Response:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.outputs import LogprobDict
 
@@ -13,13 +15,23 @@ Position = tuple[int, LogprobDict | None]
 """A token id and the log-probabilities at its place; None where nothing precedes it."""
 
 
+# Places whose JSON is made at once: the encoder keeps the interpreter to itself meanwhile.
+_PLACES = 64
+
+
+def _encoded(entries: Sequence[Any]) -> msgspec.Raw:
+    """A list as JSON, piece by piece."""
+    pieces = (entries[i : i + _PLACES] for i in range(0, len(entries), _PLACES))
+    return msgspec.Raw(b"[%b]" % b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces))
+
+
 def positions(token_ids: Sequence[int], logprobs: Sequence[LogprobDict | None]) -> list[Position]:
     return list(zip(token_ids, logprobs, strict=True))
 
 
 def completion_logprobs(
     places: Sequence[Position], first_offset: int, first_text: str = ""
-) -> dict[str, list[Any]]:
+) -> dict[str, Any]:
     """`logprobs` of a completion. first_offset: characters of its text before these tokens;
     first_text: text of a prompt's first token, which has no log-probability.
 
@@ -41,7 +53,7 @@ def completion_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,
-        "top_logprobs": top_logprobs,
+        "top_logprobs": _encoded(top_logprobs),
         "text_offset": offsets,
     }
 
@@ -58,14 +70,14 @@ def chat_logprobs(places: Sequence[Position], num_top: int, prompts: Prompts) ->
         taken = logprobs[token_id]
         entry = _chat_entry(token_id, taken.decoded_token, taken.logprob, prompts)
         content.append({**entry, "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return {"content": _encoded(content), "refusal": None}
 
 
 def prompt_logprobs_json(
     prompt_logprobs: Sequence[LogprobDict | None],
-) -> list[dict[str, Any] | None]:
+) -> msgspec.Raw:
     """Per prompt token `{token id: {logprob, rank, decoded_token}}`, None for the first."""
-    return [
+    places = [
         None
         if place is None
         else {
@@ -78,6 +90,7 @@ def prompt_logprobs_json(
         }
         for place in prompt_logprobs
     ]
+    return _encoded(places)
 
 
 def token_text(token_id: int, logprobs: LogprobDict) -> str:
