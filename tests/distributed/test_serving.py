@@ -15,7 +15,7 @@ from entrypoints.serving import RunningServer, started_server, wait_until
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm import AsyncLLM
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError, EngineDeadError, VllmError
 
 NUM_TOKENS = 24
 PROMPTS = [[(7 * i + 3 + length) % 90 + 3 for i in range(length)] for length in (5, 33, 17, 60, 2)]
@@ -111,6 +111,36 @@ def test_an_engine_that_cannot_load_is_named(experts, tmp_path):
 
     with pytest.raises(VllmError, match=r"^data-parallel engine [01]: .*model\.safetensors"):
         asyncio.run(start())
+
+
+def test_an_engine_that_hangs_is_noticed_while_it_has_requests(experts):
+    async def ask(llm: AsyncLLM) -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
+        async for _ in llm.generate({"prompt_token_ids": [5, 6]}, params, "one"):
+            pass
+
+    async def hang() -> None:
+        args = EngineArgs.from_keywords(
+            model=experts, data_parallel_size=2, skip_tokenizer_init=True
+        )
+        llm = AsyncLLM(args)
+        try:
+            await llm.wait_ready()
+            watch = asyncio.create_task(llm._watch_silence(1.0))
+            await asyncio.sleep(1.5)
+            await ask(llm)  # silent before, without requests
+            for engine in llm._engines:
+                os.kill(engine.process.pid, signal.SIGSTOP)
+            await asyncio.sleep(1.5)
+            begin = time.monotonic()
+            with pytest.raises(EngineDeadError, match=r"^data-parallel engine 0: .* for 1 s "):
+                await ask(llm)
+            assert 1 <= time.monotonic() - begin < 5
+            watch.cancel()
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(hang())
 
 
 def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):

@@ -3,27 +3,24 @@
 import asyncio
 import dataclasses
 import math
-import multiprocessing
-import signal
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from vllm.config import VllmConfig
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.engine_process import (
+    CAUSE_SECONDS,
+    STOP_SECONDS,
+    EngineProcess,
+    kill,
+    start_engines,
+)
 from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.metrics import Metrics, RequestStats, SchedulerStats
+from vllm.engine.metrics import Metrics, RequestStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request import EngineOutput, EngineRequest
 from vllm.errors import (
@@ -43,95 +40,12 @@ from vllm.utils.tokenizer import load_tokenizer
 
 logger = get_logger(__name__)
 
-_STOP_SECONDS = 5.0
 # What an engine says before it ends may come after its end was noticed.
 _LAST_WORDS_SECONDS = 0.2
-# What an engine says that failed by another's fault, or its end, must not come before the cause.
-# Ranks that do not answer are waited for a while themselves.
-_CAUSE_SECONDS = 4.0
 # Of engines whose kernels failed: each fault may hide another one.
 _MAX_RESTARTS = 3
 # Engines that start before their configuration is read.
 _MAX_EARLY = 16
-
-
-class EngineProcess:
-    """An engine's process and the sockets to it. Starts at once; loads while others import.
-
-    stats: of its scheduler after its last step. num_in_flight: sequences that it was given.
-    """
-
-    def __init__(self, args: EngineArgs, seat: process.Seat):
-        self.seat = seat
-        self.stats = SchedulerStats(0, 0, 0.0)
-        self.num_in_flight = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
-        self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
-        self.context = zmq.asyncio.Context()
-        # Not of asyncio: a message that nobody takes would be waited for, and all after it.
-        self.sender: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.PUSH)
-        self.receiver = self.context.socket(zmq.PULL)
-        for wire, address in zip((self.sender, self.receiver), self.addresses):
-            wire.set_hwm(0)
-            wire.bind(address)
-        spawn = multiprocessing.get_context("spawn")
-        self.process: BaseProcess = spawn.Process(
-            target=process.run_engine, args=(args, *self.addresses, seat), name="vllm-engine"
-        )
-        with _interrupts_ignored():
-            self.process.start()
-
-    def send(self, message: process.ToEngine) -> None:
-        """Without waiting, for zmq keeps any number of messages; EngineDeadError where nobody takes
-        them any more."""
-        try:
-            self.sender.send(process.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise EngineDeadError(
-                "the engine process takes no messages any more; restart the server"
-            ) from None
-
-    async def wait_ready(self) -> process.Ready:
-        """Returns when the model is loaded; raises the error that prevented it, later if that is
-        another engine's."""
-        receive = asyncio.ensure_future(self.receiver.recv())
-        end = asyncio.ensure_future(self.wait_end())
-        await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
-        if not receive.done():
-            await asyncio.wait((receive,), timeout=0.5)  # its last words may still be on the way
-        end.cancel()
-        if not receive.done():
-            receive.cancel()
-            how = ending(self.process.exitcode)
-            raise EngineDeadError(f"the engine process ended while loading ({how})")
-        message = process.decoder().decode(receive.result())
-        if isinstance(message, process.Failed):
-            if message.is_of_peer:
-                await asyncio.sleep(_CAUSE_SECONDS)
-            if message.may_restart:
-                raise KernelFailedError(message.message)
-            raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
-        assert isinstance(message, process.Ready)
-        return message
-
-    async def wait_end(self) -> None:
-        """Returns when the process is gone."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        loop.add_reader(self.process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self.process.sentinel)
-
-    def close(self) -> None:
-        self.process.join(_STOP_SECONDS)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.sender.close(linger=0)
-        self.context.destroy(linger=0)
-        self._folder.cleanup()
 
 
 @dataclass(slots=True)
@@ -155,7 +69,7 @@ class AsyncLLM:
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # refuses mistakes before there are that many processes
         self._args = args
-        self._engines = _start_engines(args)
+        self._engines = start_engines(args)
         try:
             report = current_report()
             with report.phase("configuration"):
@@ -164,7 +78,7 @@ class AsyncLLM:
             with report.phase("tokenizer"):
                 self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
-            _kill(self._engines)
+            kill(self._engines)
             raise
         self.metrics = (
             Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
@@ -200,6 +114,9 @@ class AsyncLLM:
                 asyncio.create_task(self._read_outputs(engine)),
                 asyncio.create_task(self._watch_process(engine)),
             ]
+        if ready[0].most_silent_s is not None:
+            watch = self._watch_silence(ready[0].most_silent_s)
+            self._tasks.append(asyncio.create_task(watch))
 
     async def _all_ready(self) -> list[process.Ready]:
         """Starts them again where kernels failed that the next start does without."""
@@ -215,8 +132,8 @@ class AsyncLLM:
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
-            await asyncio.to_thread(_kill, self._engines)
-            self._engines = _start_engines(self._args)
+            await asyncio.to_thread(kill, self._engines)
+            self._engines = start_engines(self._args)
         raise AssertionError("the last try returns or raises")
 
     async def _wait_ready(self, engine: EngineProcess) -> process.Ready:
@@ -259,6 +176,8 @@ class AsyncLLM:
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
         flight = self._flights[request_id] = _Flight(state, engine, time.monotonic())
+        if not engine.num_in_flight:
+            engine.last_sign = time.monotonic()
         engine.num_in_flight += sampling_params.n
         try:
             self._hand_out(engine, given.requests)
@@ -328,9 +247,10 @@ class AsyncLLM:
         try:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
+                engine.last_sign = time.monotonic()
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
-                        await asyncio.sleep(_CAUSE_SECONDS)
+                        await asyncio.sleep(CAUSE_SECONDS)
                     self._die(self._named(engine, message.message))
                     return
                 assert isinstance(message, process.Outputs)
@@ -393,12 +313,26 @@ class AsyncLLM:
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
-        await asyncio.to_thread(engine.process.join, _STOP_SECONDS)  # its code comes after its end
+        await asyncio.to_thread(engine.process.join, STOP_SECONDS)  # its code comes after its end
         code = engine.process.exitcode
         # One that was killed says nothing; one that ends by itself may have, or blame another.
         was_killed = code is not None and code < 0
-        await asyncio.sleep(_LAST_WORDS_SECONDS if was_killed else 2 * _CAUSE_SECONDS)
+        await asyncio.sleep(_LAST_WORDS_SECONDS if was_killed else 2 * CAUSE_SECONDS)
         self._die(self._named(engine, f"the engine process died ({ending(code)})"))
+
+    async def _watch_silence(self, most_s: float) -> None:
+        """A GPU that hangs ends no process: nobody would ever be told."""
+        while True:
+            await asyncio.sleep(most_s / 10)
+            for engine in self._engines:
+                if engine.num_in_flight and time.monotonic() - engine.last_sign > most_s:
+                    self._die(
+                        self._named(
+                            engine,
+                            f"the engine gave no sign of life for {most_s:g} s while it had "
+                            f"requests (twice --distributed-timeout-seconds): its GPU may hang",
+                        )
+                    )
 
     def _named(self, engine: EngineProcess, reason: str) -> str:
         return f"{self._name_of(engine)}{reason}; restart the server"
@@ -436,65 +370,5 @@ class AsyncLLM:
             except EngineDeadError:  # it is about to be gone
                 engine.process.kill()
         for engine in self._engines:
-            await asyncio.to_thread(engine.process.join, _STOP_SECONDS)
+            await asyncio.to_thread(engine.process.join, STOP_SECONDS)
             engine.close()
-
-
-def _start_engines(args: EngineArgs) -> list[EngineProcess]:
-    """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
-    num_engines = max(1, args.data_parallel_size)
-    if num_engines == 1 or not args.enable_expert_parallel:
-        return _started(args, [process.Seat(rank) for rank in range(num_engines)])
-    host = _own_address() if args.distributed_executor_backend == "ray" else "127.0.0.1"
-    with socket.create_server((host, 0)) as listener:
-        meeting = listener.getsockname()
-        seats = [process.Seat(0, meeting, listener)]
-        seats += [process.Seat(rank, meeting) for rank in range(1, num_engines)]
-        return _started(args, seats)
-
-
-def _started(args: EngineArgs, seats: list[process.Seat]) -> list[EngineProcess]:
-    """All or none, also when it is interrupted."""
-    engines: list[EngineProcess] = []
-    try:
-        for seat in seats:
-            engines.append(EngineProcess(args, seat))
-    except BaseException:
-        _kill(engines)
-        raise
-    return engines
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """By a process that is started within, from its first instruction on: Ctrl-C goes to all
-    processes of a terminal, and this one sees to the others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is None:  # somebody's who is not Python
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _own_address() -> str:
-    """Under which other machines reach this one; nothing is sent for it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("8.8.8.8", 53))  # any address beyond this machine
-        except OSError:  # there is nothing beyond
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
-def _kill(engines: list[EngineProcess]) -> None:
-    for engine in engines:
-        engine.process.kill()
-    for engine in engines:
-        engine.close()

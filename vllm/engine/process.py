@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from vllm.utils.startup import current_report, no_collections
 logger = get_logger(__name__)
 
 _IDLE_POLL_MS = 1000
+# A busy engine says at least so often that it is alive.
+_SIGN_SECONDS = 1.0
 
 
 class Add(msgspec.Struct, tag="add"):
@@ -50,10 +53,12 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded. max_model_len: as it came out; kernels: what /kernels shows."""
+    """The model is loaded. max_model_len: as it came out; kernels: what /kernels shows.
+    most_silent_s: the longest that it may say nothing while it has requests."""
 
     max_model_len: int
     kernels: dict[str, Any]
+    most_silent_s: float | None = None
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -145,8 +150,10 @@ class _EngineLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._parent = os.getppid()
+        self._last_sent = time.monotonic()
 
     def send(self, message: FromEngine) -> None:
+        self._last_sent = time.monotonic()
         self._sender.send(self._encoder.encode(message))
 
     def load(self, args: EngineArgs, seat: Seat) -> None:
@@ -170,7 +177,10 @@ class _EngineLoop:
             lock_step = LockStep(self._store, seat.rank, parallel.data_parallel_size, timeout)
         self.core = EngineCore(config, lock_step, seat.meeting)
         kernels = self.core.executor.kernels()
-        self.send(Ready(self.core.config.model_config.max_model_len, kernels))
+        # Ranks that wait for one another say more, and earlier. A CPU may take any time for a step.
+        is_gpu = self.core.executor.runs_ahead
+        most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
+        self.send(Ready(self.core.config.model_config.max_model_len, kernels, most_silent_s))
 
     def run(self) -> None:
         core = self.core
@@ -182,7 +192,8 @@ class _EngineLoop:
             had_work = core.has_work
             if had_work or core.is_awaited:
                 outputs = core.step()
-                if outputs or (had_work and not core.has_work):
+                is_sign = time.monotonic() - self._last_sent > _SIGN_SECONDS
+                if outputs or is_sign or (had_work and not core.has_work):
                     self.send(Outputs(outputs, core.stats()))
                 told_idle = False
             elif not told_idle:

@@ -1,0 +1,168 @@
+"""The processes of engines, as the server that starts them sees them."""
+
+import asyncio
+import multiprocessing
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from vllm.engine import process
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.metrics import SchedulerStats
+from vllm.errors import EngineDeadError, KernelFailedError, VllmError
+from vllm.utils.processes import ending
+
+STOP_SECONDS = 5.0
+# What an engine says that failed by another's fault, or its end, must not come before the cause.
+# Ranks that do not answer are waited for a while themselves.
+CAUSE_SECONDS = 4.0
+
+
+class EngineProcess:
+    """An engine's process and the sockets to it. Starts at once; loads while others import.
+
+    stats: of its scheduler after its last step. num_in_flight: sequences that it was given.
+    last_sign: when it was heard last, or got requests after it had none.
+    """
+
+    def __init__(self, args: EngineArgs, seat: process.Seat):
+        self.seat = seat
+        self.stats = SchedulerStats(0, 0, 0.0)
+        self.num_in_flight = 0
+        self.last_sign = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
+        self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
+        self.context = zmq.asyncio.Context()
+        # Not of asyncio: a message that nobody takes would be waited for, and all after it.
+        self.sender: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.PUSH)
+        self.receiver = self.context.socket(zmq.PULL)
+        for wire, address in zip((self.sender, self.receiver), self.addresses):
+            wire.set_hwm(0)
+            wire.bind(address)
+        spawn = multiprocessing.get_context("spawn")
+        self.process: BaseProcess = spawn.Process(
+            target=process.run_engine, args=(args, *self.addresses, seat), name="vllm-engine"
+        )
+        with _interrupts_ignored():
+            self.process.start()
+
+    def send(self, message: process.ToEngine) -> None:
+        """Without waiting, for zmq keeps any number of messages; EngineDeadError where nobody takes
+        them any more."""
+        try:
+            self.sender.send(process.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError(
+                "the engine process takes no messages any more; restart the server"
+            ) from None
+
+    async def wait_ready(self) -> process.Ready:
+        """Returns when the model is loaded; raises the error that prevented it, later if that is
+        another engine's."""
+        receive = asyncio.ensure_future(self.receiver.recv())
+        end = asyncio.ensure_future(self.wait_end())
+        await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
+        if not receive.done():
+            await asyncio.wait((receive,), timeout=0.5)  # its last words may still be on the way
+        end.cancel()
+        if not receive.done():
+            receive.cancel()
+            how = ending(self.process.exitcode)
+            raise EngineDeadError(f"the engine process ended while loading ({how})")
+        message = process.decoder().decode(receive.result())
+        if isinstance(message, process.Failed):
+            if message.is_of_peer:
+                await asyncio.sleep(CAUSE_SECONDS)
+            if message.may_restart:
+                raise KernelFailedError(message.message)
+            raise (VllmError if message.is_user_error else EngineDeadError)(message.message)
+        assert isinstance(message, process.Ready)
+        return message
+
+    async def wait_end(self) -> None:
+        """Returns when the process is gone."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self.process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self.process.sentinel)
+
+    def close(self) -> None:
+        self.process.join(STOP_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.sender.close(linger=0)
+        self.context.destroy(linger=0)
+        self._folder.cleanup()
+
+
+def start_engines(args: EngineArgs) -> list[EngineProcess]:
+    """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
+    num_engines = max(1, args.data_parallel_size)
+    if num_engines == 1 or not args.enable_expert_parallel:
+        return _started(args, [process.Seat(rank) for rank in range(num_engines)])
+    host = _own_address() if args.distributed_executor_backend == "ray" else "127.0.0.1"
+    with socket.create_server((host, 0)) as listener:
+        meeting = listener.getsockname()
+        seats = [process.Seat(0, meeting, listener)]
+        seats += [process.Seat(rank, meeting) for rank in range(1, num_engines)]
+        return _started(args, seats)
+
+
+def _started(args: EngineArgs, seats: list[process.Seat]) -> list[EngineProcess]:
+    """All or none, also when it is interrupted."""
+    engines: list[EngineProcess] = []
+    try:
+        for seat in seats:
+            engines.append(EngineProcess(args, seat))
+    except BaseException:
+        kill(engines)
+        raise
+    return engines
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """By a process that is started within, from its first instruction on: Ctrl-C goes to all
+    processes of a terminal, and this one sees to the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None:  # somebody's who is not Python
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _own_address() -> str:
+    """Under which other machines reach this one; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 53))  # any address beyond this machine
+        except OSError:  # there is nothing beyond
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def kill(engines: list[EngineProcess]) -> None:
+    for engine in engines:
+        engine.process.kill()
+    for engine in engines:
+        engine.close()
