@@ -3,6 +3,7 @@
 import difflib
 import errno
 from collections.abc import Iterable
+from subprocess import SubprocessError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -35,10 +36,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_of_machine(error: BaseException) -> bool:
     """Whether it speaks against the machine, or the state it is in, and not against the kernel that
-    was called: no memory, no room or right to write, broken hardware, a GPU that others hold."""
-    signs = ("uncorrectable", "hardware error", "devices unavailable", "busy or unavailable")
-    is_hardware = any(sign in str(error).lower() for sign in signs)
-    return is_hardware or isinstance(error, OSError) or is_out_of_memory(error)
+    was called: no memory, no room or right to write, no compiler, broken hardware, a GPU that
+    others hold. What it was raised from counts too."""
+    signs = ("uncorrectable", "hardware error", "devices unavailable", "busy or unavailable",
+             "unknown error", "not_initialized", "no space left", "quota", "killed",
+             "c compiler")  # fmt: skip
+    kinds = (OSError, ImportError, SubprocessError)
+    is_own = isinstance(error, kinds) or any(sign in str(error).lower() for sign in signs)
+    cause = error.__cause__
+    return is_own or is_out_of_memory(error) or (cause is not None and is_of_machine(cause))
 
 
 class VllmError(Exception):

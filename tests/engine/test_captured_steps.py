@@ -141,6 +141,41 @@ def test_captured_steps_with_prompts_give_what_eager_ones_give(
         assert all(graphs.num_replays.values()), graphs.num_replays
 
 
+def test_graphs_that_are_dropped_are_not_replayed(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=True)
+    graphs = capture(llm), capture_prompts(llm, 64)
+    llm.llm_engine.core.runner.drop_graphs()
+    run(llm, 3)
+    assert not any(any(own.num_replays.values()) for own in graphs)
+
+
+def test_a_prompt_between_two_steps_of_decoding_leaves_their_block_tables(checkpoint):
+    """It takes the rows of their tables, and ends with its first token."""
+    folder = checkpoint("llama")
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        core, found = llm.llm_engine, {}
+        for name, count, most in (("a", 20, 30), ("b", 33, 30)):
+            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+            core.add_request(name, {"prompt_token_ids": list(range(3, 3 + count))}, params)
+        for step in range(200):
+            if step in (5, 9, 12):
+                one = SamplingParams(temperature=0, max_tokens=1)
+                core.add_request(f"c{step}", {"prompt_token_ids": [7, step + 3, 9]}, one)
+            for output in core.step():
+                if output.finished:
+                    found[output.request_id] = output.outputs[0].token_ids
+            if not core.has_unfinished:
+                return [found[name] for name in sorted(found)]
+        raise AssertionError(found)
+
+    wanted = tokens(load(folder, runs_ahead=False))
+    llm = load(folder, runs_ahead=True)
+    capture(llm)
+    graphs = capture_prompts(llm, 64)
+    assert tokens(llm) == wanted and sum(graphs.num_replays.values()) >= 4
+
+
 def test_steps_with_more_tokens_than_were_captured_run_eagerly(checkpoint):
     folder = checkpoint("llama")
     wanted = run(load(folder, runs_ahead=False))
@@ -178,9 +213,12 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     shapes = prompt_shapes(512, 256)
     assert sorted({s.tokens for s in shapes}) == [32, 64, 128, 192, 256, 384, 512]
     assert {s.seqs for s in shapes if s.tokens == 512} == {8, 257}
-    assert {s.seqs for s in shapes if s.tokens == 32} == {8, 32}
+    assert {s.seqs for s in shapes if s.tokens == 32} == {8, 31}
+    assert {s.seqs for s in shapes if s.tokens == 256} == {8, 255}
     assert {s.seqs for s in prompt_shapes(512, 4)} == {5}
-    assert prompt_shapes(20, 256) == [(20, 8), (20, 20)]
+    assert prompt_shapes(20, 256) == [(20, 8), (20, 19)]
+    assert prompt_shapes(2, 256) == [(2, 1)] and not prompt_shapes(1, 256)
+    assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
 
 
 def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(checkpoint):

@@ -1,18 +1,22 @@
 """A kernel that fails at its first call is quarantined by name, whatever it computes."""
 
+from subprocess import CalledProcessError
+
 import pytest
 import torch
 from torch import Tensor
 
 from vllm import LLM
 from vllm.distributed.groups import PeerError
-from vllm.errors import KernelFailedError
-from vllm.kernels.backends import cpu
-from vllm.kernels.jit.ready import running
+from vllm.errors import ConfigError, KernelFailedError, VllmError
+from vllm.kernels.backends import cpu, deep_gemm, emulation
+from vllm.kernels.jit.ready import ready_sizes, running
+from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
 from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.tune_quarantine import read_failures
+from vllm.model_executor.layers.attention import Attention
 from vllm.ops.paged_attention import PagedAttention
-from vllm.worker.first_calls import FirstCalls
+from vllm.worker.first_calls import FirstCalls, _ends
 from vllm.worker.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -27,6 +31,11 @@ def own_folder(tmp_path, monkeypatch):
 def load(checkpoint, name: str = "llama", **options) -> LLM:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     return LLM(checkpoint(name), skip_tokenizer_init=True, **limits, **options)
+
+
+def linear() -> LinearProblem:
+    block = WeightFormat.parse("fp8-block")
+    return LinearProblem(4096, 4096, block, (ActScheme.DYNAMIC_GROUP128,))
 
 
 def failing(error: Exception):
@@ -82,12 +91,23 @@ def test_one_that_was_asked_for_is_refused_from_then_on(checkpoint, monkeypatch)
             load(checkpoint, linear_backend="cpu")
 
 
+def caused_by(cause: Exception) -> Exception:
+    error = RuntimeError("Ninja build failed")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     "error",
     [
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
         OSError(28, "No space left on device"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        CalledProcessError(1, "gcc"),
+        ModuleNotFoundError("No module named 'nvidia'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate"),
+        caused_by(OSError(122, "Disk quota exceeded")),
         RuntimeError("CUDA error: uncorrectable ECC error encountered"),
     ],
 )
@@ -110,17 +130,18 @@ def engine(checkpoint, tmp_path_factory):
 
 
 def test_a_kernel_that_hangs_is_entered_and_nothing_else_is_called(engine, monkeypatch):
-    calls = FirstCalls(engine.runner.model, engine.selection)
+    calls = FirstCalls(engine.runner.model, engine.selection, hang_seconds=7)
     waits = []
 
     def wait() -> None:
         waits.append(1)
-        raise PeerError("a step was not over after 60 s: a rank timed out")
+        if len(waits) > 1:
+            raise PeerError("a step was not over after 7 s: a rank timed out")
 
     monkeypatch.setattr(calls, "_wait", wait)
-    with pytest.raises(KernelFailedError, match="did not end within 60 s"):
+    with pytest.raises(KernelFailedError, match="did not end within 7 s"):
         calls.of_weights(1, 1)
-    assert len(waits) == len(read_failures()) == 1
+    assert len(waits) == 2 and len(read_failures()) == 1
 
 
 def test_when_the_gpu_is_lost_nothing_else_is_called(engine, monkeypatch):
@@ -129,12 +150,85 @@ def test_when_the_gpu_is_lost_nothing_else_is_called(engine, monkeypatch):
 
     def wait() -> None:
         waits.append(1)
-        raise RuntimeError(FAULT)
+        if len(waits) > 3:
+            raise RuntimeError(FAULT)
 
     monkeypatch.setattr(calls, "_wait", wait)
     with pytest.raises(KernelFailedError, match="illegal memory access"):
         calls.of_weights(1, 1)
-    assert len(waits) == 2 and len(read_failures()) == 1
+    (failure,) = read_failures()
+    assert len(waits) == 5 and failure.size_key.startswith("fp32:224x48")  # the third layer's
+
+
+def test_what_ran_before_is_blamed_on_no_kernel(engine, monkeypatch):
+    calls = FirstCalls(engine.runner.model, engine.selection)
+
+    def wait() -> None:
+        raise RuntimeError(FAULT)
+
+    monkeypatch.setattr(calls, "_wait", wait)
+    for call in (lambda: calls.of_weights(1, 1), lambda: calls.of_attention(None, [])):
+        with pytest.raises(VllmError, match=f"before kernels were tried failed: .*{FAULT}") as e:
+            call()
+        assert not isinstance(e.value, KernelFailedError) and not read_failures()
+
+
+def test_a_mistake_of_the_user_is_no_failure_of_a_kernel(checkpoint, monkeypatch):
+    monkeypatch.setattr(cpu, "linear", failing(ConfigError("a wrong flag")))
+    with pytest.raises(ConfigError, match="a wrong flag"):
+        load(checkpoint)
+    assert not read_failures()
+
+
+def test_emulated_kernels_are_not_called(checkpoint, monkeypatch):
+    monkeypatch.setattr(emulation, "linear", failing(RuntimeError(FAULT)))
+    load(checkpoint, linear_backend="emulate:cutlass@sm_90", quantization="fp8")
+    assert not read_failures()
+
+
+def test_where_the_file_cannot_be_written_that_is_told_beside_the_failure(
+    checkpoint, monkeypatch, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    monkeypatch.setattr(cpu, "linear", failing(RuntimeError(FAULT)))
+    with pytest.raises(VllmError, match=f"(?s){FAULT}.*quarantine.json cannot be written") as e:
+        load(checkpoint)
+    assert not isinstance(e.value, KernelFailedError)
+
+
+def test_layers_are_called_with_every_size_that_may_be_another_kernel(engine, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        FirstCalls, "_call", lambda self, layer, _, count, call: called.append((layer, count)) or 1
+    )
+    calls = FirstCalls(engine.runner.model, engine.selection)
+    calls.of_weights(1000, 5)
+    assert [count for layer, count in called if layer.endswith("qkv_proj")] == [1, 1000]
+    # Rows that somebody reads: of each request, or of a prompt whose logprobs are wanted.
+    assert [count for layer, count in called if layer == "lm_head"] == [1, 64]
+    calls.of_weights(1000, 100)
+    assert called[-1] == ("lm_head", 100)
+    split = Candidate("all", ActScheme.NONE, parts=((16, "skinny"), (64, "triton"), (None, "cpu")))
+    decision = Decision(linear(), Device.parse("sm_90"), "all", DEFAULT_ORDER, (split,))
+    assert _ends(decision, 1000) == [1, 16, 17, 64, 65, 1000] and _ends(decision, 20) == [
+        1,
+        16,
+        17,
+        20,
+    ]
+
+
+def test_experts_are_called_with_the_tokens_of_all_engines(checkpoint, monkeypatch):
+    executor = load(checkpoint, "qwen3_moe").llm_engine.core.executor
+    called = []
+    monkeypatch.setattr(
+        FirstCalls, "_call", lambda self, layer, _, count, call: called.append((layer, count)) or 1
+    )
+    calls = FirstCalls(executor.runner.model, executor.selection)
+    calls.of_weights(100, 5, num_engines=3)
+    counts = [count for layer, count in called if layer.endswith("experts")]
+    assert counts == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
 
 
 def test_attention_is_called_for_prompts_and_for_decoding(engine, monkeypatch):
@@ -150,10 +244,38 @@ def test_attention_is_called_for_prompts_and_for_decoding(engine, monkeypatch):
 
     monkeypatch.setattr(PagedAttention, "__call__", noted)
     with pytest.raises(KernelFailedError, match=r"\.self_attn\.attn.* with 4 tokens"):
-        calls.of_attention(inputs, [(64, 1, 64), (4, 4, 32)])
+        calls.of_attention(inputs, [(64, 1, 64), (4, 4, 32), (3, 1, 3)])
     assert asked == [(64, 1), (4, 4)]  # all layers are alike
     (failure,) = read_failures()
     assert failure.size_key.startswith("attention ") and "with 4 tokens" in failure.reason
+
+
+def test_what_writes_the_cache_fails_by_its_own_name(engine, monkeypatch):
+    def broken(*given) -> None:
+        raise RuntimeError(FAULT)
+
+    for layer in engine.runner.model.modules():
+        if isinstance(layer, Attention):
+            monkeypatch.setattr(layer.kernel, "_write", broken)
+    calls = FirstCalls(engine.runner.model, engine.selection)
+    with pytest.raises(KernelFailedError, match="illegal memory access"):
+        calls.of_attention(StepInputs(64, 4, 1, 16, CPU), [(4, 4, 32)])
+    (failure,) = read_failures()
+    assert failure.size_key.startswith("kv_quant ")
+
+
+def test_what_stands_in_is_blamed_for_what_it_computes():
+    problem = linear()
+    candidates = [Candidate(name, problem.act[0]) for name in ("deep_gemm", "cutlass")]
+    decision = Decision(problem, Device.parse("sm_90"), "deep_gemm", DEFAULT_ORDER, (*candidates,))
+    assert running(decision, 64) == "deep_gemm"
+    (call,) = deep_gemm.compiled_calls(problem, candidates[0], (1, 1))
+    ready = ready_sizes(call.name)
+    try:
+        ready.set([64, 128], [128])
+        assert running(decision, 64) == "cutlass" and running(decision, 65) == "deep_gemm"
+    finally:
+        ready.__init__()
 
 
 def test_of_a_split_the_part_that_computes_so_many_tokens_is_blamed(engine):

@@ -138,13 +138,15 @@ class RunningServer:
         )
         connection.sendall(head.encode() + body)
 
+    def engine_pids(self) -> list[int]:
+        """The children that run a spawned Python (another one tracks resources)."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for child in children for pid in child.read_text().split()]
+        return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
     def engine_pid(self) -> int:
-        """The engine's process: the child that runs a spawned Python (another tracks resources)."""
-        for child in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in child.read_text().split():
-                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return int(pid)
-        raise AssertionError("the server has no engine process")
+        (pid,) = self.engine_pids()
+        return pid
 
     def memory(self) -> int:
         """Resident bytes of the API process."""

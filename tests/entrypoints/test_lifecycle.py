@@ -1,5 +1,6 @@
 """How a server starts, refuses to start, drains and dies."""
 
+import asyncio
 import json
 import os
 import re
@@ -12,6 +13,11 @@ from typing import Any
 
 import pytest
 from slowness import slowness
+
+from vllm.engine import async_llm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm import AsyncLLM
+from vllm.errors import KernelFailedError
 
 from .serving import REPOSITORY, Answer, RunningServer, run_cli, started_server, wait_until
 
@@ -155,16 +161,19 @@ def test_an_engine_without_memory_says_which_option_helps(tiny_model: Path, tmp_
         assert "vllm: error: out of memory" in server.log.read_text()
 
 
-# In the engine's process, once it is imported: products in native code fault at their first call.
+# In the engine's process: products in native code fault at their first call, and with them goes the
+# device.
 _FAULTS = """
 import builtins
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.worker.first_calls":
+    if globals and globals.get("__name__") == "vllm.worker.warm_up":
         builtins.__import__ = original
         from vllm.kernels.backends import cpu
+        from vllm.worker.first_calls import FirstCalls
         def broken(*given):
+            FirstCalls._wait = broken
             raise RuntimeError("an illegal memory access was encountered")
         cpu.linear = lambda *given: broken
     return module
@@ -184,9 +193,39 @@ def test_a_server_whose_kernels_fail_starts_again_with_others(
         linear = [d for d in decisions if d["problem"]["family"] == "linear"]
         assert {d["chosen"] for d in linear} == {"torch"}
         assert "quarantined on" in json.dumps(linear)
+        assert server.engine_pid(), "and no other: those that failed are gone"
     log = (tmp_path / "log").read_text()
-    assert log.count("; starting again") == 1
-    assert re.search(r"kernel cpu failed for .* with 1 tokens: RuntimeError: an illegal", log)
+    failed = re.findall(r"kernel cpu failed for (\S+) .* with 1 tokens: RuntimeError: an ill", log)
+    assert log.count("; starting again") == len(failed) == len(linear) > 3
+    assert len({*failed}) == len(failed)
+
+
+def test_kernels_that_fail_at_every_start_end_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if nothing of what is entered were left at the next start."""
+    forget = "import vllm.worker.first_calls as f; f.add_failure = lambda failure: None"
+    code = _FAULTS.replace("cpu.linear", f"{forget}\n        cpu.linear")
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, REPOSITORY))))
+    monkeypatch.setattr(async_llm, "_MAX_RESTARTS", 1)
+    started = []
+    start = async_llm.start_engines
+    monkeypatch.setattr(
+        async_llm, "start_engines", lambda args: started.append(start(args)) or started[-1]
+    )
+
+    async def serve() -> None:
+        llm = AsyncLLM(EngineArgs.from_keywords(model=tiny_model))
+        try:
+            await llm.wait_ready()
+        finally:
+            await llm.shutdown()
+
+    with pytest.raises(KernelFailedError, match=r"kernel cpu failed for .*qkv_proj"):
+        asyncio.run(serve())
+    assert len(started) == 2
+    assert not any(engine.process.is_alive() for engines in started for engine in engines)
 
 
 def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.cache import FileCacheManager  # noqa: E402
 
 import vllm.kernels.triton  # noqa: E402, F401
-from vllm.kernels.jit.triton_cache import DIGEST, VerifiedCache  # noqa: E402
+from vllm.kernels.triton.cache import DIGEST, VerifiedCache  # noqa: E402
 
 
 @triton.jit

@@ -350,9 +350,13 @@ def test_a_failure_speaks_against_problems_of_its_own_family_alone():
     assert ask(linear(), "90", libs) == ask(linear(), "90")
     assert ask(moe(), "90").chosen == "deep_gemm" != ask(moe(), "90", libs).chosen
     attention = AttentionProblem(16, 4, 128, "bf16")
-    for problem in (attention, replace(attention, format="fp8")):
+    for problem in (
+        attention, replace(attention, format="fp8"), replace(attention, sliding_window=512)
+    ):  # fmt: skip
         libs = quarantined("triton", problem)
         assert (ask(attention, "90", libs).chosen == "flashinfer") == (problem == attention)
+    windowed, libs = replace(attention, sliding_window=512), quarantined("triton", attention)
+    assert ask(windowed, "90", libs).chosen == "triton"
     assert all(name in registry.backend_names("linear") for name, _ in SPLIT.us)
     assert set(TOKENS) == set(SPLIT.tokens)
 

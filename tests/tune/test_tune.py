@@ -82,6 +82,28 @@ def test_what_is_broken_or_quarantined_is_not_planned():
     assert "cutlass" not in {j.candidate.backend for j in plan([linear()], H100, libs).jobs}
 
 
+def _enter_some(first: int) -> None:
+    for i in range(6):
+        add_failure(failure(backend=f"kernel{first + i}"))
+
+
+def test_processes_that_enter_failures_at_once_lose_none():
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_enter_some, args=(first,)) for first in (0, 10, 20, 30)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert len(read_failures()) == 24
+
+
+def test_a_failure_of_another_release_is_tried_again():
+    add_failure(failure(backend="cutlass", version="native 0.1.0"))
+    assert with_quarantine(LIBS["all"], H100).quarantined
+    write_failures([replace(found, release="0.0.9") for found in read_failures()])
+    assert not with_quarantine(LIBS["all"], H100).quarantined
+
+
 def test_what_the_table_holds_is_done_until_the_library_changes():
     jobs = plan([linear()], H100, LIBS["all"]).jobs
     own = Table(Chip(H100, 132), "")

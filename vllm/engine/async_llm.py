@@ -16,6 +16,7 @@ from vllm.engine.engine_process import (
     CAUSE_SECONDS,
     STOP_SECONDS,
     EngineProcess,
+    close,
     kill,
     start_engines,
 )
@@ -42,8 +43,9 @@ logger = get_logger(__name__)
 
 # What an engine says before it ends may come after its end was noticed.
 _LAST_WORDS_SECONDS = 0.2
-# Of engines whose kernels failed: each fault may hide another one.
-_MAX_RESTARTS = 3
+# Of engines whose kernels failed. A fault takes the GPU along and hides the next one: of a backend
+# that always faults there is one for each size of a model.
+_MAX_RESTARTS = 12
 # Engines that start before their configuration is read.
 _MAX_EARLY = 16
 
@@ -79,6 +81,7 @@ class AsyncLLM:
                 self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
             kill(self._engines)
+            close(self._engines)
             raise
         self.metrics = (
             Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
@@ -133,6 +136,7 @@ class AsyncLLM:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
             await asyncio.to_thread(kill, self._engines)
+            close(self._engines)
             self._engines = start_engines(self._args)
         raise AssertionError("the last try returns or raises")
 

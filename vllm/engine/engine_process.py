@@ -129,6 +129,7 @@ def _started(args: EngineArgs, seats: list[process.Seat]) -> list[EngineProcess]
             engines.append(EngineProcess(args, seat))
     except BaseException:
         kill(engines)
+        close(engines)
         raise
     return engines
 
@@ -162,7 +163,14 @@ def _own_address() -> str:
 
 
 def kill(engines: list[EngineProcess]) -> None:
+    """Waits for their end."""
     for engine in engines:
         engine.process.kill()
+    for engine in engines:
+        engine.process.join()
+
+
+def close(engines: list[EngineProcess]) -> None:
+    """In the event loop that their sockets belong to, if there is one."""
     for engine in engines:
         engine.close()

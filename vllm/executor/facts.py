@@ -11,6 +11,7 @@ import torch
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.kernels.tune_quarantine import read_failures
 from vllm.platforms.probe import probe_device
 
 # Variables that change nothing of what is computed.
@@ -37,9 +38,16 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
         "versions": f"vllm {vllm.__version__}, torch {torch.__version__}",
         "the device": str(probe_device()),
         "variables": json.dumps(variables),
+        "kernels in quarantine": _quarantined(),
         "the checkpoint": _checkpoint(config.model_config.path),
         "the configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
     }
+
+
+def _quarantined() -> str:
+    """They choose kernels by it."""
+    places = {f"{f.backend} {f.device} {f.size_key}" for f in read_failures()}
+    return "; ".join(sorted(places)) or "none"
 
 
 def _checkpoint(folder: Path) -> str:

@@ -216,8 +216,10 @@ def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason
 
 def _quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[Reason]:
     """How this kernel failed here before, for this very problem."""
-    # What was entered before schemes of activations were in the key holds for all of them.
-    keys = problem.size_key, problem.size_key.rpartition(" ")[0]
+    keys = [problem.size_key]
+    if isinstance(problem, LinearProblem):
+        # What was entered before schemes of activations were in the key holds for all of them.
+        keys.append(problem.size_key.rpartition(" ")[0])
     return [q.reason for q in libs.quarantined if q.backend == spec.backend and q.size_key in keys]
 
 

@@ -6,12 +6,15 @@ for the same problem, chip and versions of libraries.
 Installing another version, or `vllm kernels quarantine --clear`, lifts it.
 """
 
+import fcntl
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from vllm import __version__
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.spec import Device, Libs, Quarantined, Reason, Why
@@ -25,7 +28,8 @@ LIFT = "vllm kernels quarantine --clear"
 @dataclass(frozen=True, slots=True)
 class Failure:
     """why: `numerics` for wrong results, `library` for a fault, a hang or an error. size_key: of
-    the problem. version: which code it is (versions.py)."""
+    the problem. version: which code it is (versions.py), as release `release` of this package
+    calls it."""
 
     backend: str
     version: str
@@ -34,6 +38,7 @@ class Failure:
     why: str
     reason: str
     date: str
+    release: str = __version__
 
 
 def path_of_file() -> Path:
@@ -48,7 +53,7 @@ def read_failures() -> list[Failure]:
         failures = [Failure(**entry) for entry in content]
         for failure in failures:
             Device.parse(failure.device), Why(failure.why)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is no quarantine file ({error}): delete it") from error
@@ -61,9 +66,27 @@ def write_failures(failures: Iterable[Failure]) -> None:
 
 
 def add_failure(failure: Failure) -> None:
-    """Enters it; it replaces an earlier one of the same kernel and problem."""
-    kept = [f for f in read_failures() if _place(f) != _place(failure)]
-    write_failures([*kept, failure])
+    """Enters it; it replaces an earlier one of the same kernel and problem. ConfigError where the
+    file cannot be read or written."""
+    with _alone():
+        kept = [f for f in read_failures() if _place(f) != _place(failure)]
+        write_failures([*kept, failure])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Ranks and servers may enter something at the same time; where the file system has no locks,
+    one of them may be lost."""
+    path = path_of_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _place(failure: Failure) -> tuple[str, str, str]:
@@ -75,7 +98,8 @@ def with_quarantine(libs: Libs, device: Device) -> Libs:
     found = frozenset(
         Quarantined(f.backend, f.size_key, Reason(Why(f.why), _text(f)))
         for f in read_failures()
-        if Device.parse(f.device).arch == device.arch
+        if f.release == __version__
+        and Device.parse(f.device).arch == device.arch
         and f.version in _versions(f.backend, libs, device)
     )
     return replace(libs, quarantined=found) if found else libs

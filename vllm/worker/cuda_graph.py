@@ -19,7 +19,8 @@ Shape = TypeVar("Shape", int, "PromptShape")
 
 
 class PromptShape(NamedTuple):
-    """Of a graph for steps with prompts: its tokens, and requests, of which the last is padding."""
+    """Of a graph for steps with prompts: its tokens, and requests, of which the last is padding.
+    There are more tokens than requests, by which kernels tell such a step from one of decoding."""
 
     tokens: int
     seqs: int
@@ -37,9 +38,8 @@ def prompt_shapes(max_tokens: int, max_seqs: int) -> list[PromptShape]:
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
     counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
     seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
-    # A request has a token at least.
-    found = {PromptShape(count, min(n, count)) for count in counts | {max_tokens} for n in seqs}
-    return sorted(found)
+    counts = {count for count in counts | {max_tokens} if count > 1}  # 0 tokens: no shapes
+    return sorted({PromptShape(count, min(n, count - 1)) for count in counts for n in seqs})
 
 
 def without_memory(tensor: Tensor) -> Tensor:

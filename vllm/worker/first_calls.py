@@ -14,40 +14,48 @@ from torch import Tensor, nn
 
 from vllm.distributed.expert_exchange import AllToAll
 from vllm.distributed.groups import PeerError, wait_for
-from vllm.errors import KernelFailedError, VllmError, is_of_machine
+from vllm.errors import ConfigError, KernelFailedError, VllmError, is_of_machine
 from vllm.kernels import registry
 from vllm.kernels.jit.ready import NVCC, running
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import COMPILERS, Decision, Why
-from vllm.kernels.tune_quarantine import LIFT, Failure, add_failure
+from vllm.kernels.tune_quarantine import LIFT, Failure, add_failure, path_of_file
 from vllm.kernels.versions import version_of
+from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.embedding import LMHead
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.utils.torch_utils import dtype_of
+from vllm.worker.prompt_logprobs import MOST_PROMPT_ROWS
 from vllm.worker.step_inputs import StepInputs
 
+logger = get_logger(__name__)
+
 # Of one call on the GPU. The largest takes hundreds of milliseconds.
-_HANG_SECONDS = 60.0
+HANG_SECONDS = 60.0
 
 
 class FirstCalls:
-    """Calls kernels of `model` with zeros; collects those that fail."""
+    """Calls kernels of `model` with zeros; collects those that fail. hang_seconds: after which a
+    call counts as one that hangs."""
 
-    def __init__(self, model: nn.Module, selection: Selection):
+    def __init__(self, model: nn.Module, selection: Selection, hang_seconds: float = HANG_SECONDS):
         self._model, self._selection = model, selection
         self._device = torch.device(selection.device.kind)
+        self._hang_seconds = hang_seconds
         self._failures: list[tuple[str, Failure]] = []
+        self._num_lost = 0  # that could not be entered
 
     def of_weights(self, max_tokens: int, max_seqs: int, num_engines: int = 1) -> None:
         """Linear layers and experts, one layer for each choice, with one token and as many as may
         come, and around the ends of each range of a split; where kernels compile at a first call,
         with all that compile apart. max_tokens: of a step of one of `num_engines` in lock step."""
+        self._settle()
         for layer in self._of_each_choice(Linear, FusedMoE):
             most = max_tokens
             if isinstance(layer, LMHead):
-                most = min(max_tokens, max_seqs)
+                most = min(max_tokens, max(max_seqs, MOST_PROMPT_ROWS))
             elif isinstance(layer, FusedMoE):
                 # They get the tokens of all engines together, or a row for each of theirs.
                 most *= num_engines
@@ -55,18 +63,34 @@ class FirstCalls:
                     most *= layer.problem.top_k
             compiles = isinstance(layer, FusedMoE) or _compilers(layer.decision) - {NVCC}
             for count in token_counts(most) if compiles else _ends(layer.decision, most):
-                if not self._call(layer, count, partial(_multiply, layer, count)):
+                call = partial(_multiply, layer, count)
+                if not self._call(layer.prefix, layer.decision, count, call):
                     break
         self._raise()
 
     def of_attention(self, inputs: StepInputs, sizes: list[tuple[int, int, int]]) -> None:
         """One layer for each choice; they have a cache. sizes: tokens, requests and longest request
-        of each call."""
+        of each call. Not of kernels that the host plans, which take no padding of prompts."""
+        self._settle()
         for layer in self._of_each_choice(Attention):
-            for size in sizes:
-                if not self._call(layer, size[0], partial(_attend, layer, inputs, *size)):
+            for decision, num_tokens, call in _attention_calls(layer, inputs, sizes):
+                if not self._call(layer.prefix, decision, num_tokens, call):
                     break
         self._raise()
+
+    def _settle(self) -> None:
+        """What was launched before must not be blamed on the first kernel. VllmError where it
+        failed."""
+        try:
+            self._wait()
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+            text = " ".join(str(error).split())[:300]
+            raise VllmError(
+                f"what ran before kernels were tried failed: {text}. That may be a kernel which "
+                f"DeepGEMM compiled; VLLM_USE_DEEP_GEMM=0 serves without"
+            ) from error
 
     def _of_each_choice(self, *kinds: type[nn.Module]) -> Iterator[Any]:
         seen = set()
@@ -78,7 +102,9 @@ class FirstCalls:
                 seen.add(key)
                 yield layer
 
-    def _call(self, layer: Any, num_tokens: int, call: Callable[[], object]) -> bool:
+    def _call(
+        self, layer: str, decision: Decision, num_tokens: int, call: Callable[[], object]
+    ) -> bool:
         """Whether it came to an end; if not, why is among the failures. Raises what is no kernel's
         doing, and all failures where the GPU is lost."""
         try:
@@ -86,7 +112,7 @@ class FirstCalls:
             self._wait()
             return True
         except PeerError:
-            self._enter(layer, num_tokens, f"did not end within {_HANG_SECONDS:g} s")
+            self._enter(layer, decision, num_tokens, f"did not end within {self._hang_seconds:g} s")
             self._raise()
         except VllmError:
             raise
@@ -94,7 +120,7 @@ class FirstCalls:
             if is_of_machine(error):
                 raise
             text = " ".join(str(error).split())[:300]
-            self._enter(layer, num_tokens, f"{type(error).__name__}: {text}")
+            self._enter(layer, decision, num_tokens, f"{type(error).__name__}: {text}")
         try:
             self._wait()
         except Exception:
@@ -105,11 +131,10 @@ class FirstCalls:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            wait_for(event, _HANG_SECONDS)
+            wait_for(event, self._hang_seconds)
 
-    def _enter(self, layer: Any, num_tokens: int, reason: str) -> None:
-        decision, selection = layer.decision, self._selection
-        backend = running(decision, num_tokens)
+    def _enter(self, layer: str, decision: Decision, num_tokens: int, reason: str) -> None:
+        selection, backend = self._selection, running(decision, num_tokens)
         spec = registry.spec_of(decision, backend)
         assert spec is not None
         failure = Failure(
@@ -121,8 +146,12 @@ class FirstCalls:
             reason=f"at its first call, with {num_tokens} tokens: {reason}",
             date=date.today().isoformat(),
         )
-        add_failure(failure)
-        self._failures.append((layer.prefix, failure))
+        self._failures.append((layer, failure))
+        try:
+            add_failure(failure)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            self._num_lost += 1
 
     def _raise(self) -> None:
         if not self._failures:
@@ -131,6 +160,11 @@ class FirstCalls:
             f"kernel {f.backend} failed for {layer} ({f.size_key}) {f.reason}"
             for layer, f in self._failures
         )
+        if self._num_lost:
+            raise VllmError(
+                f"{found}\n{path_of_file()} cannot be written, so another start would choose the "
+                f"same: set VLLM_CACHE_ROOT to a folder that can be, or ask for another kernel"
+            )
         raise KernelFailedError(
             f"{found}\nIt is in quarantine from now on ({LIFT} lifts that): start again, and "
             f"another one is chosen"
@@ -179,11 +213,19 @@ def _multiply(layer: Linear | FusedMoE, num_tokens: int) -> None:
     kernel(x, torch.ones_like(ids, dtype=torch.float32), ids)
 
 
-def _attend(layer: Attention, inputs: StepInputs, num_tokens: int, *size: int) -> None:
-    problem, batch = layer.kernel.problem, inputs.padding(num_tokens, *size)
-    dtype, device = dtype_of(problem.dtype), batch.positions.device
-    q, k, v = (
-        torch.zeros(num_tokens, heads, problem.head_dim, dtype=dtype, device=device)
-        for heads in (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads)
-    )
-    layer(q, k, v, batch)
+def _attention_calls(
+    layer: Attention, inputs: StepInputs, sizes: list[tuple[int, int, int]]
+) -> Iterator[tuple[Decision, int, Callable[[], object]]]:
+    """Of the kernel that writes the cache, where the rotation does not, and of attention."""
+    if layer.kernel.planner is not None:
+        return
+    problem = layer.kernel.problem
+    for num_tokens, num_seqs, longest in sizes:
+        batch = inputs.padding(num_tokens, num_seqs, longest)
+        dtype, device = dtype_of(problem.dtype), batch.positions.device
+        q, k, v = (
+            torch.zeros(num_tokens, heads, problem.head_dim, dtype=dtype, device=device)
+            for heads in (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads)
+        )
+        yield layer.writing, num_tokens, partial(layer.kernel.write, k, v, batch.attention)
+        yield layer.decision, num_tokens, partial(layer, q, k, v, batch)

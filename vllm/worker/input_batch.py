@@ -4,7 +4,9 @@ from array import array
 
 import numpy as np
 
+from vllm.config import VllmConfig
 from vllm.engine.request import Request
+from vllm.errors import ConfigError
 from vllm.utils.math_utils import cdiv
 
 
@@ -106,3 +108,15 @@ class InputBatch:
         rows = np.array([self.row_of.get(request_id, -1) for request_id in request_ids], np.int64)
         fits = (rows >= 0) & (places < self.token_ids.shape[1])
         self.token_ids[rows[fits], places[fits]] = tokens[fits]
+
+
+def make_batch(config: VllmConfig) -> InputBatch:
+    """ConfigError naming the flags where memory does not hold it."""
+    num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    try:
+        return InputBatch(num_seqs, length, config.cache_config.block_size)
+    except MemoryError as error:
+        raise ConfigError(
+            f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "
+            f"lower one of them"
+        ) from error

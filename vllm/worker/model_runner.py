@@ -14,7 +14,6 @@ from vllm.distributed.groups import wait_for
 from vllm.distributed.parallel import Parallel
 from vllm.engine.request import Request, TokenLogprobs
 from vllm.engine.scheduler import Step
-from vllm.errors import ConfigError
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
@@ -32,8 +31,8 @@ from vllm.worker.cuda_graph import (
     prompt_shape,
     prompt_shapes,
 )
-from vllm.worker.first_calls import FirstCalls
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
+from vllm.worker.input_batch import InputBatch, make_batch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
 from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
@@ -104,17 +103,6 @@ class LaunchedStep:
         return f"{text}; the first output that is not finite is that of {self.first_broken}"
 
 
-def _make_batch(config: VllmConfig) -> InputBatch:
-    num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
-    try:
-        return InputBatch(num_seqs, length, config.cache_config.block_size)
-    except MemoryError as error:
-        raise ConfigError(
-            f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "
-            f"lower one of them"
-        ) from error
-
-
 class ModelRunner:
     """The model with its KV cache and the batch it works on.
 
@@ -139,7 +127,9 @@ class ModelRunner:
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
                 self.model = load_model(config, selection, parallel, self._begin_warm_up)
                 parallel.meet("loaded")
-            calls = FirstCalls(self.model, selection)
+            timeout_s = parallel.timeout_s  # of peers, who must not give up first
+            hang_s = min(HANG_SECONDS, timeout_s / 2) if timeout_s else HANG_SECONDS
+            calls = FirstCalls(self.model, selection, hang_s)
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 finish_warm_up(self._warm_up)
                 self._call_kernels(calls, config)
@@ -152,7 +142,7 @@ class ModelRunner:
                 )
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         scheduler = config.scheduler_config
-        self.batch = _make_batch(config)
+        self.batch = make_batch(config)
         self._inputs = StepInputs(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
@@ -212,7 +202,14 @@ class ModelRunner:
             self.model.compute_logits(hidden[:num_seqs])
             del hidden
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        peak_bytes = torch.cuda.max_memory_allocated() - before
+        shapes = prompt_shapes(config.scheduler_config.max_prompt_graph_tokens, num_seqs)
+        if shapes:  # graphs keep what their steps need to themselves
+            torch.cuda.reset_peak_memory_stats()
+            self.model(inputs.padding(*shapes[-1], max_seq_len=longest))
+            torch.cuda.synchronize()
+            peak_bytes += torch.cuda.max_memory_allocated() - before
+        return peak_bytes
 
     def _make_decoding_ready(
         self, config: VllmConfig, report: StartupReport, is_eager: bool
@@ -220,10 +217,14 @@ class ModelRunner:
         """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
         is_eager |= config.model_config.enforce_eager or config.parallel_config.needs_eager
         max_num_seqs = config.scheduler_config.max_num_seqs
+        wants_prompts = config.scheduler_config.max_prompt_graph_tokens > 0
+        if wants_prompts and is_eager:
+            logger.warning("--max-prompt-graph-tokens: all steps run eagerly here")
+        knobs = "--gpu-memory-utilization, --max-num-seqs"
         with (
             torch.inference_mode(),
             report.phase("small steps" if is_eager else "CUDA graphs"),
-            naming_the_knob("--gpu-memory-utilization or --max-num-seqs (lower)"),
+            naming_the_knob(f"{knobs}{', --max-prompt-graph-tokens' * wants_prompts} (lower)"),
         ):
             if is_eager:
                 for size in {1, min(2, max_num_seqs)}:  # strides of one row may be any

@@ -12,7 +12,7 @@ from vllm.worker.input_buffers import to_device
 from vllm.worker.sampler import gather_logprobs
 
 # Rows of logits made at once: a prompt times a vocabulary can be gigabytes.
-_ROWS = 64
+MOST_PROMPT_ROWS = 64
 
 
 class PromptLogprobs:
@@ -74,7 +74,7 @@ class PromptLogprobs:
         return list(
             chain.from_iterable(
                 gather_logprobs(self._compute_logits(h), t, [count] * len(t))
-                for h, t in zip(hidden.split(_ROWS), tokens.split(_ROWS))
+                for h, t in zip(hidden.split(MOST_PROMPT_ROWS), tokens.split(MOST_PROMPT_ROWS))
                 if len(t)
             )
         )

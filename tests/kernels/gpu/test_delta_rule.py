@@ -31,7 +31,7 @@ def seed() -> None:
 def requests(step: tuple[tuple[int, int], ...]) -> dict[str, Tensor]:
     starts = torch.tensor([0, *(now for now, _ in step)]).cumsum(0)
     lens = torch.tensor([now + before for now, before in step])
-    slots = 1 + torch.randperm(NUM_SLOTS - 1)[: len(step)]
+    slots = 1 + torch.randperm(max(NUM_SLOTS - 1, len(step)))[: len(step)] % (NUM_SLOTS - 1)
     named = {"state_slots": slots, "query_start_loc": starts, "seq_lens": lens}
     return {name: x.int().to(DEVICE) for name, x in named.items()}
 
@@ -170,17 +170,19 @@ def test_the_convolution_reaches_back_before_the_step(step, channels, taps):
     assert_close(case, kernels.causal_conv1d, *conv_by_definition(case), 1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 2, 70])
-def test_padding_of_a_graph_changes_no_state_but_that_of_slot_0(count):
-    """Requests of no tokens, then one of all tokens that are left: it has no keys."""
-    step = ((1, 5), (70, 3), (33, 0))
+@pytest.mark.parametrize("count", [0, 1, 2, 70])
+@pytest.mark.parametrize("step", [((1, 5), (70, 3), (33, 0)), ((1, 0), (3, 0), (2, 9))], ids=str)
+def test_padding_of_a_graph_changes_no_state_but_that_of_slot_0(step, count):
+    """Requests of no tokens, up to one fewer than tokens; then one of all tokens that are left: it
+    has no keys."""
+    num_empty = min(30, sum(now for now, _ in step) + count - 1 - len(step) - 1)
     for make, by_definition, kernel, sizes in (
         (rule_case, rule_by_definition, kernels.gated_delta_rule, (128, 128)),
         (conv_case, conv_by_definition, kernels.causal_conv1d, (300, 4)),
     ):
         alone = make(step, *sizes)
         wanted, states = by_definition(alone)
-        case = make((*step, (0, 0), (0, 0), (count, 0)), *sizes)
+        case = make((*step, *((0, 0),) * num_empty, (count, 0)), *sizes)
         num_tokens = len(wanted)
         for name, own in alone.items():
             case[name][: len(own)] = own

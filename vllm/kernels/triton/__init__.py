@@ -3,7 +3,7 @@ TRITON_CACHE_MANAGER names something else."""
 
 from triton import knobs
 
-from vllm.kernels.jit.triton_cache import VerifiedCache
+from vllm.kernels.triton.cache import VerifiedCache
 
 if knobs.cache.manager_class is None:
     knobs.cache.manager_class = VerifiedCache

@@ -1,8 +1,9 @@
 """The gated delta-net in Triton, for GPUs: signatures and formulas are those of `cpu_ops`.
 
-Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone. A
-step of one token for each request is one launch, and a CUDA graph can hold it; its rows that fill
-up the graph have slot 0, which is nobody's.
+Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone. As
+many tokens as requests are a step of one token for each request: one launch, and a CUDA graph can
+hold it; its rows that fill up the graph have slot 0, which is nobody's. A graph for other steps has
+more tokens than requests, whatever it is filled with.
 """
 
 import torch

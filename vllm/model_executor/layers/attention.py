@@ -39,7 +39,7 @@ class Attention(nn.Module):
         )
         writing = KVQuantProblem(num_kv_heads, head_dim, ctx.kv_cache_format, problem.dtype)
         self.decision = attend = ctx.selection.choose(prefix, problem)
-        write = ctx.selection.choose(prefix, writing)
+        self.writing = write = ctx.selection.choose(prefix, writing)
         assert attend.chosen is not None and write.chosen is not None
         writer = registry.backend(write.chosen).kv_quant(writing)
         self.kernel = registry.backend(attend.chosen).attention(problem, writer)
