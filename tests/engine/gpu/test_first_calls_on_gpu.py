@@ -16,10 +16,10 @@ import torch
 from vllm import LLM
 from vllm.errors import KernelFailedError
 from vllm.kernels import registry
-from vllm.worker import first_calls
+from vllm.worker import model_runner
 
 family, fault, name, folder = sys.argv[1:]
-first_calls._HANG_SECONDS = 3.0
+model_runner.HANG_SECONDS = 3.0
 
 def broken(*given):
     if fault == "faults":  # an assertion on the device
