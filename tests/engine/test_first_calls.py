@@ -1,12 +1,15 @@
 """A kernel that fails at its first call is quarantined by name, whatever it computes."""
 
 from subprocess import CalledProcessError
+from types import SimpleNamespace
 
 import pytest
+import selection_cases
 import torch
 from torch import Tensor
 
 from vllm import LLM
+from vllm.distributed.expert_exchange import AllToAll
 from vllm.distributed.groups import PeerError
 from vllm.errors import ConfigError, KernelFailedError, VllmError
 from vllm.kernels.backends import cpu, deep_gemm, emulation
@@ -15,7 +18,9 @@ from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
 from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.tune_quarantine import read_failures
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.ops.paged_attention import PagedAttention
+from vllm.worker import first_calls
 from vllm.worker.first_calls import FirstCalls, _ends
 from vllm.worker.step_inputs import StepInputs
 
@@ -287,3 +292,57 @@ def test_of_a_split_the_part_that_computes_so_many_tokens_is_blamed(engine):
     decision = Decision(problem, device, "all", DEFAULT_ORDER, (split, *candidates))
     found = [running(decision, n) for n in (1, 16, 17, 64, 65)]
     assert found == ["skinny", "skinny", "triton", "triton", "torch"]
+
+
+# ---------------------------------------------------------------- how often each is called
+
+
+def counts_of(llm: LLM, monkeypatch, *given: int) -> dict[str, list[int]]:
+    executor, called = llm.llm_engine.core.executor, {}
+    monkeypatch.setattr(
+        first_calls, "_multiply", lambda layer, m: called.setdefault(layer.prefix, []).append(m)
+    )
+    FirstCalls(executor.runner.model, executor.selection).of_weights(*given)
+    return called
+
+
+def test_experts_that_exchange_rows_get_one_for_each_of_a_tokens(checkpoint, monkeypatch):
+    llm = load(checkpoint, "qwen3_moe")
+    model = llm.llm_engine.core.executor.runner.model
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    assert max(counts_of(llm, monkeypatch, 16, 4, 2)[layers[0].prefix]) == 32
+    for layer in layers:
+        monkeypatch.setattr(layer, "exchange", object.__new__(AllToAll))
+    called = counts_of(llm, monkeypatch, 16, 4, 2)
+    assert max(called[layers[0].prefix]) == 32 * layers[0].problem.top_k
+
+
+def test_layers_of_one_size_with_other_kernels_are_each_called(checkpoint, monkeypatch):
+    down = "model.layers.{}.mlp.down_proj".format
+    called = counts_of(load(checkpoint, kernel=[f"{down(0)}=torch"]), monkeypatch, 64, 4)
+    assert {name for name in called if name.endswith("down_proj")} == {down(0), down(1)}
+
+
+def test_after_a_failure_a_kernel_is_not_called_again(engine, monkeypatch):
+    called = []
+
+    def fails(layer, num_tokens: int) -> None:
+        called.append(num_tokens)
+        raise RuntimeError(FAULT)
+
+    monkeypatch.setattr(first_calls, "_multiply", fails)
+    with pytest.raises(KernelFailedError):
+        FirstCalls(engine.runner.model, engine.selection).of_weights(64, 4)
+    assert len(called) > 1 and set(called) == {1}
+
+
+def test_a_rank_is_called_with_its_own_experts():
+    asked = []
+    layer = SimpleNamespace(
+        problem=selection_cases.moe(cut_experts=8),
+        exchange=None,
+        decision=SimpleNamespace(device=SimpleNamespace(kind="cpu")),
+        kernel=lambda x, weights, ids: asked.append((tuple(ids.shape), int(ids.max()))),
+    )
+    first_calls._multiply(layer, 64)
+    assert asked == [((64, 8), 256 // 8 - 1)]

@@ -15,6 +15,8 @@ from vllm.kernels import policy, registry
 from vllm.kernels.builtin_models import BUILTIN_NAMES
 from vllm.kernels.docs import requant_error
 from vllm.kernels.explain import parse_report, report
+from vllm.kernels.question import dtype_of
+from vllm.kernels.spec import Device
 
 from .serving import REPOSITORY, environment
 
@@ -364,6 +366,7 @@ def test_requantising_costs_what_a_rounding_to_four_significant_bits_costs():
         (["explain", "--layer", "fp8-block:100/3x64"], "100 cannot be cut into 3 equal shards"),
         (["explain", "--layer", "fp8-block:64/0x64"], "64 cannot be cut into 0 equal shards"),
         (["explain", "--layer", "bf16:0x64"], "sizes and token counts are 1 or more"),
+        (["explain", "--layer", "bf16:64x64:0"], "sizes and token counts are 1 or more"),
         (["explain", "--diff", "no.json", "no.json"], "no.json is not readable JSON"),
         (["list", "--family", "liner"], "did you mean linear?"),
         (["list", "--device", "sm_1"], "unknown chip"),
@@ -440,3 +443,16 @@ _LARGE_MOE = {
         "weight_block_size": [128, 128],
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"dtype": "float16"}, "fp16"),
+        ({"torch_dtype": "torch.float16"}, "fp16"),
+        ({}, "bf16"),
+    ],
+)
+def test_auto_is_what_a_checkpoint_is_stored_in(config, dtype):
+    assert dtype_of("auto", config, Device.parse("sm_90")) == dtype

@@ -142,7 +142,7 @@ _ASKS = """
 import json, os
 from vllm.kernels.jit.caches import cache_root, flashinfer_modules, use_caches
 memory = use_caches()
-names = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+names = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TRTLLM_DG_CACHE_DIR")
 print(json.dumps([str(cache_root()), memory.real, *map(os.environ.get, names)]))
 """
 
@@ -166,7 +166,8 @@ def caches_of_a_process(tmp_path, limit: str = ":", **variables) -> list[str]:
 def test_libraries_keep_kernels_in_one_folder(tmp_path):
     root, *places = caches_of_a_process(tmp_path)
     assert root == str(tmp_path / "compiled")
-    assert places == [f"{root}/{name}" for name in ("triton", "deep_gemm", "flashinfer_workspace")]
+    names = ("triton", "deep_gemm", "flashinfer_workspace", "flashinfer_deep_gemm")
+    assert places == [f"{root}/{name}" for name in names]
 
 
 def test_a_place_that_was_named_is_kept_and_filled(bundle, tmp_path):
@@ -346,3 +347,10 @@ def test_a_large_module_for_other_chips_is_refused_before_a_call_builds_it(monke
 def test_a_module_that_is_none_of_the_large_ones_is_not_built():
     with pytest.raises(ConfigError, match="'decode': it takes fused_moe_90"):
         build_module("decode")
+
+
+def test_locks_and_halves_are_not_bundled(tmp_path):
+    for name in ("flashinfer/0.6/m/lock", "nvcc/a.lock", "nvcc/b.partial", "nvcc/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert write_manifest(tmp_path, {}) == 1

@@ -11,7 +11,7 @@ import pytest
 from compilers import Compiler, Library
 
 from vllm.kernels.jit import nvcc
-from vllm.kernels.jit.memory import make_memory
+from vllm.kernels.jit.memory import CompiledCall, find_nvcc, make_memory
 
 ARGUMENTS = ["kernel.cu", "-cubin", "-o", "kernel.cubin", "-std=c++20", "-I/a/include", "-O3"]
 
@@ -29,7 +29,7 @@ def memory(compiler, tmp_path, monkeypatch):
 def library(tmp_path: Path, name: str = "", **options) -> Library:
     folder = tmp_path / f"library-{name}{len(os.listdir(tmp_path))}"
     folder.mkdir()
-    return Library(folder, **options)
+    return Library(folder, name=name or "gemm", **options)
 
 
 def test_a_kernel_that_was_compiled_is_not_compiled_again(compiler, memory, tmp_path):
@@ -221,3 +221,30 @@ def test_another_source_compiler_or_option_is_another_kernel(other):
 def test_where_a_kernel_is_compiled_does_not_matter():
     moved = ["/t/kernel.cu", "-cubin", "-o", "/t/x.cubin", "-std=c++20", "-I/b/include", "-O3"]
     assert key_of(arguments=moved) == key_of()
+
+
+def test_a_plan_is_of_its_call_and_its_sizes(memory, tmp_path):
+    own, other = library(tmp_path), library(tmp_path, "other")
+    few = memory.plan(own.call((16,)), "1.0")
+    more = memory.plan(own.call((16, 64)), "1.0")
+    assert more.keys() == {16, 64} and more[16] == few[16] != more[64]
+    assert not set(memory.plan(other.call((16, 64)), "1.0").values()) & set(more.values())
+
+
+def test_a_call_that_fails_after_others_were_planned_says_so(memory, tmp_path):
+    own = library(tmp_path)
+
+    def run(size: int) -> None:
+        if size > 16:
+            raise MemoryError("no room")
+        own.run(size)
+
+    with pytest.raises(MemoryError, match="no room"):
+        memory.plan(CompiledCall("gemm", (16, 32), run), "1.0")
+
+
+def test_cuda_home_comes_before_cuda_path(tmp_path, monkeypatch):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        Compiler(tmp_path / name / "bin")
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert find_nvcc() == str(tmp_path / "CUDA_HOME" / "bin" / "nvcc")

@@ -1,8 +1,10 @@
 """What is compiled before the first request, what is not, and who serves until it is."""
 
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -274,3 +276,38 @@ def test_a_library_that_fails_when_it_is_asked_is_served_for(tmp_path, monkeypat
     assert not ready_sizes("failing")(16) and "dim == 2 or dim == 3" in caplog.text
     with pytest.raises(RuntimeError, match="dim == 2 or dim == 3"):
         make_ready(warm, [Needed(CompiledCall("failing", SIZES, run), must_wait=True)], 60)
+
+
+# ---------------------------------------------------------------- in what order, and what is kept
+
+
+def test_what_is_waited_for_is_compiled_first(tmp_path, monkeypatch, libraries):
+    monkeypatch.setattr("vllm.kernels.jit.ready.num_compilers", lambda *_: 1)
+    _, warm = warm_up(tmp_path, monkeypatch)
+    may, must = libraries("may"), libraries("first")
+    make_ready(warm, [Needed(may.call((16,)), False), Needed(must.call((64,)), True)], 60)
+    assert [c.kernel for c in warm.compiled] == ["gemm_impl<64, 128>", "gemm_impl<16, 128>"]
+
+
+def test_no_call_is_ready_until_all_was_loaded(tmp_path, monkeypatch, libraries):
+    _, warm = warm_up(tmp_path, monkeypatch)
+    warm.begin([Needed(libraries("begun").call(SIZES), True)])
+    assert not ready_sizes("begun")(16)
+    warm.finish(60)
+    assert ready_sizes("begun")(16)
+
+
+def test_calls_that_were_waited_for_are_let_go(tmp_path, monkeypatch, libraries):
+    _, warm = warm_up(tmp_path, monkeypatch)
+    own = libraries("released")
+    gone = weakref.ref(own)
+    make_ready(warm, [Needed(own.call(SIZES), True)], 60)
+    del own
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_does_not_compile_is_not_said_to_be_late(tmp_path, monkeypatch, libraries, caplog):
+    _, warm = warm_up(tmp_path, monkeypatch)
+    make_ready(warm, [Needed(libraries("never", broken=(32,)).call(SIZES), False)], 60)
+    assert "does not compile" in caplog.text and "VLLM_KERNEL_COMPILE_SECONDS" not in caplog.text

@@ -186,3 +186,8 @@ def test_experts_are_two_emulated_layers_each_for_their_own_tokens(scales):
 def layer_of(rows: int, columns: int) -> LinearTensors:
     q, scales = fp8_utils.per_block_cast_to_fp8(torch.randn(rows, columns) * columns**-0.5)
     return LinearTensors(FP8, q, (rows,), scales)
+
+
+def test_one_that_begins_afresh_emulates_too():
+    here = selection(linear_backend="emulate:sm_100")
+    assert here.afresh().choose("layer", LINEAR).is_emulated

@@ -7,7 +7,7 @@ from html import unescape
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection_cases import DEVICES, LIBS, ask, linear, moe, parse_device
+from selection_cases import DEVICES, LIBS, ask, linear, moe, parse_device, timed
 from selection_strategies import models, problems, some_libs, wishes
 
 from vllm.errors import ConfigError
@@ -338,3 +338,10 @@ def test_other_libraries_are_told_but_are_no_change_of_a_layer():
     after = before._replace(libs=Libs(before.libs.libs - {before.libs.get("deep_gemm")}))
     assert changes(before, after) == []
     assert "no deep_gemm" in diff.page(before, after, [], 100)
+
+
+def test_what_was_measured_and_what_was_not_are_two_stories():
+    timings = timed(deep_gemm=(1, 8192), cutlass=(1, 0))
+    measured, other = ask(linear(), "90", timings=timings), ask(linear(n=8192), "90")
+    assert measured.candidates == other.candidates
+    assert [s.origin.rank for s in stories([("a", measured), ("b", other)])] == [6, 7]

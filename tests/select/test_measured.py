@@ -412,3 +412,43 @@ def test_a_kernel_that_would_round_scales_by_more_than_the_budget_yields_to_the_
         assert decision.chosen == chosen
     (humming,) = [c for c in decision.candidates if c.backend == "humming"]
     assert {reason.why for reason in humming.reasons} == {Why.NUMERICS}
+
+
+# ---------------------------------------------------------------- what else decides
+
+
+def test_a_fallback_goes_to_what_was_measured_fastest():
+    wish = "--linear-backend flashinfer-deepgemm --on-unmet fallback"
+    timings = timed(triton=ALWAYS, deep_gemm=NEVER)
+    decision = ask(linear(), "100", wishes=wish, timings=timings)
+    assert (decision.chosen, decision.origin.rank) == ("triton", 2)
+    assert decision.timings == timings
+
+
+def test_of_two_that_compile_the_dearer_is_left_out_first():
+    timings = timed(deep_gemm=ALWAYS, triton=ALWAYS, cutlass=NEVER)
+    assert ask(linear(), "90", timings=timings).chosen == "triton"
+
+
+def test_a_kernel_for_few_tokens_is_not_the_first_that_must_be_measured():
+    failed = Quarantined("cutlass", linear().size_key, Reason(Why.LIBRARY, "hung"))
+    libs = replace(LIBS["none"], quarantined=frozenset({failed}))
+    decision = ask(linear(), "90", libs, timings=timed(skinny=(1, 8), marlin=(9, 8192)))
+    assert (decision.chosen, decision.origin.rank) == ("triton", 7)  # which nobody measured
+
+
+def test_a_split_of_which_a_part_requantises_says_so():
+    decision = ask(linear(), "100", timings=timed(deep_gemm=(1, 64), cutlass=(65, 8192)))
+    assert decision.chosen == "deep_gemm<=64|cutlass"
+    assert decision.winner.is_lossy and decision.winner.scales == "ue8m0"
+
+
+def test_a_range_beyond_what_was_measured_goes_by_the_last_count():
+    row = Timings("", (1, 512, 4096), (("a", (1.0, 5.0, 9.0)), ("b", (2.0, 6.0, 5.0))))
+    assert best_split(row, (("a", None), ("b", None)), (5000, 8192)) == ((None, "b"),)
+
+
+def test_what_was_asked_for_counts_among_the_fastest_though_it_could_not_be_chosen():
+    row = Timings("", (1, 8), (("a", (10.0, 10.0)), ("b", (5.0, 20.0))))
+    found = expected(row, ((None, "b"),), ["a"], (1, 8))
+    assert found.mean_regret == pytest.approx(2**0.5 - 1) and found.worst_tokens == 8

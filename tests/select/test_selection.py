@@ -75,3 +75,9 @@ def test_wishes_that_were_followed_pass():
     some.choose(UP, linear())
     some.choose("model.layers.0.mlp.experts", moe())
     some.check_overrides()
+
+
+def test_a_flag_that_a_stronger_one_overrules_everywhere_is_no_error():
+    some = selection("--kernel *.down_proj=triton --linear-backend marlin")
+    some.choose(DOWN, linear())
+    some.check_overrides()

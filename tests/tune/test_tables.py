@@ -204,7 +204,11 @@ def test_problems_that_a_size_does_not_describe_are_in_no_table():
         assert experts.timings(moe(**changes)) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', "{", '{"device": "sm_9"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"rows": {}}', "{", '{"device": "sm_9"}',
+     '{"device": "sm_90", "num_sms": 132, "name": "", "rows": []}'],
+)  # fmt: skip
 def test_a_broken_file_is_refused_with_its_name_and_what_to_do(text):
     path = user_folder() / H100.file_name
     path.parent.mkdir(parents=True)
@@ -380,3 +384,31 @@ def test_regret_is_3_percent_on_average_and_10_at_worst(without):
 def test_the_libraries_of_these_tests_say_what_is_built():
     assert libs_without(()).get(BUILD) is not None
     assert ask(linear(), "90", libs_without(("deep_gemm",))).chosen == "cutlass"
+
+
+def test_experts_that_ranks_share_are_in_no_table():
+    experts = Table(H100, "", {moe().size_key: {"triton": ENTRY}})
+    assert experts.timings(moe(cut=4)) is None
+
+
+def test_estimates_of_two_chips_are_not_mixed():
+    one, other = (
+        Table(GPUS[chip], "", {linear().size_key: {name: ENTRY}}, chip, is_near=True)
+        for chip, name in (("h100", "a"), ("h200", "b"))
+    )
+    timings = timings_of((one, other), linear())
+    assert [name for name, _ in timings.us] == ["a"] and " over " not in timings.source
+
+
+def test_what_is_stale_in_two_tables_is_told_once():
+    old, here = Entry("lib 1", "2026-11-22", ((8, 9.0),)), {"a": "lib 2", "b": "lib 2"}
+    stale = timings_of([table(a=old), table(a=old, b=old)], linear(), here).stale
+    assert stale == (("a", "lib 1", "lib 2"), ("b", "lib 1", "lib 2"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "alike"), [("cpu", True), ("cpu:avx2", True), ("cpu:avx512", False)]
+)
+def test_a_table_of_a_cpu_holds_for_its_instructions(theirs, alike):
+    ours = Chip(Device.parse("cpu:avx2"), 8)
+    assert ours.is_like(Chip(Device.parse(theirs), 8)) == alike

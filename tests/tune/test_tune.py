@@ -11,8 +11,9 @@ import torch
 from selection_cases import LIBS, ask, linear
 
 from vllm.errors import ConfigError
-from vllm.kernels import tune
+from vllm.kernels import registry, tune
 from vllm.kernels.problem import ActScheme
+from vllm.kernels.question import device_of, libs_of
 from vllm.kernels.spec import Candidate, Device, Lib, Libs
 from vllm.kernels.tune import Limits, Run, plan, without_done
 from vllm.kernels.tune_quarantine import (
@@ -25,6 +26,7 @@ from vllm.kernels.tune_quarantine import (
 )
 from vllm.kernels.tune_table import TOKENS, Chip, Table, read_table
 from vllm.kernels.tune_workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
+from vllm.kernels.versions import version_of
 from vllm.worker import kernel_trials
 from vllm.worker.cuda_graph import bucket_sizes
 
@@ -405,3 +407,35 @@ def test_a_broken_file_is_refused_with_its_name(text):
     path_of_file().write_text(text)
     with pytest.raises(ConfigError, match="quarantine"):
         read_failures()
+
+
+# ---------------------------------------------------------------- quarantine
+
+
+def test_failures_of_two_chips_stand_beside_each_other():
+    add_failure(failure())
+    add_failure(failure(device="cuda:sm_100"))
+    assert [f.device for f in read_failures()] == ["cuda:sm_90", "cuda:sm_100"]
+
+
+def test_a_failure_speaks_against_no_other_chip_of_its_family():
+    add_failure(failure(device="cuda:sm_120"))
+    libs = LIBS["deep_gemm+sm120"]
+    assert with_quarantine(libs, Device.parse("sm_120")).quarantined
+    assert not with_quarantine(libs, Device.parse("sm_121")).quarantined
+
+
+def test_a_failure_of_an_unknown_kind_is_refused():
+    write_failures([failure(why="fate")])
+    with pytest.raises(ConfigError, match="quarantine"):
+        read_failures()
+
+
+def test_what_is_in_quarantine_here_is_explained_so():
+    device = device_of(None)
+    libs = libs_of(None, device)
+    (spec,) = (s for s in registry.specs("linear") if s.backend == "cpu")
+    version = version_of(spec, libs, device)
+    add_failure(failure(backend="cpu", device=str(device), version=version))
+    (found,) = libs_of(None, device).quarantined
+    assert not libs.quarantined and found.backend == "cpu"
