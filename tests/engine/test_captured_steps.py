@@ -1,5 +1,6 @@
 """Decoding through the inputs of captured graphs gives what steps put together anew give."""
 
+import dataclasses
 import random
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import torch
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
+from vllm.engine.request import EngineRequest
 from vllm.worker import cuda_graph
 from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
 
@@ -149,31 +151,25 @@ def test_graphs_that_are_dropped_are_not_replayed(checkpoint):
     assert not any(any(own.num_replays.values()) for own in graphs)
 
 
-def test_a_prompt_between_two_steps_of_decoding_leaves_their_block_tables(checkpoint):
-    """It takes the rows of their tables, and ends with its first token."""
-    folder = checkpoint("llama")
-
-    def tokens(llm: LLM) -> list[list[int]]:
-        core, found = llm.llm_engine, {}
-        for name, count, most in (("a", 20, 30), ("b", 33, 30)):
-            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-            core.add_request(name, {"prompt_token_ids": list(range(3, 3 + count))}, params)
-        for step in range(200):
-            if step in (5, 9, 12):
-                one = SamplingParams(temperature=0, max_tokens=1)
-                core.add_request(f"c{step}", {"prompt_token_ids": [7, step + 3, 9]}, one)
+def test_a_prompt_between_decoding_steps_leaves_others_their_blocks(checkpoint):
+    def tokens(llm):
+        core, found = llm.llm_engine.core, {}
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        core.add(EngineRequest("short", list(range(5, 10)), params, 0, [], 8))
+        core.add(EngineRequest("long", list(range(9, 43)), params, 0, [], 8))
+        for number in range(9):
+            if number == 4:
+                core.add(EngineRequest("one", [3, 4], params, 0, [], 1))
             for output in core.step():
-                if output.finished:
-                    found[output.request_id] = output.outputs[0].token_ids
-            if not core.has_unfinished:
-                return [found[name] for name in sorted(found)]
-        raise AssertionError(found)
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+        assert not core.has_work
+        return found
 
-    wanted = tokens(load(folder, runs_ahead=False))
-    llm = load(folder, runs_ahead=True)
+    wanted = tokens(load(checkpoint("llama"), runs_ahead=False))
+    llm = load(checkpoint("llama"), runs_ahead=False)
     capture(llm)
-    graphs = capture_prompts(llm, 64)
-    assert tokens(llm) == wanted and sum(graphs.num_replays.values()) >= 4
+    capture_prompts(llm, 64)
+    assert tokens(llm) == wanted
 
 
 def test_steps_with_more_tokens_than_were_captured_run_eagerly(checkpoint):
@@ -282,3 +278,85 @@ def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)
     llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
     assert are_ahead == [False] + [not holds_back] * 7
+
+
+def test_who_held_back_steps_holds_back_none_after_its_end(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=True)
+    core, are_ahead = llm.llm_engine.core, []
+    launch = core.executor.launch
+
+    def look(*given):
+        are_ahead.append(core._running is not None)
+        return launch(*given)
+
+    core.executor.launch = look
+    for penalty in (1.1, 1.0):
+        are_ahead.clear()
+        params = SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, repetition_penalty=penalty
+        )
+        llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    assert are_ahead == [False] + [True] * 7
+
+
+def test_an_aborted_prompt_keeps_no_step_from_its_graph(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=False)
+    graphs, engine = capture(llm), llm.llm_engine
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    engine.add_request("gone", {"prompt_token_ids": [5] * 90}, params)
+    engine.step()
+    engine.abort("gone")
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    assert sum(graphs.num_replays.values()) == 4
+
+
+def test_a_request_that_a_step_leaves_out_goes_on_with_its_own_token(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=True)
+    core, found = llm.llm_engine.core, []
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    alone = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    s, count = core.scheduler, core.scheduler._num_tokens_now
+    s._num_tokens_now = lambda r, budget: min(
+        count(r, budget), 20 if r.request_id == "long" else 99
+    )
+    core.add(EngineRequest("long", list(range(9, 49)), params, 0, [], 6))
+    core.add(EngineRequest("short", [5, 6, 7], params, 0, [], 6))
+    whole = s.config
+    for budget in (64, 20):  # the second step ends the long prompt, and has no room for the other
+        s.config = dataclasses.replace(whole, max_num_batched_tokens=budget)
+        found += core.step()
+    s.config = whole
+    while core.has_work:
+        found += core.step()
+    tokens = [token for o in found if o.request_id == "short" for token in o.token_ids]
+    assert tokens == alone[0].outputs[0].token_ids
+
+
+def test_the_time_in_the_queue_ends_with_the_first_admission(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=False, num_gpu_blocks_override=8)
+    core, seconds = llm.llm_engine.core, {}
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    for name in "abc":
+        core.add(EngineRequest(name, list(range(9, 39)), params, 0, [], 60))
+    while core.has_work:
+        for output in core.step():
+            seconds.setdefault(output.request_id, set()).add(output.queue_seconds)
+    assert core.scheduler.num_preemptions > 0
+    assert [len(told) for told in seconds.values()] == [1, 1, 1]
+
+
+def test_what_is_held_back_for_the_next_step_is_work(checkpoint):
+    llm = load(checkpoint("llama"), runs_ahead=True)
+    core = llm.llm_engine.core
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    core.add(EngineRequest("other", [3, 4], params, 0, [], 1))
+    reused = EngineRequest("reused", [5, 6, 7], params, 0, [], 6)
+    core.add(reused)
+    assert core.step() == []
+    core.abort(["reused"])
+    core.add(reused)
+    core.abort(["reused"])
+    assert core.has_work
+    assert [(o.request_id, o.finish_reason) for o in core.step()] == [("other", "length")]
+    assert not core.has_work

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CORPUS, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 
@@ -100,3 +102,12 @@ def test_text_that_may_begin_a_stop_is_held_back_and_no_more():
 def test_whole_text_at_once_equals_token_by_token(text):
     tokens = TOKENIZER(text).input_ids
     assert "".join(pieces([], tokens, [1])) == "".join(pieces([], tokens, [len(tokens)])) == text
+
+
+def test_a_first_word_keeps_its_space():
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([0, 1]) == "one two"
+    detokenizer = Detokenizer(tokenizer, [0], True, True)
+    assert [detokenizer.add([1]), detokenizer.add([0])] == [" two", " one"]

@@ -1,17 +1,19 @@
 """Grammars are tried apart from the engine: one that never compiles holds up nobody for long."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import make_tokenizer
 
 import vllm.engine.structured_output as structured_output
-from vllm import LLM
+from vllm import LLM, SamplingParams
+from vllm.config.model import ModelConfig
 from vllm.engine.grammar_trial import GrammarError, GrammarTrial
 from vllm.engine.request import EngineRequest
 from vllm.engine.structured_output import StructuredOutputs
 from vllm.errors import RequestError
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
 
 # xgrammar 0.2.8 does not come to an end with this one.
 ENDLESS = '{"anyOf":[' * 4000 + "{}" + "]}" * 4000
@@ -98,3 +100,65 @@ def collect(grammars, count):
         refused |= bad
         time.sleep(0.01)
     return ready, refused
+
+
+def test_a_grammar_is_followed_where_steps_run_ahead(text_checkpoint):
+    llm = LLM(text_checkpoint)
+    core = llm.llm_engine.core
+    core.executor.runs_ahead = core.runner.runs_ahead = True
+    asked = StructuredOutputsParams(regex="(ab){3,9}c")
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=32, structured_outputs=asked)
+    text = llm.generate("the quick brown", params, use_tqdm=False)[0].outputs[0].text
+    assert text.removesuffix("c").replace("ab", "") == ""
+
+
+@pytest.fixture
+def own_grammars(text_checkpoint):
+    own = StructuredOutputs(ModelConfig.load(str(text_checkpoint)))
+    yield own
+    own.close()
+
+
+def test_grammars_that_passed_are_forgotten_before_they_are_too_many(own_grammars, monkeypatch):
+    monkeypatch.setattr(structured_output, "_MAX_PASSED", 2)
+    for number in range(5):
+        submit(own_grammars, str(number), StructuredOutputsParams(regex="a" * (number + 1)))
+    collect(own_grammars, 5)
+    assert 0 < len(own_grammars._passed) <= 2
+
+
+def test_a_grammar_that_takes_long_to_move_on_ends_too(own_grammars, monkeypatch):
+    monkeypatch.setattr(structured_output, "MAX_STEP_SECONDS", 0.02)
+
+    def accept(token):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return True
+
+    own_grammars._matchers["slow"] = SimpleNamespace(
+        accept_token=accept,
+        is_terminated=lambda: False,
+        fill_next_token_bitmask=lambda mask: mask.fill_(-1),
+    )
+    own_grammars.bitmask("slow")
+    assert not own_grammars.accept("slow", 5)
+    with pytest.raises(GrammarError, match="all other requests wait meanwhile"):
+        own_grammars.bitmask("slow")
+
+
+def test_a_grammar_that_is_too_long_is_refused_unread(own_grammars):
+    submit(own_grammars, "long", StructuredOutputsParams(regex="a" * 200_001))
+    _, refused = collect(own_grammars, 1)
+    assert "200001 characters; at most 200000" in refused["long"]
+
+
+def test_white_space_in_json_is_limited(own_grammars):
+    submit(
+        own_grammars,
+        "json",
+        StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}}),
+    )
+    collect(own_grammars, 1)
+    matcher = own_grammars._matchers["json"]
+    assert matcher.accept_string("[" + 16 * " ") and not matcher.accept_string(" ")

@@ -17,6 +17,17 @@ STR, INT, A = {"type": "string"}, {"type": "integer"}, {"a": {"type": "integer"}
 
 # (schema, an answer that does not match it), by what the message has to name.
 REFUSED = {
+    "dependentSchemas": (
+        {"type": "object", "properties": A, "dependentSchemas": {"a": {"required": ["b"]}}},
+        {"a": 1},
+    ),
+    "dependencies": (
+        {"type": "object", "properties": A | {"b": INT}, "dependencies": {"a": ["b"]}},
+        {"a": 1},
+    ),
+    "$dynamicRef": ({"$dynamicRef": "#p", "$defs": {"P": INT | {"$dynamicAnchor": "p"}}}, "a"),
+    "$recursiveRef": ({"$recursiveRef": "#"}, {"a": 1}),
+    "multipleOf is enforced for integers alone": (INT | {"multipleOf": 5, "minimum": 3}, 7),
     "not": (STR | {"not": {"const": "a"}}, "a"),
     "if": ({"type": "object", "properties": A, "if": {}, "then": {"required": ["a"]}}, {}),
     "contains": ({"type": "array", "items": INT, "contains": {"const": 2}}, [1]),
@@ -60,6 +71,9 @@ REFUSED = {
 # (schema, an answer that does not match it, one that does)
 OBJECT = {"$defs": {"P": {"type": "object", "properties": A, "required": ["a"]}}}
 TAKEN = [
+    ({"type": "number", "enum": [1, 2.5]}, 3, 1),
+    (INT | {"pattern": "^a$", "format": "date"}, "a", 1),
+    (INT | {"enum": [3.0, 4]}, 5, 4),
     ({"additionalProperties": INT}, {"a": "x"}, {"a": 1}),
     (OBJECT | {"type": "object", "$ref": "#/$defs/P"}, {}, {"a": 1}),
     (OBJECT | {"type": "object", "anyOf": [{"$ref": "#/$defs/P"}]}, {}, {"a": 1}),
@@ -163,3 +177,28 @@ def test_references_that_go_round_and_long_names_cost_little():
     long = {"properties": {"x" * 60_000: {"properties": {str(i): {} for i in range(12_000)}}}}
     check_schema(json.dumps(long))
     assert time.process_time() - begin < 2
+
+
+FAULTY = {"type": "array", "items": {}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("place", "schema"),
+    [
+        ("items", {"items": FAULTY}),
+        ("additionalProperties", {"additionalProperties": FAULTY}),
+        ("unevaluatedItems", {"unevaluatedItems": FAULTY}),
+        ("unevaluatedProperties", {"unevaluatedProperties": FAULTY}),
+        ("prefixItems/1", {"prefixItems": [STR, FAULTY]}),
+        ("allOf/0", {"allOf": [FAULTY]}),
+        ("anyOf/1", {"anyOf": [STR, FAULTY]}),
+        ("oneOf/1", {"oneOf": [STR, FAULTY]}),
+        ("properties/a", {"properties": {"a": FAULTY}}),
+        ("patternProperties/^a$", {"type": "object", "patternProperties": {"^a$": FAULTY}}),
+        ("$defs/P", {"$ref": "#/$defs/P", "$defs": {"P": FAULTY}}),
+    ],
+)
+def test_every_schema_within_one_is_looked_at(place, schema):
+    with pytest.raises(GrammarError) as error:
+        check_schema(json.dumps(schema))
+    assert f"at #/{place} for" in str(error.value) and "uniqueItems" in str(error.value)

@@ -405,3 +405,42 @@ def test_parts_of_a_message_are_one_text(llm):
         for content in (parts, "fox\ndog")
     ]
     assert prompts[0] == prompts[1]
+
+
+def test_an_aborted_request_leaves_no_grammar_to_wait_for(llm):
+    engine = llm.llm_engine
+    asked = StructuredOutputsParams(regex="a+")
+    engine.add_request("gone", "ban", SamplingParams(structured_outputs=asked))
+    engine.abort("gone")
+    assert not engine.core.has_work
+
+
+def test_counts_are_of_what_came_since_they_were_told(llm):
+    core = llm.llm_engine.core
+    core.stats()
+    one(llm, {"prompt_token_ids": [5, 6, 7]})
+    assert [core.stats().prefix_cache_queries for _ in range(2)] == [3, 0]
+
+
+def test_torch_has_its_threads_again_after_a_step(llm):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        one(llm)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_are_those_of_the_likeliest(llm):
+    output = one(llm, logprobs=3, max_tokens=5, ignore_eos=True, temperature=1.0, seed=1).outputs[0]
+    for entry in output.logprobs:
+        by_rank = sorted(entry.values(), key=lambda logprob: -logprob.logprob)
+        assert [logprob.rank for logprob in by_rank[:3]] == [1, 2, 3]
+
+
+def test_a_stop_token_is_part_of_the_text_where_asked(llm):
+    full = one(llm, ignore_eos=True).outputs[0].token_ids
+    options = {"stop_token_ids": [full[4]], "include_stop_str_in_output": True}
+    output = one(llm, ignore_eos=True, **options).outputs[0]
+    assert output.text == llm.get_tokenizer().decode(full[: full.index(full[4]) + 1])

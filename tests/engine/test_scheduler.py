@@ -307,3 +307,64 @@ def test_whatever_comes_every_request_ends_with_its_own_tokens(seed, num_blocks,
 def test_a_scheduler_whose_cache_cannot_hold_one_request_is_a_mistake_of_ours():
     with pytest.raises(AssertionError):
         scheduler(num_blocks=2, max_model_len=64)
+
+
+def test_nobody_is_admitted_into_the_blocks_that_running_ones_need_next():
+    s = scheduler(num_blocks=5, max_model_len=20)
+    s.add(request("first", [1] * 7, 9))
+    advance(s)
+    s.add(request("second", [2] * 11, 9))
+    for _ in range(4):
+        advance(s)
+    assert s.num_preemptions == 0
+
+
+def test_who_left_the_batch_is_told_with_the_next_step_that_computes():
+    s = scheduler()
+    s.add(request("gone", [1, 2, 3]))
+    advance(s)
+    s.abort("gone")
+    assert s.schedule().is_empty
+    s.add(request("next", [5]))
+    assert s.schedule().dropped == ["gone"]
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    s = scheduler(num_blocks=5, max_model_len=20)
+    s.add(request("first", list(range(7)), max_tokens=10))
+    second = request("second", list(range(20, 28)), max_tokens=10)
+    s.add(second)
+    while s.num_preemptions == 0:
+        advance(s)
+    while s.has_requests:
+        advance(s)
+    assert second.num_cached_tokens == 0
+
+
+def test_who_was_preempted_goes_on_before_who_came_later():
+    s = scheduler(num_blocks=5, max_model_len=20, prefix_caching=False)
+    s.add(request("first", [1] * 7, 9))
+    advance(s)
+    s.add(request("last", [2] * 5, 9))
+    advance(s)
+    s.add(request("late", [3] * 12, 9))
+    while s.num_preemptions == 0:
+        advance(s)
+    assert [r.request_id for r in s.waiting] == ["last", "late"]
+
+
+def test_a_request_ends_where_the_context_does():
+    s = scheduler(max_model_len=8, num_blocks=8)
+    r = request("a", [1] * 5, max_tokens=9)
+    s.add(r)
+    while s.has_requests:
+        advance(s)
+    assert len(r.all_token_ids) == 8 and r.finish_reason == FinishReason.LENGTH
+
+
+def test_a_prompt_alone_ends_by_length_whatever_would_come_next():
+    s = scheduler()
+    r = request("a", [1, 2, 3], max_tokens=0)
+    s.add(r)
+    assert advance(s, lambda r: STOP) == [r]
+    assert (r.finish_reason, r.stop_reason) == (FinishReason.LENGTH, None)

@@ -186,3 +186,10 @@ def test_whatever_comes_each_request_gets_the_state_of_its_own_tokens(
     assert not s.has_requests
     assert all(r.num_output_tokens == r.max_tokens for r in ended)
     s.pool.check_idle()
+
+
+def test_a_prompt_of_the_least_length_is_kept():
+    s = watched()
+    s.add(request("short", list(range(9)), 1))
+    step = s.schedule()
+    assert step.num_tokens == {"short": 8} and list(step.kept_states) == ["short"]

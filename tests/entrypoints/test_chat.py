@@ -8,7 +8,7 @@ import pytest
 
 import vllm
 
-from .serving import RunningServer, wait_until
+from .serving import RunningServer, started_server, wait_until
 from .tiny_model import MAX_MODEL_LEN
 
 USER = {"role": "user", "content": "ban fick"}
@@ -205,3 +205,42 @@ def test_browsers_of_any_origin_may_ask(server: RunningServer) -> None:
     assert "access-control-allow-origin" in preflight.headers
     refused = server.post("/v1/completions", {}, Origin="http://a.example")
     assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, "*")
+
+
+CHAT = {"messages": [{"role": "user", "content": "ban fick"}], "max_tokens": 6}
+
+
+def test_a_chat_stream_of_several_choices_tells_of_the_prompt_once(server: RunningServer) -> None:
+    events = server.events(
+        "/v1/chat/completions", **CHAT, n=3, seed=5, temperature=1.0, return_token_ids=True
+    )
+    assert ["prompt_token_ids" in event for event in events].count(True) == 1
+
+
+def test_only_a_message_of_the_assistant_is_echoed(server: RunningServer) -> None:
+    plain, echoed = (server.chat(**CHAT, echo=echo)["choices"] for echo in (False, True))
+    assert plain == echoed
+
+
+def test_a_stream_echoes_what_it_continues(server: RunningServer) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "mest lon"}]
+    fields: Any = {**CHAT, "messages": messages, "continue_final_message": True,
+                   "add_generation_prompt": False, "echo": True}  # fmt: skip
+    whole = server.chat(**fields)["choices"][0]["message"]["content"]
+    events = server.events("/v1/chat/completions", **fields)
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole
+
+
+def test_a_chat_stream_counts_as_it_goes_where_asked(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.events("/v1/chat/completions", **CHAT, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] > 0
+
+
+def test_answers_have_the_role_that_was_asked_for(tiny_model, tmp_path) -> None:
+    with started_server(tiny_model, tmp_path / "log", "--response-role", "model") as server:
+        assert server.chat(**CHAT)["choices"][0]["message"]["role"] == "model"
+        first, *_ = server.events("/v1/chat/completions", **CHAT)
+        assert first["choices"][0]["delta"]["role"] == "model"

@@ -295,3 +295,51 @@ def test_a_default_length_fits_what_the_prompt_leaves(server: RunningServer) -> 
     assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 3
     refused = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 16})
     assert refused.status == 400 and "ask for at most 3" in refused.error
+
+
+def test_cached_tokens_of_all_prompts_are_told(server: RunningServer) -> None:
+    prompts = [[(k * i) % 90 + 5 for i in range(64)] for k in (11, 13)]
+    server.complete(prompt=prompts)
+    together, *alone = (
+        server.complete(prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for prompt in (prompts, *prompts)
+    )
+    assert together == sum(alone) > max(alone)
+
+
+def test_one_prompt_of_several_that_cannot_be_served_refuses_all(server: RunningServer) -> None:
+    refused = server.post("/v1/completions", {"prompt": [[5], [5] * 3000], "max_tokens": 4})
+    assert refused.status == 400 and "3000 tokens" in refused.error
+
+
+def test_a_default_length_never_goes_below_min_tokens(server: RunningServer) -> None:
+    refused = server.post("/v1/completions", {"prompt": [5] * 2045, "min_tokens": 5})
+    assert refused.status == 400 and "ask for at most 3" in refused.error
+
+
+def test_a_stream_tells_of_the_prompt_once(server: RunningServer) -> None:
+    fields = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "return_token_ids": True}
+    events = server.events("/v1/completions", **fields, max_tokens=200, ignore_eos=True)
+    choices = [choice for event in events for choice in event["choices"]]
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [name in choice for choice in choices] == [True] + [False] * (len(choices) - 1)
+    assert len(choices) > 1
+
+
+def test_answers_are_in_the_order_of_the_prompts_whichever_ends_first(
+    server: RunningServer,
+) -> None:
+    prompts = ["ban", "mest"]
+    first, second = (
+        server.complete(prompt=prompt, max_tokens=24)["choices"][0]["text"] for prompt in prompts
+    )
+    stop = next(second[i : i + 3] for i in range(9) if second[i : i + 3] not in first)
+    choices = server.complete(prompt=prompts, max_tokens=24, stop=stop)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [choice["text"] for choice in choices] == [first, second[: second.index(stop)]]
+
+
+def test_a_prompt_alone_is_streamed_too(server: RunningServer) -> None:
+    events = server.events("/v1/completions", prompt="ban", echo=True, max_tokens=0)
+    assert text_of(events) == "ban"
+    assert [c["finish_reason"] for e in events for c in e["choices"]] == ["length"]

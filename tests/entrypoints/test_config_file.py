@@ -93,3 +93,20 @@ def test_a_flag_without_one_file_is_refused(words):
 def test_a_file_that_is_not_there_is_refused(parse):
     with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
         parse("", "--config", "/nowhere/flags.yaml")
+
+
+def test_a_flag_may_keep_its_dashes(parse):
+    args = parse("--port: 8123\n--enforce-eager: true", "--config", "FILE", "m")
+    assert args.port == 8123 and args.enforce_eager is True
+
+
+def test_a_file_that_is_no_text_is_refused(parse, tmp_path):
+    (tmp_path / "binary").write_bytes(b"port: \xff")
+    with pytest.raises(ConfigError, match="binary cannot be read"):
+        parse("", f"--config={tmp_path / 'binary'}")
+
+
+def test_a_switch_without_a_negation_may_be_off(parse):
+    assert (
+        parse("model: m\ntrust-remote-code: false", "--config", "FILE").trust_remote_code is False
+    )

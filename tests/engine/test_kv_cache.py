@@ -1,0 +1,65 @@
+"""How large the KV cache and the recurrent states are, and what is said where they do not fit."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.worker import kv_cache, state_cache
+
+
+def load(folder, **options) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, **options)
+
+
+def test_a_context_may_fill_the_cache_and_no_more(checkpoint):
+    folder = checkpoint("llama")
+    options = {"block_size": 16, "num_gpu_blocks_override": 4}
+    whole = load(folder, max_model_len=64, **options)
+    assert whole.llm_engine.core.config.model_config.max_model_len == 64
+    with pytest.raises(ConfigError, match="holds 64 tokens, fewer than --max-model-len 65"):
+        load(folder, max_model_len=65, **options)
+    assert load(folder, **options).llm_engine.core.config.model_config.max_model_len == 64
+
+
+def test_a_cache_of_one_block_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(kv_cache, "_num_blocks_on_cpu", lambda *given: 1)
+    with pytest.raises(ConfigError, match="no room for 2 of them: lower it, or raise VLLM_CPU_KV"):
+        load(checkpoint("llama"))
+
+
+def test_a_cache_that_memory_does_not_hold_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 30)
+    with pytest.raises(
+        ConfigError, match=r"--num-gpu-blocks-override .* 1.0 GiB of memory are free"
+    ):
+        load(checkpoint("llama"), num_gpu_blocks_override=10**7)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE=1.5 GiB is more than the 1.0"):
+        load(checkpoint("llama"))
+
+
+def test_what_is_promised_to_states_is_not_given_to_the_cache(checkpoint, monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 100 << 20)
+    config = EngineArgs.from_keywords(
+        model=checkpoint("llama"), max_num_seqs=256
+    ).create_engine_config()
+    kernel = SimpleNamespace(block_bytes=lambda size: 1 << 20)
+    found = [kv_cache._num_blocks_on_cpu([kernel], config, promised << 20) for promised in (0, 60)]
+    assert found == [50, 20]
+
+
+def test_so_many_states_as_are_told_fit(checkpoint, monkeypatch):
+    monkeypatch.setattr(state_cache, "_free_memory", lambda config, device: 1 << 20)
+    folder = checkpoint("qwen3_5")
+    options = {"enable_prefix_caching": True, "num_state_snapshots": 3, "max_model_len": 64}
+    with pytest.raises(ConfigError, match="so many recurrent states") as caught:
+        load(folder, max_num_seqs=4096, **options)
+    most = int(re.search(r"to at most (\d+)", str(caught.value))[1])
+    assert most > 1
+    load(folder, max_num_seqs=most, **options)
+    with pytest.raises(ConfigError, match=f"to at most {most},"):
+        load(folder, max_num_seqs=most + 1, **options)
