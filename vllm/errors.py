@@ -3,7 +3,7 @@
 import difflib
 import errno
 from collections.abc import Iterable
-from subprocess import SubprocessError
+from subprocess import CalledProcessError, SubprocessError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -39,12 +39,19 @@ def is_of_machine(error: BaseException) -> bool:
     was called: no memory, no room or right to write, no compiler, broken hardware, a GPU that
     others hold. What it was raised from counts too."""
     signs = ("uncorrectable", "hardware error", "devices unavailable", "busy or unavailable",
-             "unknown error", "not_initialized", "no space left", "quota", "killed",
-             "c compiler")  # fmt: skip
-    kinds = (OSError, ImportError, SubprocessError)
-    is_own = isinstance(error, kinds) or any(sign in str(error).lower() for sign in signs)
-    cause = error.__cause__
-    return is_own or is_out_of_memory(error) or (cause is not None and is_of_machine(cause))
+             "cuda error: unknown error", "not_initialized", "no space left on device",
+             "disk quota", "killed signal", "c compiler")  # fmt: skip
+    is_own = isinstance(error, OSError | ImportError | SubprocessError)
+    says_so = any(sign in str(error).lower() for sign in signs)
+    return is_own or says_so or is_out_of_memory(error) or _comes_of_machine(error.__cause__)
+
+
+def _comes_of_machine(cause: BaseException | None) -> bool:
+    """A compiler that ends by itself speaks against what it was given; one that was ended does
+    not, nor one that is not there."""
+    if isinstance(cause, CalledProcessError):
+        return cause.returncode < 0 or cause.returncode in (126, 127)
+    return cause is not None and (isinstance(cause, OSError) or is_out_of_memory(cause))
 
 
 class VllmError(Exception):

@@ -55,6 +55,12 @@ def failing(error: Exception):
     return make
 
 
+def caused_by(cause: Exception) -> Exception:
+    error = RuntimeError("Ninja build failed")
+    error.__cause__ = cause
+    return error
+
+
 def chosen(llm: LLM, family: str) -> set[str]:
     records = llm.llm_engine.core.executor.selection.records
     return {decision.chosen for _, decision in records if decision.problem.family == family}
@@ -89,17 +95,21 @@ def test_the_next_start_chooses_another_kernel(checkpoint, monkeypatch, family, 
     assert any("quarantined on" in text and FAULT in text for text in rejected)
 
 
+@pytest.mark.parametrize(
+    "error", [caused_by(CalledProcessError(1, "nvcc")), RuntimeError("quota of 8 killed lanes")]
+)
+def test_a_compiler_that_refuses_a_kernel_speaks_against_it(checkpoint, monkeypatch, error):
+    monkeypatch.setattr(cpu, "linear", failing(error))
+    with pytest.raises(KernelFailedError):
+        load(checkpoint)
+    assert read_failures()
+
+
 def test_one_that_was_asked_for_is_refused_from_then_on(checkpoint, monkeypatch):
     monkeypatch.setattr(cpu, "linear", failing(RuntimeError(FAULT)))
     for expected in (KernelFailedError, Exception):
         with pytest.raises(expected, match="illegal memory access"):
             load(checkpoint, linear_backend="cpu")
-
-
-def caused_by(cause: Exception) -> Exception:
-    error = RuntimeError("Ninja build failed")
-    error.__cause__ = cause
-    return error
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,8 @@ def caused_by(cause: Exception) -> Exception:
         ModuleNotFoundError("No module named 'nvidia'"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate"),
         caused_by(OSError(122, "Disk quota exceeded")),
+        caused_by(CalledProcessError(-9, "nvcc")),
+        caused_by(CalledProcessError(127, "ninja")),
         RuntimeError("CUDA error: uncorrectable ECC error encountered"),
     ],
 )

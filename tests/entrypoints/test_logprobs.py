@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.logprobs import (
     prompt_logprobs_json,
 )
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.outputs import Logprob
 
 
 def told(shape: Any) -> Any:
@@ -77,12 +77,8 @@ def test_lists_of_any_length_are_whole(count: int) -> None:
 def test_many_logprobs_are_put_together_beside_other_requests(count: int, is_aside: bool) -> None:
     """Of a prompt, or of one of the choices: 10 at each of `count` places."""
     places = [{i: Logprob(-1.0) for i in range(10)}] * count
-    choices = [CompletionOutput(i, "", [], None, own) for i, own in enumerate((None, places))]
-    for output in (
-        RequestOutput("a", None, [], [None, *places], [], False),
-        RequestOutput("a", None, [], None, choices, False),
-    ):
-        thread = asyncio.run(built(output, threading.current_thread))
+    for told in ([None, *places], None), (None, places):
+        thread = asyncio.run(built(told, threading.current_thread))
         assert (thread is not threading.current_thread()) == is_aside
 
 

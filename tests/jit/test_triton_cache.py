@@ -1,6 +1,7 @@
 """What lies damaged in Triton's cache is compiled again."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -96,3 +97,22 @@ def test_one_file_by_itself_is_verified_too(folder):
     assert cache.get_file("launcher.so") == path and cache.put("text", "t") != path
     Path(path).write_bytes(b"a launche")
     assert cache.get_file("launcher.so") is None and cache.get_file("t") is not None
+
+
+def test_what_has_no_hash_is_taken_from_a_folder_that_takes_none(folder, monkeypatch):
+    monkeypatch.setattr(triton.knobs.cache, "manager_class", FileCacheManager)
+    first, _ = compiled()
+    monkeypatch.setattr(triton.knobs.cache, "manager_class", VerifiedCache)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert compiled() == (first, False)
+    of_kind(folder, "*.cubin").write_bytes(b"")
+    assert compiled()[1]  # which fails where it cannot be written
+
+
+def test_files_that_are_to_override_are_taken_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_OVERRIDE_DIR", str(tmp_path))
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "kernel.ptx").write_text("by hand")
+    own = VerifiedCache("KEY", override=True)
+    assert own.get_file("kernel.ptx") == str(tmp_path / "KEY" / "kernel.ptx")
+    assert own.get_file("kernel.cubin") is None

@@ -113,9 +113,15 @@ def test_failures_are_listed_and_lifted(vllm, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     write_failures(
         Failure(name, "native 0.1.0", "cpu", "bf16:8x8 fp32", "library", "hung", "2026-11-22")
-        for name in ("cpu", "torch")
+        for name in ("cpu", "torch", "rotary")
     )
     assert "hung" in vllm("quarantine")[1]
+    assert (
+        "rotary" in (shown := vllm("quarantine", "--backend", "Rotary")[1]) and "cpu " not in shown
+    )
+    assert "1 forgotten" in vllm("quarantine", "--clear", "--backend", "rotary")[1]
+    code, _, err = vllm("quarantine", "--clear", "--backend", "rotari")
+    assert code == 2 and "did you mean rotary?" in err
     assert "1 forgotten" in vllm("quarantine", "--clear", "--backend", "cpu")[1]
     assert [f["backend"] for f in json.loads(
         (tmp_path / "kernel_tables" / "quarantine.json").read_text())] == ["torch"]  # fmt: skip

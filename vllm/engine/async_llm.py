@@ -35,6 +35,7 @@ from vllm.errors import (
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.aside import aside
 from vllm.utils.processes import ending
 from vllm.utils.startup import current_report
 from vllm.utils.tokenizer import load_tokenizer
@@ -46,6 +47,8 @@ _LAST_WORDS_SECONDS = 0.2
 # Of engines whose kernels failed. A fault takes the GPU along and hides the next one: of a backend
 # that always faults there is one for each size of a model.
 _MAX_RESTARTS = 12
+# Within which an engine with requests must give a sign of life.
+_LOOKS = 10
 # Engines that start before their configuration is read.
 _MAX_EARLY = 16
 
@@ -180,21 +183,20 @@ class AsyncLLM:
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
         flight = self._flights[request_id] = _Flight(state, engine, time.monotonic())
-        if not engine.num_in_flight:
-            engine.last_sign = time.monotonic()
         engine.num_in_flight += sampling_params.n
         try:
             self._hand_out(engine, given.requests)
             while True:
                 await flight.news.wait()
                 flight.news.clear()
+                if flight.state.has_unread_prompt:
+                    await aside(flight.state.read_prompt)
+                # No waiting from here to `take`: all of it is of one moment.
                 if flight.state.error is not None:
                     raise flight.state.error
                 finished = flight.state.is_finished
                 if not finished:
                     self._check_alive()
-                if flight.state.has_unread_prompt:
-                    await asyncio.to_thread(flight.state.read_prompt)
                 if (output := flight.state.take()) is not None:
                     yield output
                 if finished:
@@ -251,7 +253,7 @@ class AsyncLLM:
         try:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
-                engine.last_sign = time.monotonic()
+                engine.num_silent = 0
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
                         await asyncio.sleep(CAUSE_SECONDS)
@@ -325,11 +327,14 @@ class AsyncLLM:
         self._die(self._named(engine, f"the engine process died ({ending(code)})"))
 
     async def _watch_silence(self, most_s: float) -> None:
-        """A GPU that hangs ends no process: nobody would ever be told."""
+        """A GPU that hangs ends no process: nobody would ever be told. Looks are counted and not
+        seconds, for all processes of a machine may be frozen, and go on later."""
         while True:
-            await asyncio.sleep(most_s / 10)
+            await asyncio.sleep(most_s / _LOOKS)
+            busy = {id(f.engine) for f in self._flights.values() if not f.state.is_finished}
             for engine in self._engines:
-                if engine.num_in_flight and time.monotonic() - engine.last_sign > most_s:
+                engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
+                if engine.num_silent > _LOOKS:
                     self._die(
                         self._named(
                             engine,

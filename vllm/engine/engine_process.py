@@ -6,7 +6,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -19,7 +18,10 @@ from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
+from vllm.logger import get_logger
 from vllm.utils.processes import ending
+
+logger = get_logger(__name__)
 
 STOP_SECONDS = 5.0
 # What an engine says that failed by another's fault, or its end, must not come before the cause.
@@ -31,14 +33,14 @@ class EngineProcess:
     """An engine's process and the sockets to it. Starts at once; loads while others import.
 
     stats: of its scheduler after its last step. num_in_flight: sequences that it was given.
-    last_sign: when it was heard last, or got requests after it had none.
+    num_silent: how often in a row it was found with requests and without a sign of life.
     """
 
     def __init__(self, args: EngineArgs, seat: process.Seat):
         self.seat = seat
         self.stats = SchedulerStats(0, 0, 0.0)
         self.num_in_flight = 0
-        self.last_sign = time.monotonic()
+        self.num_silent = 0
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
         self.context = zmq.asyncio.Context()
@@ -101,8 +103,7 @@ class EngineProcess:
     def close(self) -> None:
         self.process.join(STOP_SECONDS)
         if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+            kill([self])
         self.sender.close(linger=0)
         self.context.destroy(linger=0)
         self._folder.cleanup()
@@ -163,11 +164,13 @@ def _own_address() -> str:
 
 
 def kill(engines: list[EngineProcess]) -> None:
-    """Waits for their end."""
+    """Waits for their end, but not for ever for one that its driver does not let go."""
     for engine in engines:
         engine.process.kill()
     for engine in engines:
-        engine.process.join()
+        engine.process.join(STOP_SECONDS)
+        if engine.process.is_alive():
+            logger.warning("the engine process %s does not end", engine.process.pid)
 
 
 def close(engines: list[EngineProcess]) -> None:

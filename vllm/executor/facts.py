@@ -11,6 +11,7 @@ import torch
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.kernels.spec import Device
 from vllm.kernels.tune_quarantine import read_failures
 from vllm.platforms.probe import probe_device
 
@@ -38,15 +39,20 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
         "versions": f"vllm {vllm.__version__}, torch {torch.__version__}",
         "the device": str(probe_device()),
         "variables": json.dumps(variables),
-        "kernels in quarantine": _quarantined(),
+        "kernels in quarantine (vllm kernels quarantine)": _quarantined(),
         "the checkpoint": _checkpoint(config.model_config.path),
         "the configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
     }
 
 
 def _quarantined() -> str:
-    """They choose kernels by it."""
-    places = {f"{f.backend} {f.device} {f.size_key}" for f in read_failures()}
+    """What of it may hold here; ranks choose kernels by that."""
+    arch = probe_device().arch
+    places = {
+        f"{f.backend} {f.version} {f.size_key}"
+        for f in read_failures()
+        if f.release == vllm.__version__ and Device.parse(f.device).arch == arch
+    }
     return "; ".join(sorted(places)) or "none"
 
 

@@ -73,6 +73,16 @@ def add_failure(failure: Failure) -> None:
         write_failures([*kept, failure])
 
 
+def forget(backend: str | None) -> list[Failure]:
+    """Those of that backend, or all; returns what they were."""
+    with _alone():
+        failures = read_failures()
+        meant = [f for f in failures if backend in (None, f.backend)]
+        if meant:
+            write_failures([f for f in failures if f not in meant])
+        return meant
+
+
 @contextmanager
 def _alone() -> Iterator[None]:
     """Ranks and servers may enter something at the same time; where the file system has no locks,

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from vllm.config import VllmConfig
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -56,6 +57,27 @@ def without_memory(tensor: Tensor) -> Tensor:
     alias = torch.as_tensor(interface, device=tensor.device).view(tensor.dtype)
     assert alias.data_ptr() == tensor.data_ptr(), "a copy would never change"
     return alias
+
+
+def runs_eagerly(config: VllmConfig) -> bool:
+    return config.model_config.enforce_eager or config.parallel_config.needs_eager
+
+
+def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> list[PromptShape]:
+    """What is captured of steps with prompts. is_eager: no step is; is_planned: the host plans
+    attention for each."""
+    scheduler = config.scheduler_config
+    if not scheduler.max_prompt_graph_tokens:
+        return []
+    reasons = {
+        "all steps do here": is_eager,
+        "attention is planned on the host": is_planned,
+        "engines in lock step have prompts of their own": config.parallel_config.is_in_lock_step,
+    }
+    if why := next((text for text, holds in reasons.items() if holds), ""):
+        logger.warning("--max-prompt-graph-tokens: steps with prompts run eagerly: %s", why)
+        return []
+    return prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs)
 
 
 class CudaGraphs(Generic[Shape]):

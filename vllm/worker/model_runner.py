@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,10 @@ from vllm.worker.cuda_graph import (
     CudaGraphs,
     PromptShape,
     bucket_sizes,
+    captured_prompts,
     decode_shape,
     prompt_shape,
-    prompt_shapes,
+    runs_eagerly,
 )
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import InputBatch, make_batch
@@ -133,6 +133,10 @@ class ModelRunner:
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 finish_warm_up(self._warm_up)
                 self._call_kernels(calls, config)
+            is_eager = selection.needs_eager or runs_eagerly(config)
+            self._prompt_shapes = captured_prompts(
+                config, is_eager or self.device.type == "cpu", bool(planners(self.model))
+            )
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
                 peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
@@ -162,7 +166,7 @@ class ModelRunner:
         self._graphs: CudaGraphs[int] | None = None
         self._prompt_graphs: CudaGraphs[PromptShape] | None = None
         if self.device.type == "cuda":
-            self._make_decoding_ready(config, report, selection.needs_eager)
+            self._make_decoding_ready(config, report, is_eager)
         # Not of steps before requests, whose numbers mean nothing.
         debugs = config.model_config.debug_numerics
         self._watch = NumericsWatch(self.model) if debugs else None
@@ -203,10 +207,11 @@ class ModelRunner:
             del hidden
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
-        shapes = prompt_shapes(config.scheduler_config.max_prompt_graph_tokens, num_seqs)
-        if shapes:  # graphs keep what their steps need to themselves
+        if self._prompt_shapes:  # graphs keep what their steps need to themselves
             torch.cuda.reset_peak_memory_stats()
-            self.model(inputs.padding(*shapes[-1], max_seq_len=longest))
+            largest = self._prompt_shapes[-1]
+            self._parallel.token_counts = (largest.tokens,) * self._parallel.data.size
+            self.model(inputs.padding(*largest, max_seq_len=longest))
             torch.cuda.synchronize()
             peak_bytes += torch.cuda.max_memory_allocated() - before
         return peak_bytes
@@ -215,12 +220,9 @@ class ModelRunner:
         self, config: VllmConfig, report: StartupReport, is_eager: bool
     ) -> None:
         """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
-        is_eager |= config.model_config.enforce_eager or config.parallel_config.needs_eager
         max_num_seqs = config.scheduler_config.max_num_seqs
-        wants_prompts = config.scheduler_config.max_prompt_graph_tokens > 0
-        if wants_prompts and is_eager:
-            logger.warning("--max-prompt-graph-tokens: all steps run eagerly here")
         knobs = "--gpu-memory-utilization, --max-num-seqs"
+        wants_prompts = bool(self._prompt_shapes)
         with (
             torch.inference_mode(),
             report.phase("small steps" if is_eager else "CUDA graphs"),
@@ -231,24 +233,14 @@ class ModelRunner:
                     self._decode_once(size)
                 torch.cuda.synchronize()
             else:
-                pool = self._capture_prompts(config)
+                pool = None
+                if wants_prompts:  # first, for they need more memory
+                    prepare = self._inputs.pad_prompts
+                    self._prompt_graphs = CudaGraphs(
+                        self._prompts_once, self._prompt_shapes, prepare=prepare
+                    )
+                    pool = self._prompt_graphs.pool
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
-
-    def _capture_prompts(self, config: VllmConfig) -> Any:
-        """First, for they need more memory; returns the pool to share."""
-        scheduler = config.scheduler_config
-        if not scheduler.max_prompt_graph_tokens:
-            return None
-        if self._inputs.planners or config.parallel_config.is_in_lock_step:
-            why = "attention plans each of them on the host" if self._inputs.planners else (
-                "engines in lock step have prompts of their own each"
-            )  # fmt: skip
-            logger.warning("--max-prompt-graph-tokens: steps with prompts run eagerly, for %s", why)
-            return None
-        shapes = prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs)
-        prepare = self._inputs.pad_prompts
-        self._prompt_graphs = CudaGraphs(self._prompts_once, shapes, prepare=prepare)
-        return self._prompt_graphs.pool
 
     def _decode_once(self, size: int) -> Tensor:
         self._parallel.token_counts = (size,) * self._parallel.data.size

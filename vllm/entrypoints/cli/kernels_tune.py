@@ -12,7 +12,7 @@ from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.problem import LinearProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.spec import Device, Libs, Policy
-from vllm.kernels.tune_quarantine import path_of_file, read_failures, text, write_failures
+from vllm.kernels.tune_quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.tune_table import TOKENS, Table, read_table, user_folder
 from vllm.kernels.tune_workers import Job
 from vllm.platforms.cpu import memory_limit, num_cores
@@ -170,14 +170,17 @@ def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: 
 
 
 def run_quarantine(args: argparse.Namespace) -> None:
-    failures = read_failures()
+    name = None
     if args.backend is not None:
-        name = registry.check_backend_name("linear", args.backend, "--backend")
-        meant = [failure for failure in failures if failure.backend == name]
-    else:
-        meant = failures
+        found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
+        name = next(filter(None, found), None)
+        if name is None:
+            known = dict.fromkeys(n for family in registry.FAMILIES for n in registry.ORDER[family])
+            what = f"--backend {args.backend!r}"
+            raise registry.unknown_backend(what, args.backend, tuple(known))
     if args.clear:
-        write_failures([failure for failure in failures if failure not in meant])
-        print(f"{len(meant)} forgotten; vllm kernels tune tries them again")
+        count = len(forget(name))
+        print(f"{count} forgotten; vllm kernels tune, or the next start, tries them again")
     else:
+        meant = [failure for failure in read_failures() if name in (None, failure.backend)]
         print(text(meant) or "no kernel has failed here")

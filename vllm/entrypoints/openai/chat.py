@@ -53,14 +53,14 @@ class _Answer:
         extra: dict[str, Any] = {}
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
-                extra |= await built(output, self._prompt_extra, output)
+                extra |= await built([output.prompt_logprobs], self._prompt_extra, output)
                 for choice in output.outputs:
                     message = {
                         "role": self.service.response_role,
                         "content": self._echoed() + choice.text,
                         "refusal": None,
                     }
-                    new = await built(output, self._choice, "message", message, choice)
+                    new = await built([choice.logprobs], self._choice, "message", message, choice)
                     choices.append(new)
         choices.sort(key=lambda choice: int(choice["index"]))
         usage = {"usage": self.usage.to_json()}
@@ -78,12 +78,14 @@ class _Answer:
                     if choice.index not in started:
                         extra = {}
                         if not started:
-                            extra = await built(output, self._prompt_extra, output)
+                            extra = await built(
+                                [output.prompt_logprobs], self._prompt_extra, output
+                            )
                         started.add(choice.index)
                         opening = self._opening(choice.index)
                         yield msgspec.json.encode({**head, "choices": [opening], **usage, **extra})
                     delta = {"content": choice.text}
-                    chunk = await built(output, self._choice, "delta", delta, choice)
+                    chunk = await built([choice.logprobs], self._choice, "delta", delta, choice)
                     yield msgspec.json.encode({**head, "choices": [chunk], **usage})
         if self.request.includes_usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": self.usage.to_json()})

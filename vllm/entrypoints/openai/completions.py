@@ -87,7 +87,7 @@ class _Answer:
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
                 for choice in output.outputs:
-                    choices.append(await built(output, self._choice, index, output, choice))
+                    choices.append(await self._built(index, output, choice))
         choices.sort(key=lambda choice: int(choice["index"]))
         return {**self._head(), "choices": choices, "usage": self.usage.to_json()}
 
@@ -98,7 +98,7 @@ class _Answer:
                 if self.request.includes_usage_always:
                     usage = {"usage": self.usage.to_json()}
                 for choice in output.outputs:
-                    chunk = await built(output, self._choice, index, output, choice)
+                    chunk = await self._built(index, output, choice)
                     yield msgspec.json.encode({**self._head(), "choices": [chunk], **usage})
         if self.request.includes_usage:
             yield msgspec.json.encode(
@@ -126,10 +126,20 @@ class _Answer:
             "model": self.request.model or self.service.model_names[0],
         }
 
+    async def _built(
+        self, index: int, output: RequestOutput, new: CompletionOutput
+    ) -> dict[str, Any]:
+        is_first = self._number(index, new) not in self.offsets
+        told = new.logprobs, self.prompts[index].logprobs if is_first else None
+        return await built(told, self._choice, index, output, new)
+
+    def _number(self, index: int, new: CompletionOutput) -> int:
+        return index * self.request.num_choices + new.index
+
     def _choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> dict[str, Any]:
         """What is new in one choice; everything, where the answer is not streamed."""
         prompt = self.prompts[index]
-        number = index * self.request.num_choices + new.index
+        number = self._number(index, new)
         is_first = number not in self.offsets
         offset = self.offsets.setdefault(number, 0)
         echoed = prompt.text if is_first and self.request.echo else ""

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,8 +15,9 @@ from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import RequestOutput
+from vllm.outputs import LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.aside import aside
 
 
 @dataclass
@@ -108,13 +109,17 @@ _MANY_LOGPROBS = 2000
 _Built = TypeVar("_Built")
 
 
-async def built(outputs: RequestOutput, make: Callable[..., _Built], *arguments: Any) -> _Built:
-    """make(*arguments), of logprobs too; where they are many, other requests go on meanwhile."""
-    lists = (outputs.prompt_logprobs, *(choice.logprobs for choice in outputs.outputs))
-    count = sum(len(place or ()) for places in lists for place in places or ())
+async def built(
+    logprobs: Iterable[Sequence[LogprobDict | None] | None],
+    make: Callable[..., _Built],
+    *arguments: Any,
+) -> _Built:
+    """make(*arguments), which tells of `logprobs`; where they are many, other requests go on
+    meanwhile."""
+    count = sum(len(place or ()) for places in logprobs for place in places or ())
     if count < _MANY_LOGPROBS:
         return make(*arguments)
-    return await asyncio.to_thread(make, *arguments)
+    return await aside(make, *arguments)
 
 
 def json_response(body: Any) -> Response:

@@ -17,11 +17,18 @@ _GROUP = "__grp__"
 
 class VerifiedCache(FileCacheManager):
     """Beside each file lies its hash. What is not what was written counts as missing, and is
-    compiled again. The files of a kernel are looked for where their list is, so that a folder may
-    be moved."""
+    compiled again; what has no hash too, but in a folder that takes none. The files of a kernel are
+    looked for where their list is, so that a folder may be moved. Files that are to override
+    Triton's are taken as they are."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False):
+        super().__init__(key, override, dump)
+        self._overrides = override
 
     def get_file(self, filename: str) -> str | None:
         path: str = os.path.join(self.cache_dir, filename)
+        if self._overrides:
+            return path if os.path.exists(path) else None
         return path if _is_whole(Path(path)) else None
 
     def get_group(self, filename: str) -> dict[str, str] | None:
@@ -43,7 +50,11 @@ class VerifiedCache(FileCacheManager):
 
 def _is_whole(path: Path) -> bool:
     try:
+        content = path.read_bytes()
         digest = Path(f"{path}{DIGEST}").read_bytes()
-        return digest == hashlib.sha256(path.read_bytes()).hexdigest().encode()
+    except FileNotFoundError:
+        # Somebody else's, who did not write hashes; there is no writing what would take its place.
+        return path.exists() and bool(content) and not os.access(path.parent, os.W_OK)
     except OSError:
         return False
+    return digest == hashlib.sha256(content).hexdigest().encode()
