@@ -86,12 +86,12 @@ def test_a_request_that_ends_while_its_prompt_is_read_is_answered_once(checkpoin
 
 def test_who_takes_outputs_slowly_makes_no_engine_seem_to_hang(checkpoint):
     async def body(llm: AsyncLLM) -> None:
-        watch = asyncio.create_task(llm._watch_silence(0.5))
+        watch = asyncio.create_task(llm._watch_silence(1.5))
         params = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False,
                                 output_kind=RequestOutputKind.DELTA)  # fmt: skip
         outputs = llm.generate({"prompt_token_ids": [5, 6]}, params, "slow")
         first = await anext(outputs)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3)
         rest = [output async for output in outputs]
         assert sum(len(o.outputs[0].token_ids) for o in (first, *rest)) == 20
         assert not llm.is_dead and not watch.done()
