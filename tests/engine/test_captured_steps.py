@@ -9,7 +9,9 @@ import torch
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.request import EngineRequest
+from vllm.errors import ConfigError
 from vllm.worker import cuda_graph
 from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
 
@@ -255,6 +257,19 @@ def test_block_tables_are_sent_again_only_when_they_have_changed(checkpoint):
     assert len(sent) == 69 and changes == 80 // 16 - 1, "one for each block that begins"
 
 
+def noted_launches(llm: LLM) -> list[bool]:
+    """Of each step from now on, whether the one before was not over when it was launched."""
+    core, are_ahead = llm.llm_engine.core, []
+    launch = core.executor.launch
+
+    def look(*given):
+        are_ahead.append(core._running is not None)
+        return launch(*given)
+
+    core.executor.launch = look
+    return are_ahead
+
+
 @pytest.mark.parametrize(
     ("options", "holds_back"),
     [
@@ -267,14 +282,7 @@ def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
     checkpoint, options, holds_back
 ):
     llm = load(checkpoint("llama"), runs_ahead=True)
-    core, are_ahead = llm.llm_engine.core, []
-    launch = core.executor.launch
-
-    def look(*given):
-        are_ahead.append(core._running is not None)
-        return launch(*given)
-
-    core.executor.launch = look
+    are_ahead = noted_launches(llm)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)
     llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
     assert are_ahead == [False] + [not holds_back] * 7
@@ -282,14 +290,7 @@ def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
 
 def test_who_held_back_steps_holds_back_none_after_its_end(checkpoint):
     llm = load(checkpoint("llama"), runs_ahead=True)
-    core, are_ahead = llm.llm_engine.core, []
-    launch = core.executor.launch
-
-    def look(*given):
-        are_ahead.append(core._running is not None)
-        return launch(*given)
-
-    core.executor.launch = look
+    are_ahead = noted_launches(llm)
     for penalty in (1.1, 1.0):
         are_ahead.clear()
         params = SamplingParams(
@@ -360,3 +361,29 @@ def test_what_is_held_back_for_the_next_step_is_work(checkpoint):
     assert core.has_work
     assert [(o.request_id, o.finish_reason) for o in core.step()] == [("other", "length")]
     assert not core.has_work
+
+
+def test_what_keeps_prompts_from_being_captured_is_told(checkpoint, caplog):
+    def captured(is_eager=False, is_planned=False, **options) -> list:
+        keywords = {"model": checkpoint("qwen3_moe"), "max_prompt_graph_tokens": 64} | options
+        config = EngineArgs.from_keywords(**keywords).create_engine_config()
+        return cuda_graph.captured_prompts(config, is_eager, is_planned)
+
+    assert captured() == prompt_shapes(64, 256) and not captured(max_prompt_graph_tokens=0)
+    assert not caplog.text
+    lock_step = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    for given, words in (
+        ({"is_eager": True}, "all steps do here"),
+        ({"is_planned": True}, "planned on the host"),
+        (lock_step, "engines in lock step"),
+    ):
+        caplog.clear()
+        assert captured(**given) == [] and words in caplog.text
+
+
+@pytest.mark.parametrize("count", [-1, 2049])
+def test_prompts_that_no_step_holds_are_not_captured(checkpoint, count):
+    options = {"max_num_batched_tokens": 2048, "max_prompt_graph_tokens": count}
+    words = f"--max-prompt-graph-tokens {count} is out of range: it takes 0 to .*, 2048"
+    with pytest.raises(ConfigError, match=words):
+        EngineArgs.from_keywords(model=checkpoint("llama"), **options).create_engine_config()

@@ -59,10 +59,6 @@ def without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-def runs_eagerly(config: VllmConfig) -> bool:
-    return config.model_config.enforce_eager or config.parallel_config.needs_eager
-
-
 def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> list[PromptShape]:
     """What is captured of steps with prompts. is_eager: no step is; is_planned: the host plans
     attention for each."""

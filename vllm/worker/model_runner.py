@@ -1,5 +1,6 @@
 """Runs the model: from a step of the scheduler to the next token of each request."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from vllm.worker.cuda_graph import (
     captured_prompts,
     decode_shape,
     prompt_shape,
-    runs_eagerly,
 )
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import InputBatch, make_batch
@@ -127,13 +127,13 @@ class ModelRunner:
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
                 self.model = load_model(config, selection, parallel, self._begin_warm_up)
                 parallel.meet("loaded")
-            timeout_s = parallel.timeout_s  # of peers, who must not give up first
-            hang_s = min(HANG_SECONDS, timeout_s / 2) if timeout_s else HANG_SECONDS
+            hang_s = min(HANG_SECONDS, (parallel.timeout_s or math.inf) / 2)  # before peers give up
             calls = FirstCalls(self.model, selection, hang_s)
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 finish_warm_up(self._warm_up)
                 self._call_kernels(calls, config)
-            is_eager = selection.needs_eager or runs_eagerly(config)
+            is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
+            is_eager |= selection.needs_eager
             self._prompt_shapes = captured_prompts(
                 config, is_eager or self.device.type == "cpu", bool(planners(self.model))
             )
