@@ -10,8 +10,8 @@ import torch
 from weight_only_cases import make_linear, make_moe
 
 from vllm.kernels.activations import InputQuant, ScaleLayout
-from vllm.ops import flashinfer_linear as linear
-from vllm.ops import flashinfer_moe as moe
+from vllm.kernels.flashinfer import linear as linear
+from vllm.kernels.flashinfer import moe as moe
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, NUM_TOKENS = 4, 256, 128, 2, 5
 

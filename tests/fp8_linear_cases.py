@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from vllm.kernels import registry
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import NATIVE, Device, Lib, Libs, Origin, Override, Policy
-from vllm.kernels.tensors import LinearTensors
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs, Origin, Override, Policy
 from vllm.platforms.interface import DeviceCapability
 
 SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")

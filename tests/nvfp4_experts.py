@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from vllm._custom_ops import scaled_fp4_quant_grouped
-from vllm.kernels import registry
-from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
-from vllm.kernels.spec import Candidate
-from vllm.kernels.tensors import LinearTensors, MoEKernel, MoETensors
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors, MoEKernel, MoETensors
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.spec import Candidate
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     nvfp4_dequantize,
     nvfp4_quantize,

@@ -13,17 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from vllm import _native
-from vllm._custom_fp4 import (
-    scaled_fp4_quant,
-    scaled_fp4_quant_grouped,
-    silu_and_mul_scaled_fp4_quant,
-    silu_and_mul_scaled_fp4_quant_grouped,
-)
-from vllm._custom_gemms import cutlass_scaled_fp4_mm, cutlass_scaled_mm
-from vllm._torch_library import register
 from vllm.kernels.backends import cutlass, scaled_mm
-from vllm.kernels.spec import Device, serves
+from vllm.kernels.select.spec import Device, serves
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
     MIN_AMAX,
@@ -34,6 +25,15 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.ops import torch_ops
+from vllm.ops.fp4_ops import (
+    scaled_fp4_quant,
+    scaled_fp4_quant_grouped,
+    silu_and_mul_scaled_fp4_quant,
+    silu_and_mul_scaled_fp4_quant_grouped,
+)
+from vllm.ops.gemm_ops import cutlass_scaled_fp4_mm, cutlass_scaled_mm
+from vllm.ops.torch_library import register
+from vllm.platforms import native
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.math_utils import cdiv, round_up
 
@@ -374,8 +374,8 @@ def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
 def _is_built_for(weight_format: str, capability: int) -> bool:
     """Whether one of the native kernels of the CUTLASS backend for this format serves the chip."""
     try:
-        built = _native.gpu_archs()
-    except _native.NativeLibraryError:
+        built = native.gpu_archs()
+    except native.NativeLibraryError:
         return False
     device = Device("cuda", DeviceCapability.parse(capability))
     kernels = [

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from vllm import _native
 from vllm.ops import cpu_ops
+from vllm.platforms import native
 
 HIDDEN, INTERMEDIATE, NUM_LAYERS, VOCAB = 576, 1536, 30, 49152
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_K = 9, 3, 64, 128
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="least time for each median")
     args = parser.parse_args()
     torch.manual_seed(0)
-    library = _native.load(args.isa)
+    library = native.load(args.isa)
     dtype = CACHE_DTYPES[args.cache_dtype]
     ceilings = measure_ceilings()
     rows: list[Row] = []

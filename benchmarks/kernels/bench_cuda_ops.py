@@ -20,8 +20,8 @@ from gpu_results import write_results
 from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
+from vllm.kernels import cuda_ops as ops
 from vllm.kernels.triton.attention import reshape_and_cache
-from vllm.ops import cuda_ops as ops
 from vllm.ops.paged_attention import CacheTarget
 from vllm.utils.math_utils import cdiv
 

@@ -16,7 +16,7 @@ left out: what they take beyond the sum of their parts is waits. Results are kep
 FlashInfer's experts are among them where their module is built
 (python -m vllm.kernels.jit.flashinfer fused_moe_90).
 --of shows the regret of results that are there already, with the tables of today, on any machine;
---table adds them to a table of measured kernels (vllm/kernels/tuned).
+--table adds them to a table of measured kernels (vllm/kernels/evidence/tuned).
 """
 
 import argparse
@@ -33,15 +33,16 @@ from gpu_timing import copy_bandwidth, replay_microseconds
 from moe_parts import layer_microseconds, make_layers, part_microseconds
 from torch import Tensor
 
-from vllm.kernels import registry
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import Activation, input_quant
-from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
-from vllm.kernels.question import chip_of
-from vllm.kernels.select import select
-from vllm.kernels.spec import BUILD, Decision, Device, Libs, Policy
-from vllm.kernels.tensors import MoEKernel, MoETensors
-from vllm.kernels.tune_table import Entry, find_tables, read_table, timings_of, write_table
-from vllm.kernels.versions import version_of
+from vllm.kernels.evidence.tables import Entry, find_tables, read_table, timings_of, write_table
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.interface import MoEKernel, MoETensors
+from vllm.kernels.report.question import chip_of
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import BUILD, Decision, Device, Libs, Policy
 from vllm.platforms.probe import probe_device, probe_libs
 from vllm.utils.math_utils import cdiv
 

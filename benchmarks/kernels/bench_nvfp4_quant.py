@@ -25,8 +25,8 @@ from gpu_results import write_results
 from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
-from vllm import _native
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import max_grouped_scale_rows
+from vllm.platforms import native
 
 SHAPES = [
     *((m, k) for k in (4096, 7168) for m in (1, 16, 128, 1024, 4096, 8192)),
@@ -203,7 +203,7 @@ def measure(
 
 
 def find_builds(given: argparse.Namespace) -> dict[str, tvm_ffi.Module]:
-    library = tvm_ffi.load_module(str(given.library)) if given.library else _native.load()
+    library = tvm_ffi.load_module(str(given.library)) if given.library else native.load()
     builds = {"software": library}
     if given.ladder:
         builds["ladder"] = tvm_ffi.load_module(str(given.ladder))

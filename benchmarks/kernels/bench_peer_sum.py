@@ -20,8 +20,8 @@ from gpu_results import write_results
 
 from vllm._custom_ops import ScaleLayout
 from vllm.distributed import world
+from vllm.distributed.custom_all_reduce import make_peer_sums
 from vllm.distributed.layout import Layout
-from vllm.distributed.peer_sums import make_peer_sums
 from vllm.kernels.activations import InputQuant
 
 DIM, ROWS, NUM_SUMS, NUM_REPLAYS = 4096, (1, 8, 32, 64, 128, 256), 72, 20

@@ -24,19 +24,20 @@ from gpu_results import write_results
 from gpu_timing import copy_bandwidth, replay_microseconds
 from torch import Tensor
 
-from vllm import _native
 from vllm._custom_ops import scaled_fp8_quant
-from vllm._custom_weight_only import multiply, multiply_wide
-from vllm.kernels import registry
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.backends.marlin import WIDE_BYTES, most_tokens
-from vllm.kernels.problem import LinearProblem, WeightFormat
-from vllm.kernels.spec import Candidate, Scales
-from vllm.kernels.tensors import LinearKernel, LinearTensors
-from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+from vllm.kernels.interface import LinearKernel, LinearTensors
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.spec import Candidate, Scales
+from vllm.ops.weight_only_layout import (
     PackedWeight,
     pack_weight,
     widen_weight,
 )
+from vllm.ops.weight_only_ops import multiply, multiply_wide
+from vllm.platforms import native
 from vllm.platforms.libraries import library_state
 
 # Llama-3.1-8B: QKV, output, gate-up, down; Qwen3-8B: gate-up, down.
@@ -108,7 +109,7 @@ class Case:
         self.num_bytes = sum(part.nbytes for part in parts if part is not None)
         self.weights = [copy_of(self.weight) for _ in range(copies(self.num_bytes))]
         self.by_fp8: list[PackedWeight] = []
-        if tensors.format.element == "int4" and "marlin_w4a8_gemm" in _native.gpu_archs():
+        if tensors.format.element == "int4" and "marlin_w4a8_gemm" in native.gpu_archs():
             packed = pack_weight(tensors, by_fp8=True)
             self.by_fp8 = [copy_of(packed) for _ in self.weights]
         self.humming: list[LinearKernel] = []

@@ -17,9 +17,9 @@ from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant
-from vllm.kernels.builtin_models import builtin_config
-from vllm.kernels.problem import MoEProblem
-from vllm.kernels.tensors import MoETensors
+from vllm.kernels.interface import MoETensors
+from vllm.kernels.report.builtin_models import builtin_config
+from vllm.kernels.select.problem import MoEProblem
 from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
@@ -39,9 +39,9 @@ def part_microseconds(
 
     x [T, hidden]; ids [calls, T, top_k].
     """
+    from vllm.kernels import cuda_ops
     from vllm.kernels.backends.torch import DenseKernel
     from vllm.kernels.triton import moe, moe_router, moe_rows
-    from vllm.ops import cuda_ops
 
     experts = moe.Experts(problem, tensors)
     plan, num_experts = experts.plan(len(x)), problem.num_experts

@@ -66,14 +66,14 @@ class CannotProfileError(RuntimeError):
 def product(variant: str, size: tuple[int, ...]) -> Call:
     import fp8_block_calls as calls
 
-    from vllm import _native
+    from vllm.platforms import native
 
     m, n, k = size
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     makes: dict[str, Callable[[], calls.Make]] = {
-        "sm90": lambda: calls.cutlass(_native.load(), x, None),
-        "skinny": lambda: calls.skinny(_native.load(), x, (0, 0), False),
-        "skinny+q": lambda: calls.skinny(_native.load(), x, (0, 0), True),
+        "sm90": lambda: calls.cutlass(native.load(), x, None),
+        "skinny": lambda: calls.skinny(native.load(), x, (0, 0), False),
+        "skinny+q": lambda: calls.skinny(native.load(), x, (0, 0), True),
         "deep_gemm": lambda: calls.deep_gemm_call(x),
     }
     weight, scales = calls.quantised_blocks(n, k)

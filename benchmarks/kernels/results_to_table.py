@@ -15,9 +15,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.question import GPUS
-from vllm.kernels.tune_table import SHIPPED, Entry, Table, read_table, write_table
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.evidence.tables import SHIPPED, Entry, Table, read_table, write_table
+from vllm.kernels.report.question import GPUS
+from vllm.kernels.select.problem import LinearProblem
 
 NUM_SMS = 132
 FORMAT, SCHEMES = WeightFormat.parse("fp8-block"), (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)

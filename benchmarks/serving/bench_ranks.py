@@ -13,7 +13,7 @@ import sys
 import time
 from multiprocessing.connection import Connection, wait
 
-from vllm.engine.scheduler import Step
+from vllm.core.scheduler import Step
 from vllm.executor.messages import Launch, Stop
 from vllm.worker.model_runner import StepResult
 

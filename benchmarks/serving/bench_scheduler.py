@@ -8,8 +8,8 @@ import statistics
 import time
 
 from vllm.config import SchedulerConfig
-from vllm.engine.request import EngineRequest, Request
-from vllm.engine.scheduler import Scheduler
+from vllm.core.request import EngineRequest, Request
+from vllm.core.scheduler import Scheduler
 from vllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import deep_ep as ours
-from vllm.distributed.expert_exchange import Experts, make_exchange
+from vllm.distributed.all2all import Experts, make_exchange
 from vllm.distributed.groups import Group
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel, planned

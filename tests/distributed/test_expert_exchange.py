@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
+from vllm.distributed.all2all import Experts, make_exchange
 from vllm.distributed.deep_ep import expert_of_places, widen_packed_ue8m0
-from vllm.distributed.expert_exchange import Experts, make_exchange
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import planned
 from vllm.errors import ConfigError

@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError
-from vllm.kernels.builtin_models import builtin_config
+from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = [
@@ -311,7 +311,7 @@ def inputs(rank: int, call: int, num_rows: int) -> torch.Tensor:
 
 def add_up(rank: int, address: tuple[str, int]) -> str:
     """Body of a rank; says which sum was not that of both ranks' inputs."""
-    from vllm.distributed.peer_sums import make_peer_sums
+    from vllm.distributed.custom_all_reduce import make_peer_sums
 
     torch.cuda.set_device(rank)
     group = world.join(Layout(rank, tensor_size=2), False, address, "cuda", 60.0, {}).tensor

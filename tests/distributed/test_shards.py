@@ -15,7 +15,7 @@ from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import planned
 from vllm.errors import CheckpointError, ConfigError
 from vllm.executor.uniproc import make_selection
-from vllm.kernels.layers import layer_problems
+from vllm.kernels.problems import layer_problems
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.core.scheduler import Step
 from vllm.distributed import world
+from vllm.distributed.custom_all_reduce import first_obstacle
+from vllm.distributed.dp_coordinator import LockStep
 from vllm.distributed.groups import PartialSum, add, total
 from vllm.distributed.layout import Layout
-from vllm.distributed.lock_step import LockStep
-from vllm.distributed.peer_sums import first_obstacle
-from vllm.engine.scheduler import Step
 from vllm.executor.uniproc import make_selection
 from vllm.utils.startup import StartupReport
 from vllm.worker.model_runner import ModelRunner

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
+from vllm.core.scheduler import Step
 from vllm.distributed import world
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.distributed.layout import Layout
-from vllm.engine.scheduler import Step
 from vllm.errors import ConfigError, EngineDeadError, VllmError
-from vllm.kernels.tune_quarantine import Failure, add_failure, write_failures
+from vllm.kernels.evidence.quarantine import Failure, add_failure, write_failures
 from vllm.sampling_params import StructuredOutputsParams
 
 UNEVEN = {"hidden_size": 180, "intermediate_size": 300, "head_dim": 24, "num_hidden_layers": 2}

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm.engine.block_pool import BlockPool
+from vllm.core.block_pool import BlockPool
 
 NUM_BLOCKS = 8
 

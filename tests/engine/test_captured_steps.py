@@ -9,8 +9,8 @@ import torch
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
+from vllm.core.request import EngineRequest
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.request import EngineRequest
 from vllm.errors import ConfigError
 from vllm.worker import cuda_graph
 from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes

@@ -6,9 +6,9 @@ import msgspec
 import zmq
 
 from vllm import SamplingParams
+from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.request import EngineRequest
 
 
 def test_a_busy_engine_gives_signs_of_life_though_it_has_no_tokens_to_tell(checkpoint, monkeypatch):

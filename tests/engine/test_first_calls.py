@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from vllm import LLM
-from vllm.distributed.expert_exchange import AllToAll
+from vllm.distributed.all2all import AllToAll
 from vllm.distributed.groups import PeerError
 from vllm.errors import ConfigError, KernelFailedError, VllmError
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import cpu, deep_gemm, emulation
+from vllm.kernels.evidence.quarantine import read_failures
 from vllm.kernels.jit.ready import ready_sizes, running
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.spec import DEFAULT_ORDER, Candidate, Decision, Device
-from vllm.kernels.tune_quarantine import read_failures
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.ops.paged_attention import PagedAttention

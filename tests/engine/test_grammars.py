@@ -9,8 +9,8 @@ from tiny_models import make_tokenizer
 import vllm.engine.structured_output as structured_output
 from vllm import LLM, SamplingParams
 from vllm.config.model import ModelConfig
+from vllm.core.request import EngineRequest
 from vllm.engine.grammar_trial import GrammarError, GrammarTrial
-from vllm.engine.request import EngineRequest
 from vllm.engine.structured_output import StructuredOutputs
 from vllm.errors import RequestError
 from vllm.sampling_params import StructuredOutputsParams

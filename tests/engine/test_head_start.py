@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.executor import head_start
+from vllm.executor import prefetch
 
-SIZE = head_start._CHUNK_BYTES + 4096
+SIZE = prefetch._CHUNK_BYTES + 4096
 
 
 def is_cached(file, offset):
     with open(file, "rb") as opened:
-        return head_start._is_cached(opened.fileno(), offset)
+        return prefetch._is_cached(opened.fileno(), offset)
 
 
 @pytest.fixture
@@ -31,24 +31,24 @@ def weights(tmp_path):
 
 
 def test_weights_are_in_memory_after_reading_ahead(weights):
-    head_start.read_ahead(weights.parent)
+    prefetch.read_ahead(weights.parent)
     assert all(is_cached(weights, offset) for offset in (0, SIZE // 2, SIZE - 1))
 
 
 def test_weights_that_memory_does_not_hold_are_left_on_the_disk(weights, monkeypatch):
-    monkeypatch.setattr(head_start, "available_memory", lambda: 0)
-    head_start.read_ahead(weights.parent)
+    monkeypatch.setattr(prefetch, "available_memory", lambda: 0)
+    prefetch.read_ahead(weights.parent)
     assert not is_cached(weights, SIZE - 1)
 
 
 def test_an_engine_waits_for_all_that_it_would_do_again(tmp_path, capfd):
-    head_start.begin(EngineArgs(model=str(tmp_path / "nothing here")))
-    head_start.finish()
+    prefetch.begin(EngineArgs(model=str(tmp_path / "nothing here")))
+    prefetch.finish()
     running = {thread.name for thread in threading.enumerate()}
     assert not running & {"start-wake_gpu", "start-_try_libraries"}
     assert capfd.readouterr() == ("", "")
 
 
 def test_ranks_take_their_gpus_themselves(tmp_path):
-    head_start.begin(EngineArgs(model=str(tmp_path), tensor_parallel_size=2))
-    assert head_start._awaited == []
+    prefetch.begin(EngineArgs(model=str(tmp_path), tensor_parallel_size=2))
+    assert prefetch._awaited == []

@@ -7,7 +7,7 @@ from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
 from vllm._custom_ops import ScaleLayout
-from vllm.engine.request import EngineRequest, FinishReason
+from vllm.core.request import EngineRequest, FinishReason
 from vllm.entrypoints.openai.errors import as_api_error
 from vllm.errors import NumericsError
 from vllm.kernels.activations import InputQuant

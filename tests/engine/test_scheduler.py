@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.config import SchedulerConfig
-from vllm.engine.request import EngineRequest, FinishReason, Request
-from vllm.engine.scheduler import Scheduler, Step
+from vllm.core.request import EngineRequest, FinishReason, Request
+from vllm.core.scheduler import Scheduler, Step
 from vllm.sampling_params import SamplingParams
 
 BLOCK = 4

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.engine.test_scheduler import BLOCK, Pipeline, advance, request
 from vllm.config import SchedulerConfig
-from vllm.engine.request import Request
-from vllm.engine.scheduler import Scheduler, Step
-from vllm.engine.state_snapshots import StateSnapshots
+from vllm.core.request import Request
+from vllm.core.scheduler import Scheduler, Step
+from vllm.core.state_snapshots import StateSnapshots
 
 HASHES = [bytes([i]) for i in range(8)]
 

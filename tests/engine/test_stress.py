@@ -8,7 +8,7 @@ import pytest
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
-from vllm.engine.request import EngineRequest
+from vllm.core.request import EngineRequest
 
 NUM_REQUESTS = 2000
 NUM_RUNNING = 32

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm.config.model import ModelConfig
+from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import CheckpointError
-from vllm.utils.tokenizer import load_tokenizer
 
 TEXT = "one two<unk> three  fourth\n5"
 

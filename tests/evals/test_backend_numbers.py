@@ -14,10 +14,12 @@ from evals.arith import nvfp4, texts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.evals.measure import Configuration, Job, measure
 from vllm.evals.paired import Budget, Position, compare
-from vllm.kernels import question, registry
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import Candidate, Device, Origin, Override, Policy
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.report import question
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Candidate, Device, Origin, Override, Policy
 
 NUM_TEXTS = 120
 CHIPS = ("sm_90", "sm_100", "sm_120", "sm_89")

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm.kernels.jit.memory import CompiledCall, Memory, make_memory
+from vllm.kernels.jit.nvcc_cache import CompiledCall, Memory, make_memory
 
 _NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "release 13.0 {version}"; exit 0 ;; esac

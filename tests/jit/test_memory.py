@@ -11,7 +11,7 @@ import pytest
 from compilers import Compiler, Library
 
 from vllm.kernels.jit import nvcc
-from vllm.kernels.jit.memory import CompiledCall, find_nvcc, make_memory
+from vllm.kernels.jit.nvcc_cache import CompiledCall, find_nvcc, make_memory
 
 ARGUMENTS = ["kernel.cu", "-cubin", "-o", "kernel.cubin", "-std=c++20", "-I/a/include", "-O3"]
 

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm import _native
+from vllm.platforms import native
 
 ISAS = ("avx512", "avx2", "portable")
 
@@ -11,25 +11,25 @@ ISAS = ("avx512", "avx2", "portable")
 def use_isa(name: str) -> None:
     """Runs the kernels of `name` from now on; skips the test where the chip lacks it."""
     try:
-        _native.load(name)
+        native.load(name)
     except ValueError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    default = _native.load().cpu_isa()
+    default = native.load().cpu_isa()
     use_isa(request.param)
     yield request.param
-    _native.load(default)
+    native.load(default)
 
 
 @pytest.fixture
 def num_threads() -> Iterator[None]:
     """Restores the number of threads that a test changes."""
-    before = _native.load().cpu_num_threads()
+    before = native.load().cpu_num_threads()
     yield
-    _native.load().cpu_set_num_threads(before)
+    native.load().cpu_set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

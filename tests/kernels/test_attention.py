@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import ISAS, use_isa
-from vllm import _native
 from vllm.ops import cpu_ops, torch_ops
+from vllm.platforms import native
 
 E4M3 = torch.float8_e4m3fn
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,9 +192,9 @@ def test_bits_do_not_depend_on_the_block_size(isa):
 def test_bits_do_not_depend_on_the_number_of_threads(num_threads, threads):
     sequences = Sequences([1000, 130], 9, 3)
     spans = ([(0, 999, 1000)], [(0, 500, 1000), (1, 129, 130)])
-    _native.load().cpu_set_num_threads(4)
+    native.load().cpu_set_num_threads(4)
     expected = [cpu_ops.paged_attention(**sequences.arguments(s)) for s in spans]
-    _native.load().cpu_set_num_threads(threads)
+    native.load().cpu_set_num_threads(threads)
     for span, result in zip(spans, expected, strict=True):
         for _ in range(20):
             out = cpu_ops.paged_attention(**sequences.arguments(span))
@@ -203,13 +203,13 @@ def test_bits_do_not_depend_on_the_number_of_threads(num_threads, threads):
 
 def test_avx512_and_avx2_give_the_same_bits():
     sequences = Sequences([300, 64], 9, 3)
-    default = _native.load().cpu_isa()
+    default = native.load().cpu_isa()
     results = []
     for name in ISAS[:2]:
         use_isa(name)
         arguments = sequences.arguments([(0, 100, 300), (1, 63, 64)])
         results.append(cpu_ops.paged_attention(**arguments))
-    _native.load(default)
+    native.load(default)
     assert torch.equal(*results)
 
 

@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from vllm.kernels.fit import linear_fit, moe_fit
-from vllm.kernels.problem import LinearProblem, MoEProblem, WeightFormat
-from vllm.kernels.tensors import LinearTensors
-from vllm.model_executor.layers.quantization.utils.block_fit import (
-    pad_weight,
-    padded_tensors,
-    refine_scales,
-    refined_tensors,
-)
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select.fit import linear_fit, moe_fit
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
     dequantise_blocks,
     per_block_cast_to_fp8,
+)
+from vllm.ops.block_fit import (
+    pad_weight,
+    padded_tensors,
+    refine_scales,
+    refined_tensors,
 )
 from vllm.utils.math_utils import cdiv
 

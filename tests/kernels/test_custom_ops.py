@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as ops
-from vllm import _native
 from vllm._custom_ops import ScaleLayout
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils import nvfp4_utils
@@ -22,6 +21,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import nvfp4_quantize
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.ops import torch_ops
+from vllm.platforms import native
 
 SHAPES = [(0, 256), (1, 128), (3, 300), (5, 1152)]
 
@@ -376,15 +376,15 @@ def test_functions_trace_to_ops_without_computing():
 @pytest.fixture
 def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """manifest(kernels) makes it that of the library; without a call there is no library."""
-    monkeypatch.setattr(_native, "LIBRARY_DIR", tmp_path)
-    _native.manifest.cache_clear()
+    monkeypatch.setattr(native, "LIBRARY_DIR", tmp_path)
+    native.manifest.cache_clear()
 
     def write(kernels: dict[str, list[str]]) -> None:
         content = {"version": "0", "compiler": "", "kernels": kernels}
-        (tmp_path / _native.MANIFEST_NAME).write_text(json.dumps(content))
+        (tmp_path / native.MANIFEST_NAME).write_text(json.dumps(content))
 
     yield write
-    _native.manifest.cache_clear()
+    native.manifest.cache_clear()
 
 
 def test_support_follows_the_manifest(manifest):

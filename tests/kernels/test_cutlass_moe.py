@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.kernels import registry
-from vllm.kernels.fit import moe_fit
-from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
-from vllm.kernels.spec import Candidate
-from vllm.kernels.tensors import MoEKernel, MoETensors, scale_shape
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import MoEKernel, MoETensors, scale_shape
+from vllm.kernels.select import registry
+from vllm.kernels.select.fit import moe_fit
+from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.spec import Candidate
 from vllm.model_executor.layers.fused_moe.router import route
 from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
 

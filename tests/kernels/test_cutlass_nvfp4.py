@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from vllm.kernels import registry
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import Candidate, Device, Libs, Policy, Why
-from vllm.kernels.tensors import LinearTensors
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     nvfp4_dequantize,
     nvfp4_quantize,

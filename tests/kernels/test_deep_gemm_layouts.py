@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import STAND_INS, Gpu, machine
 
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import deep_gemm as backend
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import Device, Lib, Libs, Policy
-from vllm.kernels.tensors import LinearTensors
+from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Device, Lib, Libs, Policy
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     per_block_cast_to_fp8,
     per_token_group_quant_fp8,

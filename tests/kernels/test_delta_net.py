@@ -178,12 +178,12 @@ def test_what_a_slot_held_before_means_nothing_to_a_request_that_starts(ops):
 
 
 def test_native_rows_have_the_same_bits_in_any_company_and_on_any_threads(isa, num_threads):
-    from vllm import _native
+    from vllm.platforms import native
 
     case = delta_rule_case()
     together = copied(case)
     out = cpu_ops.gated_delta_rule(**together)
-    _native.load().cpu_set_num_threads(3)
+    native.load().cpu_set_num_threads(3)
     starts = case["query_start_loc"].tolist()
     for r in range(len(MIXED)):
         alone = copied(case)

@@ -9,12 +9,12 @@ import torch
 from weight_only_cases import make_linear, make_moe
 
 from vllm.kernels.activations import InputQuant, ScaleLayout
+from vllm.kernels.flashinfer import linear, moe
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     e2m1_decode,
     unpack_e2m1,
     unswizzle_scales,
 )
-from vllm.ops import flashinfer_linear, flashinfer_moe
 
 FP8 = torch.float8_e4m3fn
 
@@ -79,7 +79,7 @@ def test_rows_for_tensorrt_llm_are_shuffled_with_their_scales():
     """By the library's own function: wherever a row goes, its scales go."""
     library = pytest.importorskip("flashinfer", reason="shuffles rows by the library's function")
     tensors, wide = calls.nvfp4_linear((256,))
-    (part,) = flashinfer_linear.nvfp4_parts(tensors, "trtllm", library.shuffle_matrix_a)
+    (part,) = linear.nvfp4_parts(tensors, "trtllm", library.shuffle_matrix_a)
     places = library.shuffle_matrix_a(torch.arange(256)[:, None], 128)[:, 0]
     assert sorted(places.tolist()) == list(range(256)) and places.tolist() != list(range(256))
     found = nvfp4_wide(part.weight, part.scales) * tensors.global_scales
@@ -93,8 +93,8 @@ def test_rows_for_tensorrt_llm_are_shuffled_with_their_scales():
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [
-        (ScaleLayout.ROW_MAJOR, flashinfer_linear.block_arguments),
-        (ScaleLayout.COLUMN_MAJOR, flashinfer_linear.trtllm_block_arguments),
+        (ScaleLayout.ROW_MAJOR, linear.block_arguments),
+        (ScaleLayout.COLUMN_MAJOR, linear.trtllm_block_arguments),
     ],
     ids=["cutlass", "trtllm"],
 )
@@ -120,7 +120,7 @@ def test_fp8_blocks_are_handed_over_as_they_are(layout, arguments, num_tokens):
 def test_nvfp4_products_have_one_alpha_for_each_run_of_parts(factors):
     tensors, _ = calls.nvfp4_linear((64, 32, 160), k=96)
     tensors.global_scales = torch.tensor(factors)
-    parts = flashinfer_linear.nvfp4_parts(tensors, "cutlass", None)
+    parts = linear.nvfp4_parts(tensors, "cutlass", None)
     assert len(parts) == len(set(factors))
     rows = []
     for part in parts:
@@ -138,7 +138,7 @@ def test_nvfp4_products_have_one_alpha_for_each_run_of_parts(factors):
 def test_fp8_experts_are_those_of_the_layer():
     tensors, wide = make_moe("fp8-block", calls.NUM_EXPERTS, 256, 128)
     x, routed = calls.tokens(), calls.choice()
-    given = {**flashinfer_moe.cutlass_tokens(x, *routed), **flashinfer_moe.block_weights(tensors)}
+    given = {**moe.cutlass_tokens(x, *routed), **moe.block_weights(tensors)}
     scales = given["quant_scales"]
     parts = [
         (block_wide(first, first_scales), block_wide(second, second_scales), 1.0, 1.0)
@@ -158,7 +158,7 @@ def test_nvfp4_experts_are_those_of_the_layer_with_one_factor_for_gate_and_up(hi
     tensors.down_input_scales = torch.rand(3, 1) / 100 + 1e-3
     x = torch.randn(5, hidden).bfloat16()
     weights, ids = torch.rand(5, 2), torch.tensor([[0, 1], [2, 0], [1, -1], [2, 1], [0, 2]])
-    given = flashinfer_moe.nvfp4_weights(tensors)
+    given = moe.nvfp4_weights(tensors)
     first, second = given["fc1_expert_weights"], given["fc2_expert_weights"]
     assert first.dtype == second.dtype == torch.int64
     assert second.shape[2] * 16 * 2 == first.shape[1]
@@ -175,7 +175,7 @@ def test_nvfp4_experts_are_those_of_the_layer_with_one_factor_for_gate_and_up(hi
 def test_what_comes_between_nvfp4_products_is_quantised_by_the_checkpoint_s_scale():
     """Whatever gate and up differ by: the numbers that are rounded are the same."""
     tensors, wide = calls.nvfp4_experts()
-    given = flashinfer_moe.nvfp4_weights(tensors)
+    given = moe.nvfp4_weights(tensors)
     by_first, first_scales, alpha, by_second = given["quant_scales"][:4]
     x = calls.tokens()[0].float()
     for e in range(calls.NUM_EXPERTS):
@@ -191,8 +191,8 @@ def test_experts_of_tensorrt_llm_are_those_of_the_layer():
     tensors, wide = make_moe("fp8-block", calls.NUM_EXPERTS, calls.HIDDEN, calls.INNER)
     x, (weights, ids) = calls.tokens(), calls.choice()
     quantised = InputQuant(ScaleLayout.COLUMN_MAJOR).quantise(x)
-    given = flashinfer_moe.trtllm_block_weights(tensors)
-    given |= flashinfer_moe.trtllm_tokens(quantised, weights, ids)
+    given = moe.trtllm_block_weights(tensors)
+    given |= moe.trtllm_tokens(quantised, weights, ids)
     scales = given["hidden_states_scale"]
     assert scales.shape == (calls.HIDDEN // 128, calls.NUM_TOKENS) and scales.is_contiguous()
     rounded = given["hidden_states"].float() * scales.T.repeat_interleave(128, 1)

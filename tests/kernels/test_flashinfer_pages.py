@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.kernels.problem import AttentionProblem
-from vllm.ops.flashinfer_attention import ragged_pages, workspace_bytes
+from vllm.kernels.flashinfer.attention import ragged_pages, workspace_bytes
+from vllm.kernels.select.problem import AttentionProblem
 from vllm.ops.paged_attention import HostBatch
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.step_inputs import StepInputs

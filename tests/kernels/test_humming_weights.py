@@ -9,9 +9,9 @@ import torch
 from weight_only_cases import make_linear, wide_of
 
 from vllm.kernels.backends.humming import describe
-from vllm.kernels.spec import Scales
+from vllm.kernels.select.spec import Scales
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode
-from vllm.model_executor.layers.quantization.utils.scale_rounding import requant_error, requantised
+from vllm.ops.scale_rounding import requant_error, requantised
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
 TYPES = (torch.bfloat16, torch.float16)

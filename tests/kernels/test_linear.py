@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.conftest import ISAS, use_isa
-from vllm import _native
 from vllm.ops import cpu_ops, torch_ops
+from vllm.platforms import native
 
 E4M3 = torch.float8_e4m3fn
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, E4M3)
@@ -101,12 +101,12 @@ def test_avx512_and_avx2_give_the_same_bits(m):
     layer = make_layer(100, 577, 128, E4M3)
     packed = cpu_ops.pack_linear(**layer)
     x = torch.randn(m, 577)
-    default = _native.load().cpu_isa()
+    default = native.load().cpu_isa()
     results = []
     for name in ISAS[:2]:
         use_isa(name)
         results.append(cpu_ops.linear(x, packed))
-    _native.load(default)
+    native.load(default)
     assert torch.equal(*results)
 
 
@@ -154,7 +154,7 @@ def test_e4m3_nan_codes_are_refused_and_counted():
     isa_name=st.sampled_from(ISAS),
 )
 def test_small_integers_are_multiplied_exactly(m, n, k, block_k, dtype, x_dtype, isa_name):
-    default = _native.load().cpu_isa()
+    default = native.load().cpu_isa()
     use_isa(isa_name)
     weight = torch.randint(-1, 2, (n, k)).to(dtype)
     scales = torch.randint(1, 3, (n, -(-k // block_k))).float()
@@ -165,7 +165,7 @@ def test_small_integers_are_multiplied_exactly(m, n, k, block_k, dtype, x_dtype,
     layer = (weight, scales, block_k, bias)
     out = poisoned(m, n, dtype=x_dtype)
     cpu_ops.linear(x, cpu_ops.pack_linear(*layer), out)
-    _native.load(default)
+    native.load(default)
     assert torch.equal(out, torch_ops.linear(x, torch_ops.pack_linear(*layer)))
 
 
@@ -202,14 +202,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(num_threads, threads):
     packed = cpu_ops.pack_linear(**make_layer(960, 576, 128, E4M3))
     x = torch.randn(40, 576)
     expected = [cpu_ops.linear(x[:m], packed) for m in (1, 8, 40)]
-    _native.load().cpu_set_num_threads(threads)
+    native.load().cpu_set_num_threads(threads)
     for _ in range(200):
         for m, result in zip((1, 8, 40), expected, strict=True):
             assert torch.equal(cpu_ops.linear(x[:m], packed), result)
 
 
 def test_calls_from_several_python_threads_do_not_disturb_each_other(num_threads):
-    _native.load().cpu_set_num_threads(3)
+    native.load().cpu_set_num_threads(3)
     packed = cpu_ops.pack_linear(**make_layer(960, 576, 128, E4M3))
     inputs = [torch.randn(m, 576) for m in (1, 5, 9, 20)]
     expected = [cpu_ops.linear(x, packed) for x in inputs]
@@ -233,7 +233,7 @@ def _linear_in_child(packed: cpu_ops.LinearWeight, x: Tensor, queue) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_process_computes_too(num_threads):
-    _native.load().cpu_set_num_threads(2)
+    native.load().cpu_set_num_threads(2)
     packed = cpu_ops.pack_linear(**make_layer(960, 576, 128, E4M3))
     x = torch.randn(2, 576)
     expected = cpu_ops.linear(x, packed)

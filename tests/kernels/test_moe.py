@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels import registry
-from vllm.kernels.problem import MoEProblem, WeightFormat
-from vllm.kernels.spec import Candidate
-from vllm.kernels.tensors import LinearTensors, MoETensors, scale_shape
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.spec import Candidate
 from vllm.model_executor.layers.fused_moe.router import Routing, route
 from vllm.ops import torch_ops
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of

@@ -12,7 +12,7 @@ from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.distributed.groups import Group
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput, source_of
-from vllm.kernels.tensors import LinearKernel, MoEKernel
+from vllm.kernels.interface import LinearKernel, MoEKernel
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.model_loader import load_model
 

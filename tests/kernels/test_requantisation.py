@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.kernels import e4m3
 from tests.kernels.test_fp8_utils import BLOCK, SEEDS, block_weight, codes
-from vllm.kernels.problem import WeightFormat
-from vllm.kernels.tensors import LinearTensors
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     dequantise_blocks,
     is_power_of_two,

@@ -67,19 +67,19 @@ def test_a_mixed_batch_equals_its_rows_alone(isa):
 
 
 def test_every_instruction_set_draws_the_same_tokens():
-    from vllm import _native
+    from vllm.platforms import native
 
     logits = torch.randn(100, 5000) * 2
     settings = rows(100, temperature=0.9, top_k=100, top_p=0.95)
-    default = _native.load().cpu_isa()
+    default = native.load().cpu_isa()
     drawn = []
     for name in ("avx512", "avx2"):
         try:
-            _native.load(name)
+            native.load(name)
         except ValueError:
             continue
         drawn.append(cpu_ops.sample_tokens(logits, *settings))
-    _native.load(default)
+    native.load(default)
     assert all(torch.equal(tokens, drawn[0]) for tokens in drawn)
 
 

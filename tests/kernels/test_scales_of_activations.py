@@ -4,9 +4,9 @@ while it is loaded, entered in the ledger, and within the budget or another kern
 import pytest
 import torch
 
-from vllm.kernels.policy import Wishes, make_policy
+from vllm.config.policy import Wishes, make_policy
+from vllm.kernels.select.spec import Device, Libs
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import Device, Libs
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import plain_linear
 from vllm.model_executor.layers.quantization.awq import AwqConfig

@@ -6,8 +6,9 @@ import pytest
 import torch
 from selection_cases import ask, linear, moe, timed
 
-from vllm.kernels import registry, split
+from vllm.kernels import make_kernel
 from vllm.kernels.jit import ready
+from vllm.kernels.select import registry
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def told(monkeypatch):
 
 def test_of_a_split_each_range_has_its_kernel(told):
     timings = timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=(1, 0))
-    for problem, make in ((linear(), split.make_linear), (moe(), split.make_moe)):
+    for problem, make in ((linear(), make_kernel.make_linear), (moe(), make_kernel.make_moe)):
         decision = ask(problem, "90", timings=timings)
         assert decision.chosen == "triton<=64|cutlass"
         kernel = make(decision, None)
@@ -37,7 +38,7 @@ def test_of_a_split_each_range_has_its_kernel(told):
 
 def test_another_kernel_stands_in_until_one_is_compiled(told):
     decision = ask(linear(), "90", timings=timed(deep_gemm=(1, 8192), cutlass=(1, 0)))
-    kernel = split.make_linear(decision, None)
+    kernel = make_kernel.make_linear(decision, None)
     assert kernel(torch.zeros(16, 8)) == "deep_gemm"  # nothing was planned: the first call compiles
     ready.is_ready(decision, "deep_gemm").set((16, 32), (16,))
     assert [kernel(torch.zeros(m, 8)) for m in (16, 17)] == ["deep_gemm", "cutlass"]

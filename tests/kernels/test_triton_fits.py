@@ -20,10 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm._custom_ops import ScaleLayout
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant
-from vllm.kernels.problem import ActScheme, MoEProblem, WeightFormat
-from vllm.kernels.spec import Scales
-from vllm.kernels.tensors import MoETensors
+from vllm.kernels.interface import MoETensors
+from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.spec import Scales
 from vllm.kernels.triton import (
     attention,
     delta_rule,

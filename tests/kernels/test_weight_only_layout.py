@@ -9,11 +9,12 @@ import pytest
 import torch
 from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
 
-from vllm.kernels import registry
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import Candidate, Device, Libs, Policy, Why
-from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
+from vllm.ops.weight_only_layout import (
     e5m3_decode,
     e5m3_encode,
     pack_codes,

@@ -24,13 +24,13 @@ STDLIB_ONLY = (
     "vllm/platforms/libraries.py",
     "vllm/utils/deep_gemm.py",
 )
-TAKES_TORCH = ("vllm/kernels/activations.py", "vllm/kernels/tensors.py", "vllm/kernels/triton/")
+TAKES_TORCH = ("vllm/kernels/activations.py", "vllm/kernels/interface.py", "vllm/kernels/triton/")
 TORCH_FREE = (
     *STDLIB_ONLY,
-    "vllm/engine/block_pool.py",
-    "vllm/engine/prefix_cache.py",
-    "vllm/engine/request.py",
-    "vllm/engine/scheduler.py",
+    "vllm/core/block_pool.py",
+    "vllm/core/prefix_cache.py",
+    "vllm/core/request.py",
+    "vllm/core/scheduler.py",
 )
 MAY_USE_CUDA = ("vllm/platforms/", "vllm/worker/", "vllm/executor/", "vllm/distributed/")
 NAMES_NO_BACKEND = ("vllm/model_executor/layers/", "vllm/model_executor/models/")

@@ -21,7 +21,7 @@ from test_qwen3_moe import (
 )
 
 from vllm.errors import CheckpointError
-from vllm.kernels.builtin_models import builtin_config
+from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 

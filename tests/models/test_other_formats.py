@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.quantize import FORMATS as FORMATS_OF_CLI
 from vllm.errors import CheckpointError, ConfigError
-from vllm.kernels.builtin_models import builtin_config
+from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 

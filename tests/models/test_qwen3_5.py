@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, one_thread
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
-from vllm import LLM, SamplingParams, _native
+from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError, ConfigError
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.ops import torch_ops
@@ -117,7 +117,7 @@ def test_plain_torch_serves_the_same_model(checkpoint, monkeypatch, tmp_path):
     folder = checkpoint("qwen3_5_moe")
     native = prompt_logprobs(load(folder), prompts()[1:])
     tokens = greedy(load(folder), prompts())
-    monkeypatch.setattr(_native, "LIBRARY_DIR", tmp_path)
+    monkeypatch.setattr(native, "LIBRARY_DIR", tmp_path)
     llm = load(folder, max_num_batched_tokens=70)
     layers = state_layers(llm.llm_engine.core.runner.model)
     assert all(layer.ops is torch_ops for layer in layers)

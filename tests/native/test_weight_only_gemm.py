@@ -15,7 +15,7 @@ from native.emulated import compiled
 from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, wide_of
 
 from vllm._custom_ops import scaled_fp8_quant
-from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,
     widen_weight,

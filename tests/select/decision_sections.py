@@ -16,9 +16,9 @@ from selection_cases import (
     timed,
 )
 
-from vllm.kernels import registry
-from vllm.kernels.problem import LinearProblem, MoEProblem
-from vllm.kernels.spec import Decision, Timings
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Decision, Timings
 
 
 @dataclass(frozen=True)

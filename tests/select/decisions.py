@@ -17,8 +17,8 @@ if __name__ == "__main__":
 from decision_sections import SECTIONS, Section
 
 from vllm.errors import ConfigError
-from vllm.kernels import registry
-from vllm.kernels.spec import Candidate, Decision, Reason, Why
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import Candidate, Decision, Reason, Why
 
 FILE = Path(__file__).with_suffix(".txt")
 COMMAND = "python tests/select/decisions.py > tests/select/decisions.txt"

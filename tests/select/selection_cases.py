@@ -8,19 +8,18 @@ from functools import cache
 from typing import Any
 
 from vllm import envs
-from vllm.kernels import registry
-from vllm.kernels.policy import Wishes, make_policy
-from vllm.kernels.problem import (
-    ActScheme,
+from vllm.config.policy import Wishes, make_policy
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
     Problem,
-    WeightFormat,
 )
-from vllm.kernels.select import select
-from vllm.kernels.spec import NATIVE, Decision, Device, Lib, Libs, Policy, Timings
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import NATIVE, Decision, Device, Lib, Libs, Policy, Timings
 
 DEVICES = ("75", "80", "89", "90", "100", "103", "110", "120", "121", "cpu")
 MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "llama")

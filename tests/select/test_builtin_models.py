@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from vllm.kernels.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
-from vllm.kernels.layers import layer_problems, text_config
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.problems import layer_problems, text_config
+from vllm.kernels.report.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
+from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
 from vllm.model_executor.layers.quantization import resolve_quantization
 
 

@@ -8,7 +8,7 @@ import torch
 from machines import STAND_INS, Cpu, Gpu, machine, write_package
 
 from vllm.errors import ConfigError
-from vllm.kernels import rules
+from vllm.kernels.select import rules
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT

@@ -5,16 +5,17 @@ import dataclasses
 import pytest
 import torch
 
+from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
+from vllm.config.policy import make_policy
 from vllm.errors import ConfigError
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import emulation
-from vllm.kernels.emulate import emulate, not_emulated
-from vllm.kernels.explain import parse_report
-from vllm.kernels.policy import make_policy
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, WeightFormat
+from vllm.kernels.interface import LinearTensors, MoETensors
+from vllm.kernels.report.json_report import parse_report
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Candidate, Device, Lib, Libs, Scales
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import Candidate, Device, Lib, Libs, Scales
-from vllm.kernels.tensors import LinearTensors, MoETensors
 from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.ops import torch_ops
 

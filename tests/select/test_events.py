@@ -6,8 +6,8 @@ import logging
 import pytest
 from selection_cases import LIBS, linear, parse_device, policy_of
 
-from vllm.kernels import explain
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem
+from vllm.kernels.report import json_report
+from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
 from vllm.kernels.selection import Selection
 
 NAME = "model.layers.{}.self_attn.attn"
@@ -70,7 +70,7 @@ def test_all_others_are_captured(device, problem, caplog):
 
 def test_a_saved_answer_tells_it_again():
     selection = chosen("90", attention("fp32", "fp32"))
-    saved = explain.parse_report(json.loads(json.dumps(selection.to_json())))
-    again = explain.report(saved.device, saved.libs, saved.env, saved.records)
+    saved = json_report.parse_report(json.loads(json.dumps(selection.to_json())))
+    again = json_report.report(saved.device, saved.libs, saved.env, saved.records)
     (decision,) = again["decisions"]
     assert decision["event"].startswith("no CUDA graphs: attention fp32 by torch")

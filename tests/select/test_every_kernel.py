@@ -16,10 +16,11 @@ from selection_cases import (
     parse_device,
 )
 
-from vllm.kernels import registry
-from vllm.kernels.problem import FAMILIES, ActScheme
-from vllm.kernels.select import select
-from vllm.kernels.spec import KernelSpec, Libs, Origin, Override, Policy
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import FAMILIES
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import KernelSpec, Libs, Origin, Override, Policy
 
 ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 

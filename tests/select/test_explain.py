@@ -11,12 +11,12 @@ from selection_cases import DEVICES, LIBS, ask, linear, moe, parse_device, timed
 from selection_strategies import models, problems, some_libs, wishes
 
 from vllm.errors import ConfigError
-from vllm.kernels import diff, explain, render
-from vllm.kernels.explain import Report, parse_report, report
-from vllm.kernels.html import html_page
-from vllm.kernels.layer_groups import compress, stories
-from vllm.kernels.ledger import Entry, Ledger
-from vllm.kernels.spec import Libs
+from vllm.kernels.report import diff, json_report, text_report
+from vllm.kernels.report.html_report import html_page
+from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.layer_groups import compress, stories
+from vllm.kernels.select.ledger import Entry, Ledger
+from vllm.kernels.select.spec import Libs
 
 texts = st.text(max_size=20)
 errors = st.floats(0, 10, allow_nan=False)
@@ -206,7 +206,7 @@ def unwrapped(text: str) -> str:
 @given(reports(), st.sampled_from([72, 100, 120]))
 def test_a_page_names_every_choice_and_no_line_is_wider_than_the_terminal(values, width):
     records = [(f"model.layers.{i}.x", d) for i, (_, d) in enumerate(values.records)]
-    page = render.page(values._replace(records=records, env={}), width)
+    page = text_report.page(values._replace(records=records, env={}), width)
     assert all(len(line) <= width for line in page.splitlines())
     for story in stories(records):
         assert f"{story.chosen or 'NO KERNEL'} for {story.num_layers} {story.family}" in page
@@ -218,7 +218,7 @@ def test_a_page_names_every_choice_and_no_line_is_wider_than_the_terminal(values
 
 def test_a_page_tells_who_decided_what_stood_before_and_what_a_cut_costs():
     cut = linear(n=576, cut_n=32, m_range=(1, 64), requant_error=0.0266)
-    page = render.page(one_report(cut, cut, device="121", libs="deep_gemm"))
+    page = text_report.page(one_report(cut, cut, device="121", libs="deep_gemm"))
     assert "cutlass for 2 linear layers" in page
     assert "default order (rank 7 of 7): deep_gemm before it cannot run" in page
     assert "carries no sm120 kernels" in page
@@ -231,14 +231,14 @@ def test_a_page_tells_who_decided_what_stood_before_and_what_a_cut_costs():
 def test_a_page_says_what_the_model_rule_is_about_only_where_it_decided():
     listed = {"model": "qwen3_5_moe_text"}
     assert "VLLM_USE_DEEP_GEMM=1 overrides" in unwrapped(
-        render.page(one_report(linear(), **listed))
+        text_report.page(one_report(linear(), **listed))
     )
     for unaffected in (
         one_report(linear(), device="90", **listed),
         one_report(linear(), libs="flashinfer", **listed),
         one_report(linear(), model="llama"),
     ):
-        assert "overrides the rule" not in unwrapped(render.page(unaffected))
+        assert "overrides the rule" not in unwrapped(text_report.page(unaffected))
 
 
 def test_layers_that_differ_in_sizes_alone_are_one_story():
@@ -248,7 +248,7 @@ def test_layers_that_differ_in_sizes_alone_are_one_story():
 
 def test_a_table_shows_all_reasons_against_every_candidate():
     decision = ask(linear("bf16", n=100, bias=True), "100", "none")
-    table = unwrapped(explain.table(decision))
+    table = unwrapped(json_report.table(decision))
     for candidate in decision.candidates:
         assert candidate.backend in table
         assert all(unwrapped(reason.text) in table for reason in candidate.reasons)
@@ -257,7 +257,7 @@ def test_a_table_shows_all_reasons_against_every_candidate():
 def test_the_log_has_one_line_per_distinct_decision():
     records = [(f"model.layers.{i}.up", ask(linear())) for i in range(4)]
     records.append(("lm_head", ask(linear("bf16"))))
-    lines = explain.log_lines(records)
+    lines = json_report.log_lines(records)
     assert len(lines) == 2
     assert lines[0].startswith("model.layers.{0-3}.up: linear fp8-block[128x128]:4096x4096 bf16 ->")
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import linear, moe
 
-from vllm.kernels.fit import linear_fit, moe_fit
-from vllm.kernels.problem import WeightFormat
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.select.fit import linear_fit, moe_fit
 
 BLOCKS = st.sampled_from([8, 16, 32])
 SIZES = st.integers(1, 80)

@@ -17,16 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, VllmError
-from vllm.kernels.builtin_models import builtin_config
-from vllm.kernels.layers import MODEL_TYPES, layer_problems, model_type
-from vllm.kernels.problem import (
-    KVQuantProblem,
-    LinearProblem,
-    MoEProblem,
-    WeightFormat,
-)
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.problems import MODEL_TYPES, layer_problems, model_type
+from vllm.kernels.report.builtin_models import builtin_config
+from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Device, Lib, Libs, Policy
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import Device, Lib, Libs, Policy
 from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
@@ -454,7 +450,7 @@ def test_no_config_ends_in_anything_but_problems_or_our_own_error(name, data):
 
 def test_torch_is_not_imported():
     code = (
-        "import sys, vllm.kernels.layers, vllm.kernels.builtin_models\n"
+        "import sys, vllm.kernels.problems, vllm.kernels.report.builtin_models\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,10 +16,11 @@ from selection_strategies import (
     wishes,
 )
 
-from vllm.kernels import registry, rules
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem
-from vllm.kernels.select import is_meant, select
-from vllm.kernels.spec import NATIVE, Decision, Libs, Origin, Override, Policy, Why
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select import registry, rules
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.select import is_meant, select
+from vllm.kernels.select.spec import NATIVE, Decision, Libs, Origin, Override, Policy, Why
 
 
 def for_every(*strategies):

@@ -5,9 +5,19 @@ from dataclasses import replace
 import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, whys
 
-from vllm.kernels.problem import ActScheme
-from vllm.kernels.select import select, version_key
-from vllm.kernels.spec import BUILD, NATIVE, KernelSpec, Lib, Libs, Policy, Reason, Why, serves
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.select import select, version_key
+from vllm.kernels.select.spec import (
+    BUILD,
+    NATIVE,
+    KernelSpec,
+    Lib,
+    Libs,
+    Policy,
+    Reason,
+    Why,
+    serves,
+)
 
 # A kernel with one requirement of each kind, and a problem that breaks them all.
 STRICT = KernelSpec(

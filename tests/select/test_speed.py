@@ -3,8 +3,8 @@
 from selection_cases import LIBS, linear, moe, parse_device, policy_of, timed
 from slowness import seconds_elsewhere
 
-from vllm.kernels import registry
-from vllm.kernels.select import select
+from vllm.kernels.select import registry
+from vllm.kernels.select.select import select
 
 MAX_MICROSECONDS = 50
 # Two kinds of work do not slow down alike.

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import DEVICES, policy_of
 
+from vllm.config.policy import FLAGS, Wishes, make_policy
 from vllm.errors import ConfigError
-from vllm.kernels import registry
-from vllm.kernels.policy import FLAGS, Wishes, make_policy
-from vllm.kernels.problem import WeightFormat
-from vllm.kernels.spec import Device, Lib, Libs
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import Device, Lib, Libs
 
 
 @pytest.mark.parametrize(

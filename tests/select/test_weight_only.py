@@ -5,9 +5,9 @@ import logging
 import pytest
 from selection_cases import LIBS, SCHEMES, ask, linear, moe, parse_device, policy_of
 
-from vllm.kernels.problem import ActScheme
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.spec import NoKernelError, Why
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import NoKernelError, Why
 
 CHIPS = ("75", "80", "89", "90", "100", "103", "110", "120", "121")
 # Backend -> chips whose NVFP4 linear layers it can be given, with all libraries.

@@ -10,15 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import LIBS, ask, linear, moe
 
+from vllm.config.policy import Wishes, make_policy
 from vllm.errors import ConfigError
-from vllm.kernels import registry
-from vllm.kernels.policy import Wishes, make_policy
-from vllm.kernels.problem import ActScheme, LinearProblem
-from vllm.kernels.question import GPUS, chip_of, device_of
-from vllm.kernels.render import expectation_of
-from vllm.kernels.select import select
-from vllm.kernels.spec import BUILD, Device, Libs
-from vllm.kernels.tune_table import (
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.evidence.tables import (
     SHIPPED,
     TOKENS,
     Chip,
@@ -32,6 +27,12 @@ from vllm.kernels.tune_table import (
     write_table,
     write_whole,
 )
+from vllm.kernels.report.question import GPUS, chip_of, device_of
+from vllm.kernels.report.text_report import expectation_of
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import BUILD, Device, Libs
 from vllm.platforms.cpu import num_cores
 from vllm.platforms.installed import installed_chip, memory_gb_per_s
 
@@ -74,7 +75,7 @@ def test_a_table_comes_back_from_its_file_with_four_digits(tmp_path_factory, row
 
 
 def test_what_a_table_says_names_its_file_its_chip_and_its_date(monkeypatch, tmp_path):
-    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("vllm.kernels.evidence.tables.SHIPPED", tmp_path / "shipped")
     path = user_folder() / "sm_90_132_3352.json"
     write_table(path, table(deep_gemm=ENTRY, cutlass=Entry("", "2027-01-01", ((8, 9.0),))))
     timings = timings_of(find_tables(H100), linear())
@@ -104,7 +105,7 @@ def test_a_row_that_lacks_something_is_filled_up_from_that_of_the_build(
     monkeypatch, tmp_path, mine, tokens, us
 ):
     shipped = {"a": {1: 1.0, 8: 2.0, 64: 3.0}, "b": {1: 4.0, 8: 4.0, 64: 4.0}}
-    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("vllm.kernels.evidence.tables.SHIPPED", tmp_path / "shipped")
     for folder, own in ((user_folder(), mine), (tmp_path / "shipped", shipped)):
         write_table(folder / H100.file_name, table(**rows(**own)))
     timings = timings_of(find_tables(H100), linear())
@@ -113,7 +114,7 @@ def test_a_row_that_lacks_something_is_filled_up_from_that_of_the_build(
 
 
 def test_a_row_that_lacks_nothing_is_taken_as_it_is(monkeypatch, tmp_path):
-    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("vllm.kernels.evidence.tables.SHIPPED", tmp_path / "shipped")
     write_table(user_folder() / H100.file_name, table(**rows(a={1: 9.0, 8: 9.0}, b={1: 8.0})))
     write_table(tmp_path / "shipped" / H100.file_name, table(**rows(a={1: 1.0, 8: 2.0})))
     timings = timings_of(find_tables(H100), linear())
@@ -142,7 +143,7 @@ def test_a_table_holds_for_its_multiprocessors_and_memory_alone(chip, holds):
 
 
 def test_what_was_measured_on_a_chip_with_other_memory_is_an_estimate_that_says_so(monkeypatch):
-    monkeypatch.setattr("vllm.kernels.tune_table.SHIPPED", user_folder())
+    monkeypatch.setattr("vllm.kernels.evidence.tables.SHIPPED", user_folder())
     write_table(user_folder() / H100.file_name, table(deep_gemm=ENTRY))
     h200 = GPUS["h200"]
     assert "; another chip" in timings_of(find_tables(h200), linear()).source
@@ -291,8 +292,8 @@ def test_what_a_norm_quantises_counts_for_layers_after_one():
 
 
 def test_layers_after_attention_are_known_by_their_names():
-    from vllm.kernels.layers import layer_problems
-    from vllm.kernels.question import read_model
+    from vllm.kernels.problems import layer_problems
+    from vllm.kernels.report.question import read_model
     from vllm.model_executor.layers.quantization import resolve_quantization
 
     for model in ("Qwen3-8B-FP8", "Qwen3.5-35B-A3B-FP8"):
@@ -318,8 +319,8 @@ def test_files_are_named_after_the_chip_and_its_sms():
 
 
 def models_on_h100(*ranks: int):
-    from vllm.kernels.layers import layer_problems
-    from vllm.kernels.question import read_model
+    from vllm.kernels.problems import layer_problems
+    from vllm.kernels.report.question import read_model
     from vllm.model_executor.layers.quantization import resolve_quantization
 
     for model in _MODELS:

@@ -11,12 +11,8 @@ import torch
 from selection_cases import LIBS, ask, linear
 
 from vllm.errors import ConfigError
-from vllm.kernels import registry, tune
-from vllm.kernels.problem import ActScheme
-from vllm.kernels.question import device_of, libs_of
-from vllm.kernels.spec import Candidate, Device, Lib, Libs
-from vllm.kernels.tune import Limits, Run, plan, without_done
-from vllm.kernels.tune_quarantine import (
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.evidence.quarantine import (
     Failure,
     add_failure,
     path_of_file,
@@ -24,10 +20,14 @@ from vllm.kernels.tune_quarantine import (
     with_quarantine,
     write_failures,
 )
-from vllm.kernels.tune_table import TOKENS, Chip, Table, read_table
-from vllm.kernels.tune_workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
-from vllm.kernels.versions import version_of
-from vllm.worker import kernel_trials
+from vllm.kernels.evidence.tables import TOKENS, Chip, Table, read_table
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.report.question import device_of, libs_of
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import Candidate, Device, Lib, Libs
+from vllm.kernels.tuning import trials, tune
+from vllm.kernels.tuning.tune import Limits, Run, plan, without_done
+from vllm.kernels.tuning.workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
 from vllm.worker.cuda_graph import bucket_sizes
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
@@ -208,7 +208,7 @@ def kinds_of_failure(act) -> list[str]:
         def fail(self, why, reason):
             told.append(why)
 
-    kernel_trials.serve(Told(), "cpu")
+    trials.serve(Told(), "cpu")
     return told
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from entrypoints.serving import COMMAND, environment, run_cli
 
-from vllm.kernels.tune_quarantine import Failure, write_failures
+from vllm.kernels.evidence.quarantine import Failure, write_failures
 
 SMALL = ("--layer", "fp8-block:256x256", "--tokens", "1,256")
 

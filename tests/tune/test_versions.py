@@ -5,15 +5,15 @@ import json
 import pytest
 from selection_cases import ask, linear, timed
 
-from vllm import _native
-from vllm.kernels import registry
-from vllm.kernels.explain import Report, parse_report, report
-from vllm.kernels.render import page
+from vllm.kernels.evidence.quarantine import Failure, add_failure, with_quarantine
+from vllm.kernels.evidence.tables import Chip, Entry, Table
+from vllm.kernels.evidence.versions import is_same, stale_lines, version_of, versions_here
+from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.text_report import page
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs, Policy
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import NATIVE, Device, Lib, Libs, Policy
-from vllm.kernels.tune_quarantine import Failure, add_failure, with_quarantine
-from vllm.kernels.tune_table import Chip, Entry, Table
-from vllm.kernels.versions import is_same, stale_lines, version_of, versions_here
+from vllm.platforms import native
 from vllm.platforms.libraries import native_lib
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
@@ -25,12 +25,12 @@ KERNELS = {
 }
 
 
-def native(**builds: str) -> Lib:
+def native_with(**builds: str) -> Lib:
     archs = tuple(f"{name}/{arch}" for name, own in KERNELS.items() for arch in own)
     return Lib(NATIVE, "0.1.0", archs, builds=tuple(f"{k}:{v}" for k, v in builds.items()))
 
 
-EVERY = native(**{name: f"{i}" * 8 for i, name in enumerate(KERNELS)})
+EVERY = native_with(**{name: f"{i}" * 8 for i, name in enumerate(KERNELS)})
 
 
 def libs(lib: Lib = EVERY) -> Libs:
@@ -58,20 +58,20 @@ def test_a_kernel_of_ours_is_known_by_the_build_of_what_runs_on_the_chip(backend
 
 
 def test_a_library_without_build_ids_has_its_version_alone():
-    assert version_of(spec("cutlass"), libs(native()), H100) == "native 0.1.0"
+    assert version_of(spec("cutlass"), libs(native_with()), H100) == "native 0.1.0"
 
 
 def test_build_ids_are_read_from_the_manifest_and_survive_as_text(tmp_path, monkeypatch):
     builds = dict.fromkeys(KERNELS, "abcdef01")
     content = {"version": "0.1.0", "compiler": "", "kernels": KERNELS, "builds": builds}
-    (tmp_path / _native.MANIFEST_NAME).write_text(json.dumps(content))
-    (tmp_path / _native.LIBRARY_NAME).touch()
-    monkeypatch.setattr(_native, "LIBRARY_DIR", tmp_path)
-    _native.manifest.cache_clear()
+    (tmp_path / native.MANIFEST_NAME).write_text(json.dumps(content))
+    (tmp_path / native.LIBRARY_NAME).touch()
+    monkeypatch.setattr(native, "LIBRARY_DIR", tmp_path)
+    native.manifest.cache_clear()
     try:
         found = native_lib()
     finally:
-        _native.manifest.cache_clear()
+        native.manifest.cache_clear()
     assert found.builds == tuple(f"{name}:abcdef01" for name in KERNELS)
     assert Lib.parse(str(found)) == found
 
@@ -144,7 +144,7 @@ def test_a_kernel_that_failed_is_tried_again_once_it_is_built_anew(tmp_path, mon
     few = linear(m_range=(1, 8))
     timings = timed(skinny=(1, 8), deep_gemm=(9, 8192))
     assert ask(few, "90", with_quarantine(libs(), H100), timings=timings).chosen == "deep_gemm"
-    mended = libs(native(skinny_fp8_block_gemm="new"))
+    mended = libs(native_with(skinny_fp8_block_gemm="new"))
     assert ask(few, "90", with_quarantine(mended, H100), timings=timings).chosen == "skinny"
-    other = libs(native(**dict(b.split(":") for b in EVERY.builds) | {"cpu_linear": "new"}))
+    other = libs(native_with(**dict(b.split(":") for b in EVERY.builds) | {"cpu_linear": "new"}))
     assert ask(few, "90", with_quarantine(other, H100), timings=timings).chosen == "deep_gemm"

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.config.emulate import Emulated
+from vllm.config.policy import FLAGS, Wishes
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels import registry
-from vllm.kernels.emulate import Emulated
-from vllm.kernels.policy import FLAGS, Wishes
+from vllm.kernels.select import registry
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -19,7 +19,7 @@ ON_UNMET = ("error", "fallback")
 class KernelConfig:
     """kernel: `PATTERN=BACKEND` for layers whose name matches. linear_backend, moe_backend,
     attention_backend: for every layer of the kind; None lets the selector choose, `emulate:` is
-    explained in vllm/kernels/emulate.py. on_unmet: what
+    explained in vllm/config/emulate.py. on_unmet: what
     happens where a backend that was asked for cannot run. require_native: refuse weight-only and
     emulated kernels for weights with a native one. max_requant_error: most relative Frobenius
     error that re-quantising a weight at load may cause. dump_decisions: a file for the decisions.

@@ -106,8 +106,8 @@ def check_parallel(parallel: ParallelConfig, hf_text_config: Any) -> None:
     """
     if parallel == ParallelConfig():
         return
-    from vllm.kernels.layers import layer_problems
-    from vllm.kernels.problem import MoEProblem
+    from vllm.kernels.problems import layer_problems
+    from vllm.kernels.select.problem import MoEProblem
 
     text_config = hf_text_config.to_dict()
     if parallel.enable_expert_parallel:

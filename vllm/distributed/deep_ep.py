@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.distributed.expert_exchange import Experts, Gathered, PerRank
+from vllm.distributed.all2all import Experts, Gathered, PerRank
 from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
-from vllm.kernels.tensors import MoEKernel
+from vllm.kernels.interface import MoEKernel
 
 # Low latency reserves a place for each token of every rank at every expert, so it is for decoding.
 MAX_LOW_LATENCY_TOKENS = 256

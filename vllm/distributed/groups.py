@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.errors import is_out_of_memory
 
 if TYPE_CHECKING:
-    from vllm.distributed.peer_sums import PeerSums
+    from vllm.distributed.custom_all_reduce import PeerSums
     from vllm.kernels.activations import Activation, InputQuant, UnaddedRows
 
 # torch 2.13 renamed it; 2.11 knows the old name alone.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.core.request import EngineOutput, EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_process import (
@@ -23,7 +24,7 @@ from vllm.engine.engine_process import (
 from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.metrics import Metrics, RequestStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
-from vllm.engine.request import EngineOutput, EngineRequest
+from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
     EngineDeadError,
     KernelFailedError,
@@ -38,7 +39,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
 from vllm.utils.processes import ending
 from vllm.utils.startup import current_report
-from vllm.utils.tokenizer import load_tokenizer
 
 logger = get_logger(__name__)
 

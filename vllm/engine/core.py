@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vllm import _native
 from vllm.config import VllmConfig
+from vllm.core.request import EngineOutput, EngineRequest, FinishReason, Request
+from vllm.core.scheduler import Scheduler, Step
+from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
-from vllm.engine.request import EngineOutput, EngineRequest, FinishReason, Request
-from vllm.engine.scheduler import Scheduler, Step
-from vllm.engine.state_snapshots import StateSnapshots
 from vllm.engine.structured_output import StructuredOutputs
 from vllm.executor.base import Address, Launched, make_executor
 from vllm.logger import get_logger
+from vllm.platforms import native
 from vllm.worker.model_runner import ModelRunner, StepResult
 
 if TYPE_CHECKING:
-    from vllm.distributed.lock_step import LockStep
+    from vllm.distributed.dp_coordinator import LockStep
     from vllm.executor.uniproc import UniprocExecutor
     from vllm.kernels.selection import Selection
 
@@ -43,9 +43,9 @@ class EngineCore:
         meeting: "Address | None" = None,
     ):
         """lock_step: the engines to compute with, whose ranks meet at `meeting`."""
-        if (native := _native.status()).state != "present":
+        if (status := native.status()).state != "present":
             logger.warning("The native kernels are %s, and torch is far slower: %s",
-                           native.state, native.text)  # fmt: skip
+                           status.state, status.text)  # fmt: skip
         self.lock_step = lock_step
         self.executor = make_executor(config, meeting)
         self.config = config = self.executor.config

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm.config.model import ModelConfig
-from vllm.engine.request import EngineRequest
+from vllm.core.request import EngineRequest
 from vllm.errors import RequestError
 from vllm.sampling_params import SamplingParams
 

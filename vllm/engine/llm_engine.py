@@ -7,11 +7,11 @@ from vllm.config import VllmConfig
 from vllm.engine.core import EngineCore
 from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.output_processor import OutputProcessor, RequestState
+from vllm.engine.tokenizer import import_transformers, load_tokenizer
 from vllm.errors import ConfigError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.interrupts import hold_back_interrupts
-from vllm.utils.tokenizer import import_transformers, load_tokenizer
 
 
 class LLMEngine:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.core.request import EngineOutput, FinishReason, TokenLogprobs
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 from vllm.engine.input_processor import ProcessedInput
-from vllm.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from vllm.errors import NumericsError, RequestError
 from vllm.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams

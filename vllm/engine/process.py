@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from vllm.core.request import EngineOutput, EngineRequest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
-from vllm.engine.request import EngineOutput, EngineRequest
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
-from vllm.executor import head_start
+from vllm.executor import prefetch
 from vllm.executor.local_ranks import started_early
 from vllm.logger import get_logger
 from vllm.utils.processes import die_with_parent
@@ -107,7 +107,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         wire.connect(address)
     loop = _EngineLoop(receiver, sender)
     try:
-        head_start.begin(args, seat.rank)
+        prefetch.begin(args, seat.rank)
         with started_early(args, seat.rank), no_collections():
             loop.load(args, seat)
         _leave_signals_to_parent()  # Ray takes them over
@@ -166,7 +166,7 @@ class _EngineLoop:
         lock_step = None
         if seat.meeting is not None:
             from vllm.distributed import world
-            from vllm.distributed.lock_step import LockStep
+            from vllm.distributed.dp_coordinator import LockStep
 
             self._store = (
                 world.host_store(seat.listener)

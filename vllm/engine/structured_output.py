@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from vllm.config.model import ModelConfig
+from vllm.core.request import EngineRequest
 from vllm.engine.grammar_trial import GrammarError, GrammarTrial
 from vllm.engine.json_schemas import check_schema
-from vllm.engine.request import EngineRequest
+from vllm.engine.tokenizer import load_tokenizer
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.utils.tokenizer import load_tokenizer
 
 MAX_GRAMMAR_CHARS = 200_000
 # Of this thread, for the tokens allowed at one place. Other requests wait meanwhile; what most

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.engine.scheduler import Step
+    from vllm.core.scheduler import Step
     from vllm.worker.model_runner import StepResult
 
 Address = tuple[str, int]

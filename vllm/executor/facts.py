@@ -11,8 +11,8 @@ import torch
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.kernels.spec import Device
-from vllm.kernels.tune_quarantine import read_failures
+from vllm.kernels.evidence.quarantine import read_failures
+from vllm.kernels.select.spec import Device
 from vllm.platforms.probe import probe_device
 
 # Variables that change nothing of what is computed.

@@ -14,7 +14,7 @@ from vllm.errors import EngineDeadError, VllmError, is_out_of_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.engine.scheduler import Step
+    from vllm.core.scheduler import Step
 
 
 @dataclass(frozen=True, slots=True)

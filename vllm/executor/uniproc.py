@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.config.emulate import emulate, not_emulated
+from vllm.config.policy import make_policy, set_variables
+from vllm.core.scheduler import Step
 from vllm.distributed import world
+from vllm.distributed.custom_all_reduce import make_peer_sums
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel
-from vllm.distributed.peer_sums import make_peer_sums
-from vllm.engine.scheduler import Step
 from vllm.errors import ConfigError
-from vllm.executor import head_start
+from vllm.executor import prefetch
 from vllm.executor.facts import facts_of
-from vllm.kernels.emulate import emulate, not_emulated
+from vllm.kernels.evidence.tables import find_tables, missing_note
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
-from vllm.kernels.policy import make_policy, set_variables
 from vllm.kernels.selection import Selection
-from vllm.kernels.tune_table import find_tables, missing_note
 from vllm.logger import get_logger
 from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 from vllm.utils.startup import current_report
@@ -52,7 +52,7 @@ class UniprocExecutor:
             with report.phase("connecting ranks"):
                 parallel = _join(config, layout, meeting)
         with report.phase("libraries and device"):
-            head_start.finish()
+            prefetch.finish()
             if torch.cuda.is_available():
                 use_caches()  # before a library is loaded
             self.selection = make_selection(config)

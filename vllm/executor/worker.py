@@ -10,7 +10,7 @@ from collections import deque
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from vllm.executor import head_start
+from vllm.executor import prefetch
 from vllm.executor.messages import (
     Failure,
     Launch,
@@ -51,7 +51,7 @@ def _end_with_engine(descriptor: int) -> None:
 def run(connection: Connection) -> Failure | None:
     """Serves until told to stop, or the engine is gone; returns its last words if it failed."""
     try:
-        head_start.begin_rank()
+        prefetch.begin_rank()
         with no_collections():  # while the engine still reads its configuration
             import vllm.executor.uniproc  # noqa: F401
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.engine.scheduler import Step
+from vllm.core.scheduler import Step
 from vllm.errors import EngineDeadError, VllmError
 from vllm.executor.base import Address
 from vllm.executor.messages import (

@@ -19,11 +19,11 @@ from vllm._custom_ops import (
     rms_norm_group_quant,
     silu_and_mul_group_quant,
 )
-from vllm.kernels.tensors import LinearKernel, MoEKernel
+from vllm.kernels.interface import LinearKernel, MoEKernel
 from vllm.model_executor.layers.quantization.utils.fp8_utils import MIN_AMAX
 
 if TYPE_CHECKING:
-    from vllm.distributed.peer_sums import PeerSums
+    from vllm.distributed.custom_all_reduce import PeerSums
 
 GROUP_SIZE = 128
 

@@ -7,14 +7,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from vllm.config.policy import set_variables
 from vllm.errors import ConfigError
-from vllm.kernels import explain, registry
-from vllm.kernels.events import event_lines, waits
-from vllm.kernels.ledger import Ledger
-from vllm.kernels.policy import set_variables
-from vllm.kernels.problem import Problem
-from vllm.kernels.select import is_meant, select
-from vllm.kernels.spec import (
+from vllm.kernels.evidence.tables import Table, timings_of
+from vllm.kernels.evidence.versions import stale_summary, versions_here
+from vllm.kernels.report import json_report
+from vllm.kernels.report.side_effects import event_lines, waits
+from vllm.kernels.select import registry
+from vllm.kernels.select.ledger import Ledger
+from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.select import is_meant, select
+from vllm.kernels.select.spec import (
     RANK_FLAG,
     RANK_VARIABLE,
     Decision,
@@ -24,8 +27,6 @@ from vllm.kernels.spec import (
     Origin,
     Policy,
 )
-from vllm.kernels.tune_table import Table, timings_of
-from vllm.kernels.versions import stale_summary, versions_here
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -68,7 +69,7 @@ class Selection:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
         decision = self.decide(layer, problem)
         if decision.chosen is None:
-            raise NoKernelError(f"no kernel for {layer}\n{explain.table(decision)}", decision)
+            raise NoKernelError(f"no kernel for {layer}\n{json_report.table(decision)}", decision)
         return decision
 
     def decide(self, layer: str, problem: Problem) -> Decision:
@@ -120,7 +121,7 @@ class Selection:
             if own and must_obey and all(d.chosen != backend for backend, d in own):
                 raise NoKernelError(
                     f"{origin.text}, but no layer of this model can follow it\n"
-                    f"{explain.table(own[0][1])}",
+                    f"{json_report.table(own[0][1])}",
                     own[0][1],
                 )
 
@@ -145,7 +146,9 @@ class Selection:
 
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
-        return explain.report(self.device, self.libs, set_variables(), self.records, self.ledger)
+        return json_report.report(
+            self.device, self.libs, set_variables(), self.records, self.ledger
+        )
 
     def dump(self, file: Path) -> None:
         try:
@@ -155,7 +158,7 @@ class Selection:
 
     def log(self) -> None:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
-        for line in explain.log_lines(self.records):
+        for line in json_report.log_lines(self.records):
             logger.info("%s", line)
         for line in event_lines(self.records):
             logger.warning("%s", line)

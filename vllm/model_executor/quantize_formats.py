@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.awq import GROUP_SIZES
 from vllm.model_executor.layers.quantization.fp8_config import DEFAULT_BLOCK
 from vllm.model_executor.layers.quantization.utils import nvfp4_utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
-from vllm.model_executor.layers.quantization.utils.packed_weights import int4_quantize, pack_int32
+from vllm.ops.packed_weights import int4_quantize, pack_int32
 
 NumColumns = Mapping[str, int]
 """Of the weights to quantise, by name."""

@@ -15,18 +15,18 @@ is `k_cache` [num_blocks, num_kv_heads, head_dim, block_size] and `v_cache`
 
 from types import ModuleType
 
-from vllm import _native
+from vllm.platforms import native
 
 
 def usable_ops(device_kind: str) -> ModuleType:
     """`cpu_ops` or `cuda_ops` where the native library works and has them, else `torch_ops`."""
-    if _native.status().state == "present":
+    if native.status().state == "present":
         if device_kind == "cpu":
             from vllm.ops import cpu_ops
 
             return cpu_ops
-        if "cuda_layers" in _native.manifest()["kernels"]:
-            from vllm.ops import cuda_ops
+        if "cuda_layers" in native.manifest()["kernels"]:
+            from vllm.kernels import cuda_ops
 
             return cuda_ops
     from vllm.ops import torch_ops

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm import _native
 from vllm.model_executor.layers.fused_moe.router import choose_experts
+from vllm.platforms import native
 
 __all__ = ["choose_experts"]
 
-_library = _native.load()
+_library = native.load()
 _linear_pack = _library.linear_pack
 _linear = _library.linear
 _rms_norm = _library.rms_norm

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.kernels.problem import AttentionProblem
+from vllm.kernels.select.problem import AttentionProblem
 
 CACHE_DTYPES = {
     "fp32": torch.float32,

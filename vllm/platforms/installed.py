@@ -7,8 +7,8 @@ from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from vllm.kernels.spec import Device
-from vllm.kernels.tune_table import Chip
+from vllm.kernels.evidence.tables import Chip
+from vllm.kernels.select.spec import Device
 from vllm.platforms.cpu import num_cores
 from vllm.platforms.interface import DeviceCapability
 

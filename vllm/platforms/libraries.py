@@ -15,11 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from vllm import _native
 from vllm.kernels.jit.flashinfer import prebuilt_modules
-from vllm.kernels.jit.memory import find_nvcc
-from vllm.kernels.spec import NATIVE, Device, Lib, Libs
-from vllm.platforms import trial
+from vllm.kernels.jit.nvcc_cache import find_nvcc
+from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs
+from vllm.platforms import native, trial
 from vllm.platforms.installed import installed_device
 from vllm.platforms.interface import DeviceCapability
 
@@ -65,12 +64,12 @@ def native_lib() -> Lib | None:
 
     It carries `kernel/architecture` for what was compiled for GPUs.
     """
-    if not (_native.LIBRARY_DIR / _native.LIBRARY_NAME).exists():
+    if not (native.LIBRARY_DIR / native.LIBRARY_NAME).exists():
         return None
     try:
-        version = _native.manifest()["version"]
-        built, builds = _native.gpu_archs(), _native.build_ids()
-    except _native.NativeLibraryError as error:
+        version = native.manifest()["version"]
+        built, builds = native.gpu_archs(), native.build_ids()
+    except native.NativeLibraryError as error:
         return Lib(NATIVE, broken=str(error))
     archs = tuple(f"{kernel}/{arch}" for kernel, own in built.items() for arch in own)
     return Lib(NATIVE, version, archs, builds=builds)

@@ -5,13 +5,14 @@ Everything after it sees only the frozen `Device` and `Libs` returned here.
 
 from functools import cache
 
-from vllm import _native, envs
+from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels import registry
-from vllm.kernels.spec import NATIVE, Device, Lib, Libs
-from vllm.kernels.tune_quarantine import with_quarantine
-from vllm.kernels.tune_table import Chip
+from vllm.kernels.evidence.quarantine import with_quarantine
+from vllm.kernels.evidence.tables import Chip
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs
 from vllm.logger import get_logger
+from vllm.platforms import native
 from vllm.platforms.cpu import cpu_name
 from vllm.platforms.installed import installed_chip, visible_gpu
 from vllm.platforms.interface import DeviceCapability
@@ -30,10 +31,10 @@ def probe_device() -> Device:
         return Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
     if (gpu := visible_gpu()) is not None:
         _tell_of_unused(gpu)
-    if _native.status().state != "present":
+    if native.status().state != "present":
         return Device("cpu")
     try:
-        return Device("cpu", isa=_native.load(envs.VLLM_CPU_ISA).cpu_isa())
+        return Device("cpu", isa=native.load(envs.VLLM_CPU_ISA).cpu_isa())
     except ValueError as error:
         raise ConfigError(f"VLLM_CPU_ISA={envs.VLLM_CPU_ISA}: {error}") from error
 
@@ -89,5 +90,5 @@ def _working_libs() -> Libs:
 
 
 def _native_lib() -> Lib | None:
-    status = _native.status()
+    status = native.status()
     return Lib(NATIVE, broken=status.text) if status.state == "broken" else native_lib()

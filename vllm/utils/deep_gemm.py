@@ -11,11 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.kernels import rules
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends.deep_gemm import LINEAR
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat
-from vllm.kernels.select import select
-from vllm.kernels.spec import Candidate, Device, Libs, Policy, Scales
+from vllm.kernels.select import rules
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Scales
 from vllm.platforms.libraries import library_state
 from vllm.utils.math_utils import cdiv, round_up
 

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 
 from vllm.config import VllmConfig
-from vllm.engine.request import Request
+from vllm.core.request import Request
 from vllm.errors import ConfigError
 from vllm.utils.math_utils import cdiv
 

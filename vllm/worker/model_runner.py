@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.core.request import Request, TokenLogprobs
+from vllm.core.scheduler import Step
 from vllm.distributed.groups import wait_for
 from vllm.distributed.parallel import Parallel
-from vllm.engine.request import Request, TokenLogprobs
-from vllm.engine.scheduler import Step
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection

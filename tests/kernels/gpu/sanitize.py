@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as quant
-from vllm import _native
 from vllm._custom_ops import ScaleLayout
+from vllm.platforms import native
 
 FP8 = torch.float8_e4m3fn
 SECONDS_PER_RUN = 100
@@ -82,7 +82,7 @@ def nvfp4_quant() -> None:
 
 
 def layers() -> None:
-    from vllm.ops import cuda_ops
+    from vllm.kernels import cuda_ops
     from vllm.ops.paged_attention import CacheTarget
 
     cache = torch.randn(64, 64, device="cuda")
@@ -104,7 +104,7 @@ def layers() -> None:
 
 
 def sampling() -> None:
-    from vllm.ops import cuda_ops
+    from vllm.kernels import cuda_ops
 
     for vocab in (5, 4097, 50257):  # a row within a thread block's memory, and beyond it
         logits, ones = randn(2, vocab, dtype=torch.float32), torch.ones(2, device="cuda")
@@ -115,7 +115,7 @@ def sampling() -> None:
 
 
 def skinny_gemm() -> None:
-    gemm = _native.load().skinny_fp8_block_gemm
+    gemm = native.load().skinny_fp8_block_gemm
     for m in (1, 9, 16):
         for n, k in ((576, 576), (1001, 1040)):
             b, scales = fp8(n, k), torch.ones(-(-n // 128), -(-k // 128), device="cuda")
@@ -132,7 +132,7 @@ def dense_operands(m: int, n: int, k: int) -> tuple[Tensor | None, ...]:
 
 def sm90_gemm() -> None:
     """Every row of the table of tilings, with more blocks of columns than a ring has stages."""
-    library = _native.load()
+    library = native.load()
     sizes = [(m, n, 1552) for m in (1, 33, 100, 200, 300) for n in (576, 1001, 4240)]
     for size in [*sizes, (33, 264, 8192), (100, 264, 8192), (200, 264, 8192), (600, 512, 1552)]:
         library.cutlass_fp8_block_gemm(*dense_operands(*size))
@@ -150,7 +150,7 @@ def grouped_operands(rows: list[int]) -> tuple[Tensor, ...]:
 
 
 def grouped_gemm() -> None:
-    gemm = _native.load().cutlass_fp8_block_gemm_grouped
+    gemm = native.load().cutlass_fp8_block_gemm_grouped
     for rows in ([5], [0, 70, 1, 0], [200, 3, 300]):
         gemm(*grouped_operands(rows))
 
@@ -159,7 +159,7 @@ def planted_error() -> None:
     """Promises the last expert more rows than there are: their results lie past the output."""
     *operands, offsets, out = grouped_operands([60, 4])
     offsets[-1] += 60
-    _native.load().cutlass_fp8_block_gemm_grouped(*operands, offsets, out)
+    native.load().cutlass_fp8_block_gemm_grouped(*operands, offsets, out)
 
 
 FAMILIES: dict[str, Callable[[], None]] = {
@@ -173,7 +173,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 
 def launch(name: str, folder: str) -> None:
     """Under the sanitizer: all launches of one family, of the library in `folder`."""
-    _native.LIBRARY_DIR = Path(folder)
+    native.LIBRARY_DIR = Path(folder)
     torch.manual_seed(0)
     (planted_error if name == "planted_error" else FAMILIES[name])()
     torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--launch"]:
         launch(*sys.argv[2:])
         return
-    folders = dict.fromkeys(TOOLS, _native.LIBRARY_DIR)
+    folders = dict.fromkeys(TOOLS, native.LIBRARY_DIR)
     if FOR_RACECHECK.exists():
         folders["racecheck"] = FOR_RACECHECK
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)

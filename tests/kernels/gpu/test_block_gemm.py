@@ -11,7 +11,7 @@ import pytest
 import torch
 import tvm_ffi
 
-from vllm import _native
+from vllm.platforms import native
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def library():
         pytest.skip("needs a GPU of capability 9.0")
     torch.manual_seed(0)
     path = os.environ.get("VLLM_TEST_LIBRARY")
-    loaded = tvm_ffi.load_module(path) if path else _native.load()
+    loaded = tvm_ffi.load_module(path) if path else native.load()
     with tvm_ffi.use_torch_stream():
         yield loaded
 

@@ -24,7 +24,7 @@ GUARD = 64
 def ops():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from vllm.ops import cuda_ops
+    from vllm.kernels import cuda_ops
 
     return cuda_ops
 

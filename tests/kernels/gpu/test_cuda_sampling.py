@@ -39,7 +39,7 @@ SETTINGS = [
 def sample():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from vllm.ops import cuda_ops
+    from vllm.kernels import cuda_ops
 
     return lambda logits, *rest: cuda_ops.sample_tokens(logits, *(t.to(DEVICE) for t in rest))
 

@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("flashinfer")
 from test_triton_attention import FP8, Batch, assert_close
 
-from vllm.kernels.problem import AttentionProblem
-from vllm.ops.flashinfer_attention import FlashInferAttention
+from vllm.kernels.flashinfer.attention import FlashInferAttention
+from vllm.kernels.select.problem import AttentionProblem
 from vllm.ops.paged_attention import AttentionBatch, HostBatch
 
 pytestmark = [

@@ -5,16 +5,17 @@ import pytest
 import torch
 from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_moe, wide_of
 
-from vllm import _native
-from vllm._custom_weight_only import multiply, multiply_wide
-from vllm.kernels import registry
-from vllm.kernels.problem import LinearProblem, MoEProblem, WeightFormat
-from vllm.kernels.spec import Candidate
-from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Candidate
+from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,
     widen_weight,
 )
+from vllm.ops.weight_only_ops import multiply, multiply_wide
+from vllm.platforms import native
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000, 4096]
@@ -25,9 +26,9 @@ TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    if not torch.cuda.is_available() or "marlin_gemm" not in _native.gpu_archs():
+    if not torch.cuda.is_available() or "marlin_gemm" not in native.gpu_archs():
         pytest.skip("needs a GPU and a library with marlin_gemm")
-    return _native.load()
+    return native.load()
 
 
 @pytest.fixture(autouse=True)

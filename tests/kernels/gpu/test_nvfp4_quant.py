@@ -11,8 +11,8 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-from vllm import _native
 from vllm.model_executor.layers.quantization.utils import nvfp4_utils as nvfp4
+from vllm.platforms import native
 
 DEVICE = "cuda"
 pytestmark = [
@@ -65,7 +65,7 @@ def seed() -> None:
 @pytest.fixture(scope="module")
 def library():
     path = os.environ.get("FP4_LIBRARY")
-    return tvm_ffi.load_module(path) if path else _native.load()
+    return tvm_ffi.load_module(path) if path else native.load()
 
 
 class Guarded:

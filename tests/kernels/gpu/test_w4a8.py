@@ -8,16 +8,17 @@ import pytest
 import torch
 from weight_only_cases import FP8, fill_blocks, make_linear, make_moe, wide_of
 
-from vllm import _native
-from vllm._custom_weight_only import multiply
-from vllm.kernels import registry
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, WeightFormat
-from vllm.kernels.spec import Candidate
-from vllm.kernels.tensors import LinearTensors, MoETensors
-from vllm.model_executor.layers.quantization.utils.weight_only_layout import (
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors, MoETensors
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Candidate
+from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,
 )
+from vllm.ops.weight_only_ops import multiply
+from vllm.platforms import native
 
 pytestmark = pytest.mark.gpu
 FORMATS = ("int4-group[32]", "int4-group[128]")  # with zero points, and without
@@ -29,11 +30,11 @@ WINNER = Candidate("marlin-w4a8", ActScheme.DYNAMIC_TOKEN)
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    if not torch.cuda.is_available() or "marlin_w4a8_gemm" not in _native.gpu_archs():
+    if not torch.cuda.is_available() or "marlin_w4a8_gemm" not in native.gpu_archs():
         pytest.skip("needs a GPU and a library with marlin_w4a8_gemm")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with products of FP8")
-    return _native.load()
+    return native.load()
 
 
 @pytest.fixture(autouse=True)

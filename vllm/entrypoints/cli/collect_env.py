@@ -81,7 +81,7 @@ def _num_usable_threads() -> int:
 
 
 def _native() -> dict[str, str]:
-    from vllm import _native as native
+    from vllm.platforms import native as native
 
     status = native.status()
     rows = {"state": status.state, "detail": status.text}

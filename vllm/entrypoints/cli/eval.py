@@ -141,7 +141,7 @@ def _demo_model() -> str:
 
 def _common_tokenizer(a: "Configuration", b: "Configuration") -> Any:
     """A's, after a check that B's has the same vocabulary: else no token can be compared."""
-    from vllm.utils.tokenizer import load_tokenizer
+    from vllm.engine.tokenizer import load_tokenizer
 
     models = [side.engine_args.create_engine_config().model_config for side in (a, b)]
     tokenizer = load_tokenizer(models[0])

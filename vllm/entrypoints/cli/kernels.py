@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
+from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import ON_UNMET, KernelConfig
+from vllm.config.policy import FLAGS, VARIABLES, make_policy, set_variables
 from vllm.entrypoints.cli import kernels_precompile, kernels_tune
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels import diff, explain, question, registry, render
-from vllm.kernels.emulate import emulate, not_emulated
-from vllm.kernels.policy import FLAGS, VARIABLES, make_policy, set_variables
+from vllm.kernels.evidence.tables import find_tables, missing_note
+from vllm.kernels.report import diff, json_report, question, text_report
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import Device, NoKernelError
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import Device, NoKernelError
-from vllm.kernels.tune_table import find_tables, missing_note
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
 
@@ -98,7 +99,7 @@ def _add_wishes(group: Any) -> None:
 
 
 def run_list(args: argparse.Namespace) -> None:
-    from vllm.kernels import catalog
+    from vllm.kernels.report import catalog
     from vllm.platforms.libraries import native_lib
 
     families = registry.FAMILIES
@@ -119,7 +120,7 @@ def run_list(args: argparse.Namespace) -> None:
 
 
 def run_docs(args: argparse.Namespace) -> None:
-    from vllm.kernels.docs import document
+    from vllm.kernels.report.docs import document
 
     _write(args.output, document())
 
@@ -134,16 +135,16 @@ def run_explain(args: argparse.Namespace) -> int:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
     selection, variables = _select(args)
     refusal = _refusal(selection)
-    report = explain.Report(selection.device, selection.libs, variables, selection.records)
+    report = json_report.Report(selection.device, selection.libs, variables, selection.records)
     if args.json:
-        print(json.dumps(explain.report(*report), indent=1))
+        print(json.dumps(json_report.report(*report), indent=1))
     else:
         if args.device and args.libs is None:
             print("note: with the libraries installed here; --libs all assumes all of them",
                   file=sys.stderr)  # fmt: skip
-        print(render.page(report, _width(), sys.stdout.isatty(), args.brief))
+        print(text_report.page(report, _width(), sys.stdout.isatty(), args.brief))
     if args.html:
-        from vllm.kernels.html import html_page
+        from vllm.kernels.report.html_report import html_page
 
         _write(args.html, html_page(report, args.model or ", ".join(args.layer)))
     if refusal:
@@ -174,7 +175,7 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
     emulate(selection, wishes, variables, model_type)
     for name, problem in problems:
         selection.decide(name, problem)
-    return selection, explain.variable_texts(variables)
+    return selection, json_report.variable_texts(variables)
 
 
 def _set_variable(text: str) -> None:
@@ -191,7 +192,7 @@ def _set_variable(text: str) -> None:
 
 def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str, Any]:
     """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config."""
-    from vllm.kernels.layers import MODEL_TYPES
+    from vllm.kernels.problems import MODEL_TYPES
 
     asked_type = args.model_type
     if asked_type is not None and asked_type not in MODEL_TYPES:
@@ -213,7 +214,7 @@ def model_problems(
 ) -> tuple[list[Any], str, Any]:
     """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
     tp, ep and, where the command has it, kv_cache_dtype."""
-    from vllm.kernels.layers import layer_problems, model_type, text_config
+    from vllm.kernels.problems import layer_problems, model_type, text_config
 
     config = question.read_model(model)
     text = text_config(config)
@@ -263,19 +264,21 @@ def _compare(before: Path, after: Path, as_json: bool) -> int:
     return 1 if found else 0
 
 
-def _read(path: Path) -> explain.Report:
+def _read(path: Path) -> json_report.Report:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    return explain.parse_report(content, str(path))
+    return json_report.parse_report(content, str(path))
 
 
 # ---------------------------------------------------------------- in and out
 
 
 def _width() -> int:
-    return min(_MAX_WIDTH, max(_MIN_WIDTH, shutil.get_terminal_size((render.WIDTH, 24)).columns))
+    return min(
+        _MAX_WIDTH, max(_MIN_WIDTH, shutil.get_terminal_size((text_report.WIDTH, 24)).columns)
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels import question
 from vllm.kernels.jit.caches import (
     BUNDLED,
     MANIFEST,
@@ -23,6 +22,7 @@ from vllm.kernels.jit.caches import (
     write_manifest,
 )
 from vllm.kernels.jit.flashinfer import copy_large_modules
+from vllm.kernels.report import question
 
 # A batch of these lengths has long prompts, short ones and ones of a token, then decodes.
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
-from vllm.kernels import explain, question, registry, render, tune
+from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
+from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.problem import LinearProblem
+from vllm.kernels.report import json_report, question, text_report
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.spec import Device, Libs, Policy
 from vllm.kernels.selection import Selection
-from vllm.kernels.spec import Device, Libs, Policy
-from vllm.kernels.tune_quarantine import forget, path_of_file, read_failures, text
-from vllm.kernels.tune_table import TOKENS, Table, read_table, user_folder
-from vllm.kernels.tune_workers import Job
+from vllm.kernels.tuning import tune
+from vllm.kernels.tuning.workers import Job
 from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 
@@ -159,10 +161,10 @@ def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: 
     lines = []
     for problem in problems:
         decision = selection.decide(str(problem), problem)
-        choice = render.expectation_of(decision)
+        choice = text_report.expectation_of(decision)
         if choice is not None:
-            lines.append(explain.outcome(decision).partition(" (")[0])
-            lines.append(f"    {render.expectation_text(choice)}")
+            lines.append(json_report.outcome(decision).partition(" (")[0])
+            lines.append(f"    {text_report.expectation_text(choice)}")
     return "\n".join(lines)
 
 

@@ -3,19 +3,19 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import (
+from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
     Problem,
 )
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Why
+from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
@@ -51,8 +51,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
     Values of 4 bits become E4M3, which holds them exactly; their scales stay apart, in float32.
     """
-    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import cpu_ops
+    from vllm.ops.packed_weights import pack_with
 
     packed = pack_with(cpu_ops.pack_linear, tensors)
 
@@ -64,8 +64,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Packs every expert as two linear layers; only experts that tokens ask for are computed."""
-    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import cpu_ops
+    from vllm.ops.packed_weights import pack_with
 
     experts = []
     for index in range(tensors.num_experts):

@@ -6,14 +6,15 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from vllm.kernels import channel_scales
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.backends import channel_scales
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.kernels.triton.moe_rows import ExpertRows
 
 _SM90, _SM100, _SM120 = {"90a"}, {"100a", "100f", "103a"}, {"120a", "120f", "121a"}
@@ -88,16 +89,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     quantises x [M, K] and multiplies."""
     if problem.format == "nvfp4":
         return _nvfp4_linear(tensors)
-    from vllm import _native
+    from vllm.platforms import native
 
     if problem.format in channel_scales.FORMATS:
-        gemm = _native.load().sm90_fp8_channel_gemm
+        gemm = native.load().sm90_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
     from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops.block_fit import fitted_kernel
 
-    gemm = _native.load().cutlass_fp8_block_gemm
+    gemm = native.load().cutlass_fp8_block_gemm
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
@@ -114,9 +115,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
     """One product for each run of merged parts that share a global scale."""
-    from vllm._custom_gemms import cutlass_nvfp4_gemm
     from vllm._custom_ops import scaled_fp4_quant
     from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_scales
+    from vllm.ops.gemm_ops import cutlass_nvfp4_gemm
 
     weight, bias, input_scale = tensors.weight, tensors.bias, tensors.input_scale
     assert tensors.scales is not None and tensors.global_scales is not None
@@ -156,8 +157,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         return _nvfp4_moe(tensors, is_in_triton)
     import torch
 
-    from vllm._custom_gemms import cutlass_fp8_block_gemm_grouped as gemm
     from vllm._custom_ops import per_token_group_fp8_quant, silu_and_mul_group_quant
+    from vllm.ops.gemm_ops import cutlass_fp8_block_gemm_grouped as gemm
 
     if winner.fit is not None:
         tensors = _with_whole_blocks(tensors)
@@ -189,8 +190,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _with_triton_rows(tensors: "MoETensors") -> "MoEKernel":
     """The same in six launches, or seven for many tokens."""
-    from vllm._custom_gemms import cutlass_fp8_block_gemm_grouped as gemm
     from vllm.kernels.triton import moe_rows
+    from vllm.ops.gemm_ops import cutlass_fp8_block_gemm_grouped as gemm
 
     num_experts = tensors.num_experts
 
@@ -312,11 +313,11 @@ class Nvfp4Moe:
     ) -> None:
         """To row r of out what the expert of pair pairs[r] makes of its token. Expert e has rows
         ends[e] to ends[e + 1]; others are not written, and nothing depends on them."""
-        from vllm._custom_gemms import cutlass_nvfp4_gemm_grouped as gemm
         from vllm._custom_ops import (
             scaled_fp4_quant_grouped,
             silu_and_mul_scaled_fp4_quant_grouped,
         )
+        from vllm.ops.gemm_ops import cutlass_nvfp4_gemm_grouped as gemm
 
         gate_up, down = self.gate_up, self.down
         between = x.new_empty(len(pairs), 2 * self.inner)

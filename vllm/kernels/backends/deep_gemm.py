@@ -3,16 +3,17 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.jit.memory import CompiledCall
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
-from vllm.kernels.spec import Candidate, KernelSpec, Scales
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.jit.nvcc_cache import CompiledCall
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.activations import InputQuant
-    from vllm.kernels.spec import Device
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.select.spec import Device
 
 _Spec = partial(
     KernelSpec,
@@ -54,7 +55,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     import torch
 
     from vllm.kernels.activations import QuantizedInput, QuantizingKernel
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops.block_fit import fitted_kernel
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
@@ -102,7 +103,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     from vllm.utils.math_utils import round_up
 
     if winner.fit is not None:
-        from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
+        from vllm.ops.block_fit import padded_experts
 
         tensors = padded_experts(tensors)
     num_experts = tensors.num_experts

@@ -7,14 +7,15 @@ winner. Two backends can be asked for by name, whatever the chip: `emulation` qu
 per token and 128 columns with float32 scales, as Hopper's kernels do; `emulation-ue8m0` computes
 what DeepGEMM does on capability family 100: weights re-quantised to power-of-two scales at load,
 activations quantised with such scales too. Every other backend is emulated as one chip has it:
-`emulate:BACKEND@CHIP` (vllm/kernels/emulate.py).
+`emulate:BACKEND@CHIP` (vllm/config/emulate.py).
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem
-from vllm.kernels.spec import Candidate, KernelSpec, Scales
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 
     Rounding = Callable[[Tensor], Tensor]
     """x [M, K] -> the values that a kernel multiplies in its place, float32."""
@@ -47,7 +48,7 @@ SPECS = (
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """4 bytes for an element of the weight; inputs and outputs are rounded to the problem's type,
     which is that of the chip's kernels."""
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops.block_fit import fitted_kernel
     from vllm.utils.torch_utils import dtype_of
 
     make = partial(_kernel, winner=winner, dtype=dtype_of(problem.dtype))
@@ -60,8 +61,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     between them is rounded to the problem's type."""
     import torch
 
-    from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
     from vllm.ops import torch_ops
+    from vllm.ops.block_fit import padded_experts
     from vllm.utils.torch_utils import dtype_of
 
     dtype = dtype_of(problem.dtype)
@@ -83,9 +84,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 
 def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -> "LinearKernel":
-    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
-    from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
     from vllm.ops import torch_ops
+    from vllm.ops.packed_weights import element_values
+    from vllm.ops.scale_rounding import requantised
 
     rounded = _rounding(winner, tensors)
     if winner.is_lossy:

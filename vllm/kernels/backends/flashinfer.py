@@ -11,13 +11,14 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, AttentionProblem, LinearProblem, MoEProblem, Problem
-from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
@@ -165,16 +166,16 @@ SPECS = (
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored, but for the scales of NVFP4, and all of it for
     TensorRT-LLM's path; each call quantises x [M, K]. The first compiles."""
+    from vllm.kernels.flashinfer import linear
     from vllm.kernels.jit.flashinfer import watch_flashinfer
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
-    from vllm.ops import flashinfer_linear
+    from vllm.ops.block_fit import fitted_kernel
 
     watch_flashinfer()
     path = winner.backend.removeprefix("flashinfer-")
     if problem.format == "nvfp4":
-        return flashinfer_linear.nvfp4_kernel(tensors, path)
+        return linear.nvfp4_kernel(tensors, path)
     if path != "deepgemm":
-        make = partial(flashinfer_linear.block_kernel, path=path)
+        make = partial(linear.block_kernel, path=path)
         return fitted_kernel(tensors, winner.fit, make)
     gemm = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
 
@@ -194,27 +195,27 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Lays the weights out once, up before gate; a call hands over the router's choice. Nothing of
     it waits for the device."""
+    from vllm.kernels.flashinfer import moe
     from vllm.kernels.jit.flashinfer import check_large_module, watch_flashinfer
-    from vllm.model_executor.layers.quantization.utils.block_fit import padded_experts
-    from vllm.ops import flashinfer_moe
+    from vllm.ops.block_fit import padded_experts
     from vllm.platforms.installed import installed_device
 
     watch_flashinfer()
     if winner.fit is not None:
         tensors = padded_experts(tensors)
     if winner.backend == _TRTLLM:
-        return flashinfer_moe.TrtllmBlockExperts(tensors)
+        return moe.TrtllmBlockExperts(tensors)
     device = installed_device()
     chips = {device.family, device.arch}
     (module,) = (name for chip, _, name in (*_MOE_SM90, *_MOE_BLACKWELL) if chip in chips)
     check_large_module(module)
-    return flashinfer_moe.CutlassExperts(tensors)
+    return moe.CutlassExperts(tensors)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
     """Compiles for a minute where the library's cache is cold."""
+    from vllm.kernels.flashinfer.attention import FlashInferAttention
     from vllm.kernels.jit.flashinfer import watch_flashinfer
-    from vllm.ops.flashinfer_attention import FlashInferAttention
 
     watch_flashinfer()
     return FlashInferAttention(write, problem)

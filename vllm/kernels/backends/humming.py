@@ -11,14 +11,14 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.problem import LinearProblem, Problem
-from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.problem import LinearProblem, Problem
+from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors
 
 # Columns that share a scale: at least so many, and a power of two, as tiles of columns are.
 _LEAST_GROUP = 32
@@ -67,8 +67,8 @@ _E4M3_NAN = 0x7F
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Lays the weight out; each call multiplies x [M, K] as it is."""
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
-    from vllm.model_executor.layers.quantization.utils.scale_rounding import requantised
+    from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.scale_rounding import requantised
     from vllm.utils.torch_utils import dtype_of
 
     dtype = dtype_of(problem.dtype)
@@ -138,7 +138,7 @@ def _int4(
     tensors: "LinearTensors", dtype: "torch.dtype", stored: "dict[str, Tensor]"
 ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Codes less their zero point, which is packed along rows, or less 8."""
-    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_int32
+    from vllm.ops.packed_weights import pack_int32
 
     assert tensors.scales is not None
     description: dict[str, Any] = {"b_dtype": "uint4", "weight_scale_type": "group"}
@@ -174,7 +174,7 @@ def _with_scales(
     scales: "Tensor", dtype: "torch.dtype", description: dict[str, Any], stored: "dict[str, Tensor]"
 ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Scales [N, groups] in `dtype`; what all are multiples of is a second scale, in float32."""
-    from vllm.model_executor.layers.quantization.utils.scale_rounding import unit_of
+    from vllm.ops.scale_rounding import unit_of
 
     unit = unit_of(scales, dtype)
     stored["weight_scale"] = (scales / unit).to(dtype).contiguous()
@@ -192,8 +192,8 @@ def try_product() -> None:
     """Compiles one kernel and compares its product on the GPU; raises what goes wrong."""
     import torch
 
-    from vllm.kernels.problem import WeightFormat
-    from vllm.kernels.tensors import LinearTensors
+    from vllm.formats.weight_format import WeightFormat
+    from vllm.kernels.interface import LinearTensors
 
     n, k, device = 128, 128, torch.device("cuda")
     codes = torch.arange(n * k, device=device).view(n, k)

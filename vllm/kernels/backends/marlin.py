@@ -14,15 +14,16 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem, MoEProblem, Problem
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Why
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Why
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor, device
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 
 # Columns that share a float32 scale: at least so many, and a power of two.
 _LEAST_GROUP = 32
@@ -96,8 +97,8 @@ SPECS = (
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Packs the weight as lanes read it."""
-    from vllm._custom_weight_only import multiply, multiply_wide
-    from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_weight
+    from vllm.ops.weight_only_layout import pack_weight
+    from vllm.ops.weight_only_ops import multiply, multiply_wide
 
     by_fp8 = winner.act is ActScheme.DYNAMIC_TOKEN
     weight, bias = pack_weight(tensors, by_fp8), tensors.bias
@@ -114,10 +115,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Packs every expert; each call sorts the pairs of token and expert, and multiplies blocks of
     their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
-    from vllm._custom_weight_only import multiply_experts
     from vllm.kernels.triton import moe_rows
-    from vllm.model_executor.layers.quantization.utils.weight_only_layout import pack_experts
     from vllm.ops import torch_ops
+    from vllm.ops.weight_only_layout import pack_experts
+    from vllm.ops.weight_only_ops import multiply_experts
 
     num_experts, by_fp8 = tensors.num_experts, winner.act is ActScheme.DYNAMIC_TOKEN
     pairs = [tensors.expert(index) for index in range(num_experts)]
@@ -125,7 +126,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     down = pack_experts((pair[1] for pair in pairs), num_experts, by_fp8)
     silu_and_mul = torch_ops.silu_and_mul
     if tensors.down.is_cuda:
-        from vllm.ops import cuda_ops
+        from vllm.kernels import cuda_ops
 
         silu_and_mul = cuda_ops.silu_and_mul
 

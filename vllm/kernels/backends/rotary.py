@@ -6,8 +6,8 @@ Whoever rotates asks an attention layer where its keys go (`PagedAttention.targe
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import KVQuantProblem, Problem
-from vllm.kernels.spec import NATIVE, KernelSpec, Reason, Why
+from vllm.kernels.select.problem import KVQuantProblem, Problem
+from vllm.kernels.select.spec import NATIVE, KernelSpec, Reason, Why
 
 if TYPE_CHECKING:
     from vllm.ops.paged_attention import CacheWriter

@@ -3,13 +3,14 @@ serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 
 from typing import TYPE_CHECKING
 
-from vllm.kernels.problem import ActScheme, LinearProblem
-from vllm.kernels.spec import Candidate, KernelSpec
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.spec import Candidate, KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors
 
 SPECS = (
     KernelSpec(

@@ -7,14 +7,15 @@ They serve at most 16 tokens, so they run as the first part of a split (kernels/
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.kernels import channel_scales
-from vllm.kernels.problem import ActScheme, LinearProblem, Problem
-from vllm.kernels.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.backends import channel_scales
+from vllm.kernels.select.problem import LinearProblem, Problem
+from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors
 
 MAX_TOKENS = 16
 # Numbers of a weight in half precision. Each token reads them from L2, 16 MiB for 16 tokens:
@@ -73,16 +74,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     inside the kernel, or before it where each row of the weight has its scale."""
     if problem.format in _HALF:
         return _half_kernel(problem, tensors)
-    from vllm import _native
+    from vllm.platforms import native
 
     if problem.format in channel_scales.FORMATS:
-        gemm = _native.load().skinny_fp8_channel_gemm
+        gemm = native.load().skinny_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
     from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops.block_fit import fitted_kernel
 
-    gemm = _native.load().skinny_fp8_block_gemm
+    gemm = native.load().skinny_fp8_block_gemm
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias

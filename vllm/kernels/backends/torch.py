@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
-from vllm.kernels.spec import Candidate, KernelSpec
+from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.spec import Candidate, KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FLOATS = frozenset({"fp32", "bf16", "fp16"})
@@ -50,8 +50,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     """
     from torch.nn import functional
 
-    from vllm.model_executor.layers.quantization.utils.packed_weights import element_values
     from vllm.ops import torch_ops
+    from vllm.ops.packed_weights import element_values
     from vllm.utils.torch_utils import dtype_of
 
     if tensors.weight.is_cuda and not problem.weight.is_quantized:
@@ -73,8 +73,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Keeps the experts as stored, values of 4 bits as E4M3, and widens them to float32 at every
     call."""
-    from vllm.model_executor.layers.quantization.utils.packed_weights import pack_with
     from vllm.ops import torch_ops
+    from vllm.ops.packed_weights import pack_with
 
     pairs = (tensors.expert(index) for index in range(tensors.num_experts))
     experts = [

@@ -4,22 +4,22 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
-from vllm.kernels.fit import Axis
-from vllm.kernels.problem import (
-    ActScheme,
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.fit import Axis
+from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
     Problem,
 )
-from vllm.kernels.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.activations import QuantizedInput
-    from vllm.kernels.tensors import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _HALF, _FP8 = frozenset({"bf16", "fp16"}), frozenset({"fp8"})
@@ -98,7 +98,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizingKernel
     from vllm.kernels.triton.linear import fp8_block_gemm
-    from vllm.model_executor.layers.quantization.utils.block_fit import fitted_kernel
+    from vllm.ops.block_fit import fitted_kernel
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, block = tensors.weight, tensors.scales, tensors.format.block

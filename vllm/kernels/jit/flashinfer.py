@@ -18,9 +18,9 @@ from typing import Any
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.jit.caches import FLASHINFER, flashinfer_modules, use_caches
-from vllm.kernels.jit.memory import find_nvcc
 from vllm.kernels.jit.monitor import MONITOR, Compilation
 from vllm.kernels.jit.nvcc import write_whole
+from vllm.kernels.jit.nvcc_cache import find_nvcc
 
 # Modules that the library does not build in the time that somebody waits for a first call, and what
 # of `flashinfer.jit.fused_moe` makes them.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
-from vllm.kernels.problem import MoEProblem
-from vllm.kernels.tensors import MoETensors
+from vllm.kernels.interface import MoETensors
+from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.triton.moe_kernels import (
     PLAIN,
     QUANTISED,

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from vllm.kernels.tensors import LinearKernel
+from vllm.kernels.interface import LinearKernel
 from vllm.kernels.triton.moe_router_kernels import route_kernel, split_product_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.model_executor.layers.fused_moe.router import Routing

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout, empty_groups
 from vllm.kernels.activations import InputQuant, QuantizedInput, UnaddedRows
-from vllm.kernels.spec import Scales
+from vllm.kernels.select.spec import Scales
 from vllm.kernels.triton.moe_kernels import HAS_DEPENDENT_LAUNCH
 from vllm.kernels.triton.moe_rows_kernels import (
     FLOAT32,
@@ -140,7 +140,7 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 class Rows(NamedTuple):
     """How quantised rows and their scales lie. num_rows: of all experts. rows_per_expert: where
-    each expert has as many, else 0. scales: their form (vllm.kernels.spec). is_row_major: scales of
+    each expert has as many, else 0. scales: their form (`Scales`). is_row_major: scales of
     a row lie together (float32 and no rows_per_expert)."""
 
     num_rows: int

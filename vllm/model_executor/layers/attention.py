@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from vllm.kernels import registry
-from vllm.kernels.problem import AttentionProblem, KVQuantProblem
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vllm.architectures.decoder import Cut
 from vllm.distributed.groups import Addend, Group, PartialSum
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
-from vllm.kernels.architectures import Cut
-from vllm.kernels.problem import ActScheme, LinearProblem, WeightFormat, comes_quantised
-from vllm.kernels.spec import Decision
-from vllm.kernels.split import make_linear
-from vllm.kernels.tensors import LinearKernel, LinearTensors
+from vllm.kernels.interface import LinearKernel, LinearTensors
+from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.select.problem import LinearProblem, comes_quantised
+from vllm.kernels.select.spec import Decision
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.sharding import Part, Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
@@ -174,7 +175,7 @@ class Linear(StoredWeight):
         """Before a weight is re-quantised, what that costs is measured and judged."""
         if not self.decision.winner.is_lossy:
             return self.decision
-        from vllm.model_executor.layers.quantization.utils.scale_rounding import requant_error
+        from vllm.ops.scale_rounding import requant_error
 
         decision = self.decision
         error = requant_error(tensors, decision.winner.scales, dtype_of(self.problem.dtype))

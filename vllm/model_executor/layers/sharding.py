@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.architectures.decoder import Cut
 from vllm.distributed.groups import Group
-from vllm.kernels.architectures import Cut
 from vllm.model_executor.weights import Slot
 from vllm.utils.math_utils import cdiv
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels.tensors import LinearKernel
+from vllm.kernels.interface import LinearKernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
-from vllm.kernels.problem import ActScheme, WeightFormat
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.logger import get_logger
 
 if TYPE_CHECKING:

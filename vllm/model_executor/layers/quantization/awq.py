@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import CheckpointError
-from vllm.kernels.problem import ActScheme, WeightFormat
+from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.model_executor.layers.quantization import (
     LayerFormat,
     LayerNames,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from vllm.kernels.tensors import MoETensors
+from vllm.kernels.interface import MoETensors
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod, Stack
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.weights import Slot, empty_parameter

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.kernels.problem import ActScheme, WeightFormat
-from vllm.kernels.tensors import LinearTensors, scale_shape
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors, scale_shape
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config

@@ -1,6 +1,6 @@
 """FP8 linear layers of compressed-tensors: one scale per tensor, per row, or per block."""
 
-from vllm.kernels.problem import WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.model_executor.layers.linear import StoredWeight
 from vllm.model_executor.layers.quantization import LayerFormat
 from vllm.model_executor.layers.quantization.fp8 import (

@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels.problem import ActScheme, WeightFormat
-from vllm.kernels.tensors import LinearTensors
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import pack_e2m1
-from vllm.model_executor.layers.quantization.utils.packed_weights import (
+from vllm.model_executor.layers.quantization.utils.scales import write_scales
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
+from vllm.ops.packed_weights import (
     PER_INT32,
     unpack_awq,
     unpack_rows_int32,
 )
-from vllm.model_executor.layers.quantization.utils.scales import write_scales
-from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 
 _INT32 = (torch.int32,)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.kernels.problem import ActScheme, WeightFormat
-from vllm.kernels.tensors import NVFP4_GROUP, LinearTensors
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.interface import NVFP4_GROUP, LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import Slot, copy_into, empty_parameter

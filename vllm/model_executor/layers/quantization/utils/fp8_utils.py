@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.kernels.tensors import LinearTensors
+from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, get_fp8_min_max
 from vllm.utils.math_utils import cdiv
 
@@ -165,7 +165,7 @@ def requant_error(tensors: LinearTensors) -> RequantError:
     """
     assert tensors.scales is not None and tensors.format.scale == "block"
     if tensors.is_cut:  # zeros around it change no block's largest value, nor any sum
-        from vllm.model_executor.layers.quantization.utils.block_fit import padded_tensors
+        from vllm.ops.block_fit import padded_tensors
 
         tensors, _ = padded_tensors(tensors)
         assert tensors.scales is not None

@@ -1,0 +1,215 @@
+"""From flags, variables, the checkpoint and model rules to a `Policy`, by one order of precedence.
+
+1 --kernel (per layer)  2 --linear-backend, --moe-backend  3 environment variables
+4 use_deep_gemm of the quantisation config  5 model rule  6 measured  7 default order
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.kernels.select import registry, rules
+from vllm.kernels.select.spec import (
+    RANK_CONFIG,
+    RANK_FLAG,
+    RANK_LAYER,
+    RANK_MODEL_RULE,
+    RANK_VARIABLE,
+    Device,
+    Exclusion,
+    Origin,
+    Override,
+    Policy,
+    Why,
+)
+
+# The variables a policy is made of.
+VARIABLES = (
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_NVFP4_GEMM_BACKEND",
+    "VLLM_TEST_FORCE_FP8_MARLIN",
+    "VLLM_LINEAR_BACKEND",
+)
+_FP8 = frozenset({"fp8-tensor", "fp8-channel", "fp8-block"})
+_FP8_BLOCK = frozenset({"fp8-block"})
+# Reasons that a single layer gives by itself; the others hold for the whole machine.
+_OF_THE_LAYER = frozenset({Why.SHAPE, Why.FORMAT, Why.DTYPE})
+FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user set. kernels: PATTERN=BACKEND texts. backends: by family. use_deep_gemm: of the
+    quantisation config, None where nobody decided; deep_gemm_by_rule: the model rule decided it.
+    """
+
+    kernels: tuple[str, ...] = ()
+    backends: tuple[tuple[str, str], ...] = ()
+    on_unmet: str = "error"
+    require_native: bool = False
+    max_requant_error: float | None = None
+    use_deep_gemm: bool | None = None
+    deep_gemm_by_rule: bool = False
+
+
+def set_variables() -> dict[str, Any]:
+    """The VARIABLES that are set in the environment, with their values."""
+    return {name: envs.read(name) for name in VARIABLES if envs.is_set(name)}
+
+
+def make_policy(wishes: Wishes, env: Mapping[str, Any], model_type: str, device: Device) -> Policy:
+    """`env`: values of the VARIABLES that are set. ConfigError for what contradicts itself."""
+    overrides = [*_layer_overrides(wishes), *_flag_overrides(wishes), *_variable_overrides(env)]
+    exclusions = _variable_exclusions(env)
+    overrides += _config_overrides(wishes, exclusions)
+    exclusions += _config_exclusions(wishes, env, model_type, device)
+    _refuse_contradictions(overrides, exclusions)
+    return Policy(
+        overrides=tuple(overrides),
+        exclusions=tuple(exclusions),
+        falls_back=wishes.on_unmet == "fallback",
+        requires_native=wishes.require_native,
+        e8m0=env.get("VLLM_USE_DEEP_GEMM_E8M0"),
+        max_requant_error=wishes.max_requant_error,
+    )
+
+
+def _layer_overrides(wishes: Wishes) -> list[Override]:
+    overrides = []
+    for text in wishes.kernels:
+        pattern, equals, name = text.rpartition("=")
+        if not equals or not pattern:
+            raise ConfigError(
+                f"--kernel {text!r}: it takes PATTERN=BACKEND, such as '*.down_proj=triton'"
+            )
+        found = [f for f in registry.FAMILIES if registry.find_backend(f, name)]
+        if not found:
+            every = sorted({n for f in registry.FAMILIES for n in registry.backend_names(f)})
+            raise registry.unknown_backend(f"--kernel {text!r}", name, every)
+        origin = Origin(RANK_LAYER, f"--kernel {text}")
+        for family in found:
+            backend = registry.find_backend(family, name)
+            assert backend is not None
+            overrides.append(Override(family, backend, origin, pattern))
+    return overrides
+
+
+def _flag_overrides(wishes: Wishes) -> list[Override]:
+    return [
+        Override(
+            family,
+            registry.check_backend_name(family, name, FLAGS[family]),
+            Origin(RANK_FLAG, f"{FLAGS[family]} {name}"),
+        )
+        for family, name in wishes.backends
+    ]
+
+
+def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
+    overrides = []
+    if (name := env.get("VLLM_LINEAR_BACKEND")) is not None:
+        backend = registry.check_backend_name("linear", name, "VLLM_LINEAR_BACKEND")
+        overrides.append(Override("linear", backend, _variable("VLLM_LINEAR_BACKEND", name)))
+    if (name := env.get("VLLM_NVFP4_GEMM_BACKEND")) is not None:
+        backend = registry.check_backend_name("linear", name, "VLLM_NVFP4_GEMM_BACKEND")
+        origin = _variable("VLLM_NVFP4_GEMM_BACKEND", name)
+        overrides.append(Override("linear", backend, origin, formats=frozenset({"nvfp4"})))
+    if env.get("VLLM_TEST_FORCE_FP8_MARLIN"):
+        origin = _variable("VLLM_TEST_FORCE_FP8_MARLIN", "1")
+        overrides += [
+            Override(family, "marlin", origin, formats=_FP8) for family in ("linear", "moe")
+        ]
+    for family, (variable, value) in _deep_gemm_variables(env).items():
+        if value:
+            origin = _variable(variable, "1")
+            overrides.append(
+                Override(family, "deep_gemm", origin, formats=_FP8_BLOCK, yields_to=_OF_THE_LAYER)
+            )
+    return overrides
+
+
+def _variable_exclusions(env: Mapping[str, Any]) -> list[Exclusion]:
+    return [
+        Exclusion(family, "deep_gemm", _variable(variable, "0"))
+        for family, (variable, value) in _deep_gemm_variables(env).items()
+        if value is False
+    ]
+
+
+def _deep_gemm_variables(env: Mapping[str, Any]) -> dict[str, tuple[str, bool | None]]:
+    """By family, the variable that speaks of it and what it says."""
+    both = ("VLLM_USE_DEEP_GEMM", env.get("VLLM_USE_DEEP_GEMM"))
+    moe = ("VLLM_MOE_USE_DEEP_GEMM", env.get("VLLM_MOE_USE_DEEP_GEMM"))
+    return {"linear": both, "moe": both if moe[1] is None else moe}
+
+
+def _config_overrides(wishes: Wishes, stronger: list[Exclusion]) -> list[Override]:
+    if not wishes.use_deep_gemm:
+        return []
+    origin = Origin(RANK_CONFIG, "use_deep_gemm = True in the quantisation config")
+    excluded = {exclusion.family for exclusion in stronger}
+    return [
+        Override(family, "deep_gemm", origin, formats=_FP8_BLOCK, yields_to=frozenset(Why))
+        for family in ("linear", "moe")
+        if family not in excluded
+    ]
+
+
+def _config_exclusions(
+    wishes: Wishes, env: Mapping[str, Any], model_type: str, device: Device
+) -> list[Exclusion]:
+    """What the quantisation config or the model rule excludes, where no variable speaks."""
+    if wishes.use_deep_gemm is False and not wishes.deep_gemm_by_rule:
+        origin = Origin(RANK_CONFIG, "use_deep_gemm = False in the quantisation config")
+    elif wishes.use_deep_gemm is not True and rules.deep_gemm_is_excluded(model_type, device):
+        origin = Origin(
+            RANK_MODEL_RULE,
+            f"model rule: {model_type} loses accuracy with DeepGEMM's E8M0 scales on "
+            f"{device.family}",
+        )
+    else:
+        return []
+    said = {family for family, (_, value) in _deep_gemm_variables(env).items() if value is not None}
+    return [
+        Exclusion(family, "deep_gemm", origin) for family in ("linear", "moe") if family not in said
+    ]
+
+
+def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:
+    """Two wishes of one rank for one layer: neither is stronger, so neither is obeyed."""
+    for i, first in enumerate(overrides):
+        for second in overrides[i + 1 :]:
+            same = (first.family, first.origin.rank, first.pattern) == (
+                second.family,
+                second.origin.rank,
+                second.pattern,
+            )
+            meet = first.pattern != "*" or _formats(first) & _formats(second)
+            if same and meet and first.backend != second.backend:
+                raise _contradiction(first.origin, second.origin)
+        for exclusion in exclusions:
+            if (first.family, first.backend, first.origin.rank) == (
+                exclusion.family,
+                exclusion.backend,
+                exclusion.origin.rank,
+            ):
+                raise _contradiction(first.origin, exclusion.origin)
+
+
+def _formats(override: Override) -> frozenset[str]:
+    """The weight formats that an override of a whole family speaks of."""
+    specs = registry.specs(override.family)
+    known = (spec.formats for spec in specs if spec.backend == override.backend)
+    return override.formats or frozenset().union(*known)
+
+
+def _contradiction(first: Origin, second: Origin) -> ConfigError:
+    return ConfigError(f"{first.text} and {second.text} contradict each other: leave one out")
+
+
+def _variable(name: str, value: object) -> Origin:
+    return Origin(RANK_VARIABLE, f"{name}={value}")

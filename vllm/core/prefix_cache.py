@@ -1,0 +1,73 @@
+"""Reuse of KV blocks between requests that begin alike.
+
+A full block is known by a hash over its tokens and the hash of the block before it, so equal
+hashes mean equal tokens from the very beginning. SHA-256, because a collision would show one
+user's context to another.
+"""
+
+from array import array
+from hashlib import sha256
+
+from vllm.core.block_pool import BlockPool
+from vllm.core.request import Request
+
+
+class PrefixCache:
+    """Finds and records blocks in `pool`. num_queried and num_hit count tokens since the start."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool):
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.num_queried = 0
+        self.num_hit = 0
+
+    def match(self, request: Request) -> list[int]:
+        """The cached blocks that `request` begins with; the last token is never among them.
+
+        That one must be computed anyway: its logits give the next token.
+        """
+        if not (self.enabled and request.reads_prefix_cache):
+            return []
+        num_blocks = (len(request.all_token_ids) - 1) // self.block_size
+        blocks = []
+        for i in range(num_blocks):
+            self.hash(request, i + 1)  # no more than are found: the step's launch waits for this
+            block = self.pool.find(request.block_hashes[i])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count(self, num_queried: int, num_hit: int) -> None:
+        self.num_queried += num_queried
+        self.num_hit += num_hit
+
+    def record(self, request: Request, num_before: int) -> None:
+        """Remembers the blocks that filled up since `num_before` tokens were computed."""
+        if not self.enabled:
+            return
+        first, last = num_before // self.block_size, request.num_computed_tokens // self.block_size
+        if first == last:
+            return
+        self.hash(request, last)
+        for i in range(first, last):
+            self.pool.remember(request.block_ids[i], request.block_hashes[i])
+
+    def hash_ahead(self, request: Request, num_tokens: int) -> None:
+        """Hashes what `record` will want when so many tokens are computed, as far as they are
+        known: there is time for it while the device computes them."""
+        if self.enabled:
+            self.hash(request, min(num_tokens, len(request.all_token_ids)) // self.block_size)
+
+    def hash(self, request: Request, num_blocks: int) -> None:
+        """Makes `block_hashes` hold its first blocks at least; it has that many full ones."""
+        hashes, size = request.block_hashes, self.block_size
+        if len(hashes) >= num_blocks:
+            return
+        tokens = array("Q", request.all_token_ids[len(hashes) * size : num_blocks * size])
+        content, stride = tokens.tobytes(), size * tokens.itemsize
+        last = hashes[-1] if hashes else b""
+        for start in range(0, len(content), stride):
+            last = sha256(last + content[start : start + stride]).digest()
+            hashes.append(last)

@@ -1,0 +1,48 @@
+"""FP8 weights with a scale for each row, by GEMMs of blocks: the scale of every block is one, and
+columns of the product are multiplied by those of the rows at the end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.spec import Candidate
+from vllm.utils.math_utils import cdiv
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.kernels.interface import LinearKernel, LinearTensors
+
+FORMATS = frozenset({"fp8-tensor", "fp8-channel"})
+ACTS = frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR})
+BLOCK = 128
+
+
+def channel_kernel(
+    tensors: "LinearTensors", winner: Candidate, gemm: Callable[..., object]
+) -> "LinearKernel":
+    """Takes the weight as it is stored; each call quantises x [M, K] and multiplies.
+
+    gemm: of x in E4M3, scales [M, ceil(K / 128)] of any strides, weight [N, K], scales
+    [ceil(N / 128), ceil(K / 128)], column scales [N], bias, out [M, N].
+    """
+    import torch
+
+    from vllm._custom_ops import scaled_fp8_quant
+
+    weight, bias, row_scales = tensors.weight, tensors.bias, tensors.row_scales()
+    assert row_scales is not None
+    column_scales = row_scales.reshape(-1).contiguous()
+    is_per_token = winner.act is ActScheme.DYNAMIC_TOKEN
+    input_scale = tensors.input_scale if winner.act is ActScheme.STATIC_TENSOR else None
+    num_rows, num_blocks = weight.shape[0], cdiv(weight.shape[1], BLOCK)
+    ones = torch.ones(cdiv(num_rows, BLOCK), num_blocks, device=weight.device)
+
+    def apply(x: "Tensor") -> "Tensor":
+        q, scales = scaled_fp8_quant(x, input_scale, use_per_token_if_dynamic=is_per_token)
+        scales = scales.reshape(-1, 1).expand(len(x), num_blocks)
+        out = x.new_empty(len(x), num_rows)
+        gemm(q, scales, weight, ones, column_scales, bias, out)
+        return out
+
+    return apply

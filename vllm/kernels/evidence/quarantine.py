@@ -1,0 +1,133 @@
+"""Kernels that failed when they were tried on this machine: a file, and what of it holds now.
+
+`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, a start
+of the engine one that does not end its first call; the selector then rejects it with that reason,
+for the same problem, chip and versions of libraries.
+Installing another version, or `vllm kernels quarantine --clear`, lifts it.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from vllm import __version__
+from vllm.errors import ConfigError
+from vllm.kernels.evidence.tables import user_folder, write_whole
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import Device, Libs, Quarantined, Reason, Why
+
+FILE_NAME = "quarantine.json"
+LIFT = "vllm kernels quarantine --clear"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """why: `numerics` for wrong results, `library` for a fault, a hang or an error. size_key: of
+    the problem. version: which code it is (versions.py), as release `release` of this package
+    calls it."""
+
+    backend: str
+    version: str
+    device: str
+    size_key: str
+    why: str
+    reason: str
+    date: str
+    release: str = __version__
+
+
+def path_of_file() -> Path:
+    return user_folder() / FILE_NAME
+
+
+def read_failures() -> list[Failure]:
+    """ConfigError for a file that is not what `write_failures` wrote."""
+    path = path_of_file()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        failures = [Failure(**entry) for entry in content]
+        for failure in failures:
+            Device.parse(failure.device), Why(failure.why)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no quarantine file ({error}): delete it") from error
+    return failures
+
+
+def write_failures(failures: Iterable[Failure]) -> None:
+    text = ",\n".join(json.dumps(asdict(failure)) for failure in failures)
+    write_whole(path_of_file(), f"[{text}]\n")
+
+
+def add_failure(failure: Failure) -> None:
+    """Enters it; it replaces an earlier one of the same kernel and problem. ConfigError where the
+    file cannot be read or written."""
+    with _alone():
+        kept = [f for f in read_failures() if _place(f) != _place(failure)]
+        write_failures([*kept, failure])
+
+
+def forget(backend: str | None) -> list[Failure]:
+    """Those of that backend, or all; returns what they were."""
+    with _alone():
+        failures = read_failures()
+        meant = [f for f in failures if backend in (None, f.backend)]
+        if meant:
+            write_failures([f for f in failures if f not in meant])
+        return meant
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Ranks and servers may enter something at the same time; where the file system has no locks,
+    one of them may be lost."""
+    path = path_of_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _place(failure: Failure) -> tuple[str, str, str]:
+    return failure.backend, failure.device, failure.size_key
+
+
+def with_quarantine(libs: Libs, device: Device) -> Libs:
+    """`libs` with what the file says of this chip and these versions."""
+    found = frozenset(
+        Quarantined(f.backend, f.size_key, Reason(Why(f.why), _text(f)))
+        for f in read_failures()
+        if f.release == __version__
+        and Device.parse(f.device).arch == device.arch
+        and f.version in _versions(f.backend, libs, device)
+    )
+    return replace(libs, quarantined=found) if found else libs
+
+
+def _text(failure: Failure) -> str:
+    return f"quarantined on {failure.date}: {failure.reason} ({LIFT} lifts it)"
+
+
+def _versions(backend: str, libs: Libs, device: Device) -> set[str]:
+    specs = chain.from_iterable(map(registry.specs, registry.FAMILIES))
+    return {version_of(spec, libs, device) for spec in specs if spec.backend == backend}
+
+
+def text(failures: Sequence[Failure]) -> str:
+    """For people, one line each."""
+    lines = [
+        f"{f.backend:<20}  {f.size_key}  {f.device}  {f.version}\n    {f.date}  {f.why}: {f.reason}"
+        for f in failures
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""From microseconds to a choice: which backend for which numbers of tokens, and what that costs.
+
+Pure functions of `Timings`, standard library only.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, inf, log
+
+from vllm.kernels.select.spec import Parts, Timings
+
+MAX_PARTS = 5
+# A backend this close to the fastest counts as fast: nothing is split for noise.
+TOLERANCE = 1.03
+# How far beyond its largest measured token count a row may decide: one that was measured for
+# decoding alone, or cut short, says nothing about prompts.
+REACH = 32
+# What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
+PART_COST = 0.045
+# Kernels that compile when the engine starts are left out as long as that costs no more than this
+# over the measured token counts: seconds of every cold start are not spent for a few percent.
+MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
+
+Able = tuple[tuple[str, int | None], ...]
+"""Backends that can run, in the default order, each with the most tokens it takes in a call."""
+
+
+@lru_cache(maxsize=1024)
+def best_split(
+    timings: Timings,
+    able: Able,
+    m_range: tuple[int, int],
+    compiling: tuple[str, ...] = (),
+    alone: tuple[str, ...] = (),
+) -> Parts:
+    """At most MAX_PARTS ranges of M with the least regret; () where too little of it was measured.
+
+    Limits are measured token counts, which are sizes of captured graphs. Among equals the fewest
+    parts win, then the earlier in `able`. The last range has no limit, so its backend takes any
+    number of tokens. compiling: backends that compile at run time, the dearest first: each is left
+    out where that costs little (MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT). alone:
+    backends with a layout of their own: one serves all M or none, since a part of it beside a part
+    of another would hold the weight twice.
+    """
+    parts = _fastest_split(timings, able, m_range, alone)
+    names = [name for name, _ in able]
+    left = able
+    for name in compiling:
+        fewer = tuple(one for one in left if one[0] != name)
+        others = _fastest_split(timings, fewer, m_range, alone)
+        cost = expected(timings, others, names, m_range) if others else None
+        if (
+            cost is not None
+            and cost.mean_regret <= MEAN_COST_OF_LEAVING_OUT
+            and cost.worst_regret <= WORST_COST_OF_LEAVING_OUT
+        ):
+            left, parts = fewer, others
+    return parts
+
+
+def _fastest_split(
+    timings: Timings, able: Able, m_range: tuple[int, int], alone: Collection[str]
+) -> Parts:
+    if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
+        return ()
+    us = dict(timings.us)
+    limits = [(backend, limit) for backend, limit in able if backend in us]
+    columns = _columns(timings, m_range)
+    rows = [
+        [_time(us[backend][i], timings.tokens[i], limit) for i in columns]
+        for backend, limit in limits
+    ]
+    fastest = [min(column) for column in zip(*rows)]
+    columns = [i for i, best in zip(columns, fastest) if best < inf]
+    if not columns:
+        return ()
+    costs = [[_cost(time, best) for time, best in zip(row, fastest) if best < inf] for row in rows]
+    paths = []
+    for group in _groups([backend for backend, _ in limits], alone):
+        cost, path = _cheapest_path(
+            [costs[j] for j in group], [limits[j][1] is None for j in group]
+        )
+        paths.append((cost, tuple(group[j] for j in path)))
+    _, choice = min(paths, key=_first)
+    return _parts([limits[j][0] for j in choice], [timings.tokens[i] for i in columns])
+
+
+def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
+    """Places of backends that may be parts of one split, in order of each group's first."""
+    groups: dict[str, list[int]] = {}
+    for place, backend in enumerate(backends):
+        groups.setdefault(backend if backend in alone else "", []).append(place)
+    return list(groups.values())
+
+
+def _columns(timings: Timings, m_range: tuple[int, int]) -> list[int]:
+    """Measured token counts that a call of `m_range` may run with: up to the first that holds its
+    most, as calls are padded upwards."""
+    low, high = m_range
+    tokens = timings.tokens
+    upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)
+    return [i for i, m in enumerate(tokens) if min(low, upper) <= m <= upper]
+
+
+def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
+    return inf if us is None or (limit is not None and num_tokens > limit) else us
+
+
+def _cost(us: float, fastest: float) -> float:
+    return 0.0 if us <= fastest * TOLERANCE else log(us / fastest) if us < inf else inf
+
+
+def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]) -> "_Path":
+    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
+    each further run. No rows where there is none.
+
+    Viterbi's algorithm over (row, number of runs); of equal costs the earlier row stays.
+    """
+    num_rows = len(costs)
+    # (cost, rows taken so far) by row, for each number of runs
+    nowhere: _Path = (inf, ())
+    paths: list[list[_Path]] = [[(costs[j][0], (j,)) for j in range(num_rows)]]
+    paths += [[nowhere] * num_rows for _ in range(MAX_PARTS - 1)]
+    for i in range(1, len(costs[0])):
+        entering = [nowhere] + [min(runs, key=_first) for runs in paths[:-1]]
+        for runs, (cost, path) in zip(paths, entering):
+            switched = cost + PART_COST
+            for j in range(num_rows):
+                stay, taken = runs[j]
+                if switched < stay:
+                    stay, taken = switched, path
+                runs[j] = (stay + costs[j][i], (*taken, j))
+    ends = [
+        runs[j] for runs in paths for j in range(num_rows) if may_be_last[j] and runs[j][0] < inf
+    ]
+    return min(ends, key=_first) if ends else nowhere
+
+
+_Path = tuple[float, tuple[int, ...]]
+
+
+def _first(path: _Path) -> float:
+    return path[0]
+
+
+def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:
+    parts: list[tuple[int | None, str]] = []
+    for backend, num_tokens in zip(choice, tokens):
+        if parts and parts[-1][1] == backend:
+            parts.pop()
+        parts.append((num_tokens, backend))
+    return (*parts[:-1], (None, parts[-1][1])) if parts else ()
+
+
+# ---------------------------------------------------------------- what a choice costs
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """us: (tokens, microseconds of the choice). regret: how much longer it takes than the fastest
+    that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the worst's
+    tokens and fastest backend."""
+
+    us: tuple[tuple[int, float], ...]
+    mean_regret: float
+    worst_regret: float
+    worst_tokens: int
+    fastest_there: str
+
+
+def expected(
+    timings: Timings, parts: Parts, able: Collection[str], m_range: tuple[int, int]
+) -> Expected | None:
+    """What the choice `parts` takes; None where nothing of it was measured. able: backends that
+    could have been chosen; those of `parts` always count."""
+    us = dict(timings.us)
+    rivals = [name for name in us if name in able or any(name == b for _, b in parts)]
+    own, regrets = [], []
+    for i in _columns(timings, m_range):
+        num_tokens = timings.tokens[i]
+        chosen = next(b for limit, b in parts if limit is None or num_tokens <= limit)
+        time = us[chosen][i] if chosen in us else None
+        if time is None:
+            continue
+        fastest = min(rivals, key=lambda name: _time(us[name][i], num_tokens, None))
+        best = us[fastest][i]
+        assert best is not None
+        own.append((num_tokens, time))
+        regrets.append((time / best - 1, num_tokens, fastest))
+    if not own:
+        return None
+    worst = max(regrets, key=lambda regret: regret[0])
+    mean = exp(sum(log(1 + regret) for regret, _, _ in regrets) / len(regrets)) - 1
+    return Expected(tuple(own), mean, *worst)

@@ -1,0 +1,197 @@
+"""What passes between layers and backends: the tensors of a weight, the shape of a kernel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from vllm.formats.weight_format import WeightFormat
+from vllm.utils.math_utils import cdiv
+
+NVFP4_GROUP = 16
+LinearKernel: TypeAlias = Callable[[Any], Tensor]
+"""x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes. x is a Tensor, or
+what the kernel's own `input_quant` made of one (vllm.kernels.activations)."""
+
+MoEKernel: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+"""(x [T, hidden], weights float32 [T, top_k], ids int64 [T, top_k]) -> y [T, hidden] of x's dtype:
+the sum, for each token, of its experts' results times their weights. An id of -1 stands for an
+expert of another rank and adds nothing. x is a Tensor, or what the kernel's own `input_quant` made
+of one."""
+
+
+@dataclass(slots=True)
+class LinearTensors:
+    """One linear layer as loaded, before a backend lays it out.
+
+    weight: [N, K] in its stored dtype. scales: float32 [scale rows, K blocks] or None; a merged
+    layer (QKV, gate-up) keeps the scale rows of each shard, so partial edge blocks stay right:
+    shards of 576, 192 and 192 rows have 5 + 2 + 2 scale rows of 128, not ceil(960 / 128).
+    shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
+    of a static activation scheme or None.
+
+    Packed formats (nvfp4, int4-group) hold two codes a byte: weight uint8 [N, K / 2], the even
+    column in the low nibble. nvfp4: scales float8_e4m3fn [N, K / 16], global_scales float32
+    [shards], w = E2M1(code) * scale * global scale. int4-group: scales float32 [N, K / group],
+    zero_points uint8 [N, K / group] or None for 8 everywhere, w = (code - zero point) * scale.
+
+    A rank's part of a larger weight may begin inside a scale block: by row_offsets rows in each
+    shard (() for none anywhere) and by column_offset columns. Its scales are those of all blocks
+    that it touches.
+    """
+
+    format: WeightFormat
+    weight: Tensor
+    shard_rows: tuple[int, ...]
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+    global_scales: Tensor | None = None
+    zero_points: Tensor | None = None
+    row_offsets: tuple[int, ...] = ()
+    column_offset: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it begins inside a scale block."""
+        return bool(self.row_offsets) or self.column_offset > 0
+
+    @property
+    def is_packed(self) -> bool:
+        return self.format.element in ("nvfp4", "int4")
+
+    @property
+    def block_k(self) -> int:
+        """Columns of the weight that share one of `row_scales`."""
+        block = columns_per_scale(self.format, self.weight.shape[1])
+        return gcd(block, self.column_offset) if self.column_offset else block
+
+    def row_scales(self) -> Tensor | None:
+        """Scales repeated to one row per row of weight: float32 [N, K blocks].
+
+        Exact, but for nvfp4: its two scales are multiplied, and rounded once.
+        """
+        if self.scales is None:
+            return None
+        if self.global_scales is not None:
+            shards = zip(self.global_scales, self.shard_rows, strict=True)
+            of_rows = torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
+            return self.scales.float() * of_rows[:, None]
+        if self.is_packed:
+            return self.scales
+        rows = []
+        start = 0
+        for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):
+            per_scale = rows_per_scale(self.format, num_rows)
+            stop = start + cdiv(offset + num_rows, per_scale)
+            repeated = self.scales[start:stop].repeat_interleave(per_scale, 0)
+            rows.append(repeated[offset : offset + num_rows])
+            start = stop
+        return torch.cat(rows)[:, self._columns_of_scales()]
+
+    def offsets_of_shards(self) -> tuple[int, ...]:
+        """row_offsets, with zeros where there are none."""
+        return self.row_offsets or (0,) * len(self.shard_rows)
+
+    def _columns_of_scales(self) -> "Tensor | slice":
+        """Which column of `scales` each column of `row_scales` repeats."""
+        if not self.column_offset:
+            return slice(None)
+        assert self.scales is not None
+        places = torch.arange(0, self.weight.shape[1], self.block_k, device=self.scales.device)
+        return (places + self.column_offset) // self.format.block[1]
+
+
+@dataclass(slots=True)
+class MoETensors:
+    """The experts of one layer as loaded, stacked, before a backend lays them out.
+
+    gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows;
+    down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
+    [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
+    for weights without. Their input scales, of a static activation scheme, and the global scales of
+    nvfp4: float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
+
+    A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
+    down by column_offset columns.
+    """
+
+    format: WeightFormat
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    gate_up_input_scales: Tensor | None = None
+    down_input_scales: Tensor | None = None
+    row_offset: int = 0
+    column_offset: int = 0
+    gate_up_global_scales: Tensor | None = None
+    down_global_scales: Tensor | None = None
+    gate_up_zero_points: Tensor | None = None
+    down_zero_points: Tensor | None = None
+
+    @property
+    def inner(self) -> int:
+        """Columns of an expert between its two products, on this rank."""
+        return self.gate_up.shape[1] // 2
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
+        """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
+        hidden, inner = self.down.shape[1], self.inner
+        offsets = (self.row_offset,) * 2 if self.row_offset else ()
+        return (
+            LinearTensors(
+                self.format, self.gate_up, (inner, inner), self.gate_up_scales, row_offsets=offsets
+            ),
+            LinearTensors(
+                self.format,
+                self.down,
+                (hidden,),
+                self.down_scales,
+                column_offset=self.column_offset,
+            ),
+        )
+
+    def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
+        """Gate-up and down of one expert, as two linear layers; views, no copies."""
+
+        def own(stacked: Tensor | None) -> Tensor | None:
+            return None if stacked is None else stacked[index]
+
+        gate_up, down = self.all_experts()
+        inputs = own(self.gate_up_input_scales), own(self.down_input_scales)
+        for part, input_scales in zip((gate_up, down), inputs):
+            part.weight, part.scales = part.weight[index], own(part.scales)
+            part.input_scale = None if input_scales is None else input_scales.max()
+        gate_up.global_scales = own(self.gate_up_global_scales)
+        gate_up.zero_points = own(self.gate_up_zero_points)
+        down.global_scales = own(self.down_global_scales)
+        down.zero_points = own(self.down_zero_points)
+        return gate_up, down
+
+
+def rows_per_scale(weight_format: WeightFormat, shard_rows: int) -> int:
+    """Rows of a shard that share one scale."""
+    return {"tensor": shard_rows, "block": weight_format.block[0]}.get(weight_format.scale, 1)
+
+
+def columns_per_scale(weight_format: WeightFormat, num_columns: int) -> int:
+    """Columns of a weight with `num_columns` (where no scale is finer) that share one scale."""
+    if weight_format.element == "nvfp4":
+        return NVFP4_GROUP
+    return weight_format.block[1] if weight_format.scale in ("block", "group") else num_columns
+
+
+def scale_shape(
+    weight_format: WeightFormat, shard_rows: tuple[int, ...], num_columns: int
+) -> tuple[int, int]:
+    """Shape of `LinearTensors.scales` for these shards."""
+    rows = sum(cdiv(n, rows_per_scale(weight_format, n)) for n in shard_rows)
+    return rows, cdiv(num_columns, columns_per_scale(weight_format, num_columns))

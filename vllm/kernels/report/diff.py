@@ -1,0 +1,138 @@
+"""What changed between two reports: layers whose kernel, reasons or problem differ."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.kernels.report.json_report import Report
+from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
+from vllm.kernels.select.spec import Decision
+
+Detail = tuple[str, str, str]
+"""(what, before or "", after or "")"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Layers to which the same happened."""
+
+    family: str
+    layers: tuple[str, ...]
+    title: str
+    details: tuple[Detail, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        details = [{"what": w, "before": b, "after": a} for w, b, a in self.details]
+        return {
+            "family": self.family,
+            "layers": list(self.layers),
+            "title": self.title,
+            "details": details,
+        }
+
+
+def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Change]:
+    """`names` are those of the two reports, for layers that only one of them has."""
+    old, new = _by_layer(before), _by_layer(after)
+    same_story: dict[tuple[str, str, tuple[Detail, ...]], list[str]] = {}
+    for key in dict.fromkeys((*old, *new)):
+        layer, family = key
+        details: list[Detail] = []
+        if key not in new:
+            title = f"only in {names[0]}"
+        elif key not in old:
+            title = f"only in {names[1]}"
+        else:
+            title, details = _title(old[key], new[key]), _details(old[key], new[key])
+            if not details:
+                continue
+        same_story.setdefault((family, title, tuple(details)), []).append(layer)
+    return [
+        Change(family, tuple(layers), title, details)
+        for (family, title, details), layers in same_story.items()
+    ]
+
+
+def _by_layer(report: Report) -> dict[tuple[str, str], Decision]:
+    """One layer may ask for several families (attention and its cache), but once for each."""
+    return {(layer, decision.problem.family): decision for layer, decision in report.records}
+
+
+def _title(old: Decision, new: Decision) -> str:
+    if old.chosen == new.chosen:
+        return f"{new.chosen or NO_KERNEL}, as before"
+    return f"{old.chosen or NO_KERNEL} -> {new.chosen or NO_KERNEL}"
+
+
+def _details(old: Decision, new: Decision) -> list[Detail]:
+    details: list[Detail] = []
+    if old.problem != new.problem:
+        details.append(("problem", asks(old.problem), asks(new.problem)))
+    if old.origin != new.origin:
+        details.append(("decided by", old.origin.text, new.origin.text))
+    before, after = _verdicts(old), _verdicts(new)
+    if list(before) != list(after):
+        details.append(("order", ", ".join(before), ", ".join(after)))
+    for backend in dict.fromkeys((*before, *after)):
+        was, now = before.get(backend, ""), after.get(backend, "")
+        if was != now:
+            details.append((backend, was, now))
+    return details
+
+
+def _verdicts(decision: Decision) -> dict[str, str]:
+    """By backend, without what follows from another being asked for: "decided by" tells that."""
+    origin = decision.origin.text
+    verdicts = {}
+    for candidate in decision.candidates:
+        own = [r for r in candidate.reasons if r.text == origin or not r.text.startswith(origin)]
+        shown = verdict(replace(candidate, reasons=tuple(own)), decision.chosen, decision.problem)
+        texts = (f"{kind}: {text}" if text else kind for kind, text in shown)
+        verdicts[candidate.backend] = "; ".join(texts)
+    return verdicts
+
+
+def context(before: Report, after: Report) -> list[Detail]:
+    """Differences in where and under what the decisions were made: (what, before, after)."""
+    rows = []
+    if before.device != after.device:
+        rows.append(("device", str(before.device), str(after.device)))
+    for name in sorted({lib.name for lib in before.libs.libs | after.libs.libs}):
+        was, now = before.libs.get(name), after.libs.get(name)
+        if was != now:
+            rows.append(("library", str(was or f"no {name}"), str(now or f"no {name}")))
+    for name in sorted({*before.env, *after.env}):
+        if before.env.get(name) != after.env.get(name):
+            rows.append(("variable", _set(name, before.env), _set(name, after.env)))
+    return rows
+
+
+def _set(name: str, env: Any) -> str:
+    return f"{name}={env[name]}" if name in env else f"{name} unset"
+
+
+def page(before: Report, after: Report, found: Iterable[Change], width: int) -> str:
+    """The context, then each change with the layers it covers."""
+    paragraphs = [[line for row in context(before, after) for line in _detail(row, width)]]
+    for change in found:
+        plural = "s" * (len(change.layers) > 1)
+        title = f"{len(change.layers)} {change.family} layer{plural}: {change.title}"
+        lines = [
+            line
+            for pattern in compress(change.layers)
+            for line in columns([pattern], [], width - 2)
+        ]
+        lines += [line for row in change.details for line in _detail(row, width - 2)]
+        paragraphs.append([title, *(f"  {line}" for line in lines)])
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
+
+
+def _detail(row: Detail, width: int) -> list[str]:
+    what, before, after = row
+    lines = []
+    for sign, text in (("-", before), ("+", after)):
+        if text:
+            lines += columns([what, sign, text], [20, 1], width)
+            what = ""
+    return lines

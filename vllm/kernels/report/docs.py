@@ -1,0 +1,333 @@
+"""docs/kernels.md, written from what the kernels declare: `vllm kernels docs`.
+
+Every table comes from the specs, every example from running its command, the figure in NUMERICS
+from computing it here. A test asserts that the committed file is what this writes.
+"""
+
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from math import ceil, floor, log2, sqrt
+from pathlib import Path
+
+from vllm import envs
+from vllm.config import policy
+from vllm.kernels.report import catalog
+from vllm.kernels.report.question import CHIPS
+from vllm.kernels.report.text_report import KINDS
+from vllm.kernels.select import registry
+from vllm.kernels.select.spec import (
+    DEFAULT_ORDER,
+    RANK_CONFIG,
+    RANK_FLAG,
+    RANK_LAYER,
+    RANK_MEASURED,
+    RANK_MODEL_RULE,
+    RANK_VARIABLE,
+    Device,
+    Scales,
+)
+
+_FLAGS = ", ".join(f"`{flag}`" for flag in policy.FLAGS.values())
+_RANKS = (
+    (RANK_LAYER, "`--kernel 'PATTERN=BACKEND'`", "layers whose name matches the pattern"),
+    (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
+    (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
+    (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),
+    (RANK_MODEL_RULE, "the model rule", "models that DeepGEMM's UE8M0 scales cost accuracy"),
+    (RANK_MEASURED, "what was measured fastest", "a chip and sizes in a [table](tuning.md)"),
+    (DEFAULT_ORDER.rank, "the default order", "the order of the tables below"),
+)
+_HAS_RUN = {"cpu", "sm_90", "sm_9x"}
+_MARK = " †"
+_NEVER_RUN = {("linear", "humming"), ("moe", "flashinfer-cutlass")}  # on any chip
+
+_MODEL = "Qwen3.5-35B-A3B-FP8"
+_EXAMPLES: tuple[tuple[str, str], ...] = (
+    (
+        "A model on a chip, with every library that a kernel could use: the model rule speaks.",
+        f"vllm kernels explain {_MODEL} --device sm_100 --libs all",
+    ),
+    (
+        "A layer whose rows 32 ranks share, so that scale blocks are cut, for 1 to 64 tokens.",
+        "vllm kernels explain --layer fp8-block:18432/32x7168:1,64 --device sm_90 --libs deep_gemm",
+    ),
+    (
+        "A library that lacks code for the chip.",
+        "vllm kernels explain --layer fp8-block:4096x7168 --device sm_121 --libs deep_gemm",
+    ),
+    (
+        "A wish that cannot be followed is refused, with exit code 1.",
+        "vllm kernels explain --layer nvfp4:4096x7168 --device sm_90 --libs none "
+        "--linear-backend cutlass",
+    ),
+    (
+        "What a change does, here of one variable: two reports compared. Exit code 1, as of diff.",
+        f"vllm kernels explain {_MODEL} --device sm_100 --libs all --json > rule.json\n"
+        f"vllm kernels explain {_MODEL} --device sm_100 --libs all --env VLLM_USE_DEEP_GEMM=1 "
+        "--json > obeyed.json\n"
+        "vllm kernels explain --diff rule.json obeyed.json",
+    ),
+)
+
+
+def document() -> str:
+    """The whole file."""
+    sections = (
+        _HEAD,
+        _precedence(),
+        _reasons(),
+        _kernels(),
+        _chips(),
+        _variables(),
+        _numerics(),
+        _REQUANT,
+        _CUTS,
+        _examples(),
+    )
+    return "\n\n".join(section.strip() for section in sections) + "\n"
+
+
+_HEAD = """
+# Which kernel, and why
+
+This file is written by `vllm kernels docs` from what the kernels declare; do not edit it.
+
+Each layer of a model asks one question, its problem: sizes per rank, the weight's format, the
+activation schemes that the checkpoint allows, the types. One pure function answers it from the
+chip, the libraries, the wishes and the declared kernels, once, when the model is loaded. The
+answer keeps every kernel that was considered, in order of preference, with all that speaks against
+it, and is shown in one form everywhere:
+
+- `vllm kernels explain MODEL --device sm_100 --libs all`: before anything is bought or loaded, on
+  any machine. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` to see
+  what a change changes.
+- `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the same JSON, of the
+  decisions in force.
+- the log of the engine: one line per distinct decision.
+- `vllm kernels list`: which kernels there are.
+"""
+
+_REQUANT = """
+## Re-quantisation at load: the ledger and its budget
+
+Where the chosen kernel takes another scale form than the checkpoint has, weights are re-quantised
+while they are loaded, which cannot be undone. Every such transform is entered in a ledger: the
+layer, the transform, the relative Frobenius error and the greatest change of an element. A
+transform that changes no value, as of scales that are powers of two already, is found out and
+marked exact. The log has one summary line, `GET /kernels` and `--dump-decisions` have the entries
+(`ledger`).
+
+`--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation would cost a layer more is
+rejected for it (`numerics`), and the next one serves. 0 allows exact transforms alone.
+"""
+
+_CUTS = """
+## Scale blocks that a shard cuts
+
+A shard of 576 rows of a weight with 128-row scale blocks begins inside a block on every second
+rank. No checkpoint is refused for this, and no arithmetic changes; the decision says which of two
+exact ways is taken and what it costs in bytes per rank:
+
+- **refined**: the scale grid is refined to the greatest block that fits every shard, each scale
+  repeated. For kernels that take any block size.
+- **padded**: each cut block is filled with zeros to a whole one. For kernels of fixed blocks.
+"""
+
+
+# ---------------------------------------------------------------- from the specs
+
+
+def _precedence() -> str:
+    rows = [(str(rank), who, what) for rank, who, what in _RANKS]
+    return (
+        "## Who wins\n\nThe smallest rank that speaks of a layer decides; the decision names it "
+        "(`origin`).\n\n" + _markdown(("rank", "who", "about"), rows) + "\n\n"
+        "A backend that is asked for (ranks 1 to 3) is used or refused, with the whole explanation "
+        "and a non-zero exit code; with `--on-unmet fallback` the next one serves. "
+        "`VLLM_USE_DEEP_GEMM=1` means every layer that DeepGEMM has a kernel for: one whose shape "
+        "it does not take goes to the next kernel, a machine that it cannot run on is an error. "
+        "`--require-native` refuses weight-only and emulated kernels for quantised weights. "
+        "Without it, a GPU that widens weights made for quantised activations says so and why: an "
+        "event in the log (a warning), in `explain` and in the JSON. So does one for whose "
+        "attention the host has to wait, which is torch's (float32, heads over 256, no Triton that "
+        "runs on the chip): no CUDA graph can hold that, and every step runs eagerly."
+    )
+
+
+def _reasons() -> str:
+    return "## What a verdict means\n\n" + _markdown(
+        ("verdict", "meaning"), [(f"`{kind}`", text) for kind, text in KINDS.items()]
+    )
+
+
+def _kernels() -> str:
+    head = ("backend", "formats", "chips", "types", "activations", "needs", "scale form", "sizes",
+            "in this build")  # fmt: skip
+    parts = [
+        "## Kernels\n\nBest liked first. *Declared only*: what it supports is known, so that "
+        "choices can be explained, but its code is not in this build, and it never runs."
+        f"{_MARK}: not run on hardware: there was none of this kind to run it on, or it has not "
+        "been run; what is declared comes from the vendor's documents, and native code for it is "
+        "compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` come after every kernel of "
+        "ours for that reason, and experts of the first need a module that is built beforehand "
+        "([cold-start.md](cold-start.md))."
+    ]
+    for family in registry.FAMILIES:
+        rows = [_kernel_row(entry) for entry in catalog.entries(family)]
+        parts.append(f"### {family}\n\n{_markdown(head, rows)}")
+    return "\n\n".join(parts)
+
+
+def _kernel_row(entry: catalog.Entry) -> tuple[str, ...]:
+    cells = (
+        [f"`{entry.backend}`"],
+        entry.formats,
+        [_marked(entry, chip) for chip in entry.chips],
+        entry.dtypes,
+        entry.activations if entry.family in ("linear", "moe") else (),
+        entry.needs,
+        entry.scales,
+        (*entry.limits, *entry.guarantees),
+        ["yes" if entry.is_built else catalog.DECLARED_ONLY],
+    )
+    return tuple(", ".join(cell) or "-" for cell in cells)
+
+
+def _marked(entry: catalog.Entry, chip: str) -> str:
+    has_run = chip in _HAS_RUN and (entry.family, entry.backend) not in _NEVER_RUN
+    return chip if has_run else chip + _MARK
+
+
+def _chips() -> str:
+    rows = [
+        (chip if chip in _HAS_RUN else chip + _MARK, Device.parse(chip).family, gpus)
+        for chip, gpus in CHIPS.items()
+    ]
+    return (
+        "## Chips\n\nA family is the capability's major version: 12.1 is of `sm_12x`, and never of "
+        "`sm_10x`. Code with the suffix `a` runs on its own chip alone (`121a`), with `f` on later "
+        "chips of its family too (`120f`).\n\n" + _markdown(("chip", "family", "GPUs"), rows)
+    )
+
+
+def _variables() -> str:
+    rows = [
+        (f"`{name}`", envs.VARIABLES[name].accepts, envs.VARIABLES[name].doc)
+        for name in policy.VARIABLES
+    ]
+    return (
+        "## Environment variables\n\nEach counts only where it is set, and outranks the model rule "
+        "then. An invalid value is an error.\n\n" + _markdown(("variable", "takes", "means"), rows)
+    )
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
+
+
+# ---------------------------------------------------------------- numerics
+
+
+def _numerics() -> str:
+    rows = [
+        (f"`{Scales.FLOAT32}`", "any float32 number", "nothing"),
+        (
+            f"`{Scales.FLOAT32_CEIL_UE8M0}`",
+            "float32 numbers rounded up to powers of two",
+            "what UE8M0 costs: the same arithmetic, on chips whose kernels take float32",
+        ),
+        (
+            f"`{Scales.UE8M0}`",
+            "an exponent byte, four packed in an int32",
+            "a second rounding of every weight, unless its scales are powers of two already",
+        ),
+    ]
+    return (
+        "## NUMERICS: the form of FP8 block scales\n\nA checkpoint stores `w = q * s` with q in "
+        "E4M3 and one float32 s per block of 128x128. Kernels differ in the s they take:\n\n"
+        + _markdown(("form", "scales", "costs"), rows)
+        + "\n\nA weight whose scales are rounded up to powers of two has to be rounded to E4M3 "
+        "once more, independently of the first time. For Gaussian weights with block maxima spread "
+        f"evenly over an octave, that changes the weight by **{requant_error():.1%}** (relative "
+        "Frobenius error, computed when this file is written). Activations are quantised with such "
+        "scales too. On `sm_9x` DeepGEMM takes float32 scales and nothing is lost; on "
+        f"`sm_10x`{_MARK} it takes UE8M0 alone, which is why the model rule exists, and why "
+        "`VLLM_USE_DEEP_GEMM_E8M0=0` rules it out there."
+        f"\n\n`{Scales.ACTIVATION}` is not of blocks: scales of rows and of groups are kept in "
+        "bf16 or fp16, as the activations are, which changes nothing where the checkpoint stores "
+        "them so. What it changes elsewhere is measured at load, and counts against the budget."
+    )
+
+
+def requant_error(num_blocks: int = 16, block_size: int = 4096) -> float:
+    """Relative Frobenius error of E4M3 weights re-quantised to power-of-two scales."""
+    source = random.Random(0)
+    change = total = 0.0
+    for block in range(num_blocks):
+        spread = 2 ** (block / num_blocks)
+        weights = [source.gauss(0, spread) for _ in range(block_size)]
+        scale = max(map(abs, weights)) / _E4M3_MAX
+        coarse = 2.0 ** ceil(log2(scale))
+        for weight in weights:
+            stored = _e4m3(weight / scale) * scale
+            again = _e4m3(stored / coarse) * coarse
+            change += (again - stored) ** 2
+            total += stored**2
+    return sqrt(change / total)
+
+
+_E4M3_MAX, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA_BITS = 448.0, -6, 3
+
+
+def _e4m3(value: float) -> float:
+    """The nearest E4M3 number, ties to even; saturates."""
+    if value == 0:
+        return 0.0
+    exponent = max(floor(log2(abs(value))), _E4M3_MIN_EXPONENT)
+    step = 2.0 ** (exponent - _E4M3_MANTISSA_BITS)
+    return max(-_E4M3_MAX, min(_E4M3_MAX, round(value / step) * step))
+
+
+# ---------------------------------------------------------------- examples
+
+
+def _examples() -> str:
+    parts = [
+        "## Examples\n\nWritten by running them. `--libs` names what to assume, so they read the "
+        "same on every machine."
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for text, script in _EXAMPLES:
+            commands = "".join(f"$ {line}\n" for line in script.splitlines())
+            output = "".join(_run(line, Path(folder)) for line in script.splitlines())
+            parts.append(f"{text}\n\n```\n{commands}{output.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _run(command: str, folder: Path) -> str:
+    """What the command prints, errors too, with no variable of this process set."""
+    words, _, file = command.partition(" > ")
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", *words.split()[1:]],
+        cwd=folder,
+        env={
+            "COLUMNS": "100",
+            "PYTHONPATH": root,
+            "PYTHONIOENCODING": "utf-8",
+            "VLLM_CACHE_ROOT": str(folder),  # no table of this machine's user
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if file:
+        (folder / file).write_text(done.stdout)
+        return done.stderr
+    return done.stdout + done.stderr

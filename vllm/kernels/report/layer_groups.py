@@ -1,0 +1,139 @@
+"""Layers put together for people: equal decisions, equal stories, and names as patterns."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.spec import Candidate, Decision, Origin, Timings, Why
+
+Record = tuple[str, Decision]
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The layers that ask for one and the same problem; timings: what was measured of it."""
+
+    layers: tuple[str, ...]
+    problem: Problem
+    timings: Timings | None = None
+
+    @property
+    def patterns(self) -> list[str]:
+        return compress(self.layers)
+
+
+@dataclass(frozen=True)
+class Story:
+    """Groups whose problems differ but whose outcome and candidates, reasons included, do not.
+
+    A candidate that does not take the weight's format keeps that reason alone: what sizes or
+    libraries say of it besides would tell stories apart that are one to a reader. kernel: as
+    of a Decision.
+    """
+
+    chosen: str | None
+    kernel: str | None
+    origin: Origin
+    candidates: tuple[Candidate, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def family(self) -> str:
+        return self.groups[0].problem.family
+
+    @property
+    def formats(self) -> list[str]:
+        return list(dict.fromkeys(group.problem.format for group in self.groups))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+
+def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
+    """Decisions with the layers they cover, equal ones together, in order of first use."""
+    grouped: dict[Decision, list[str]] = {}
+    # Selection hands out one object per distinct decision: hashing each of them once is enough.
+    seen: dict[int, list[str]] = {}
+    for layer, decision in records:
+        layers = seen.get(id(decision))
+        if layers is None:
+            layers = seen[id(decision)] = grouped.setdefault(decision, [])
+        layers.append(layer)
+    return grouped
+
+
+def stories(records: Iterable[Record]) -> list[Story]:
+    """In order of first use."""
+    told: dict[_Plot, list[Group]] = {}
+    for decision, layers in by_decision(records).items():
+        candidates = tuple(map(_without_moot_reasons, decision.candidates))
+        family, kernel = decision.problem.family, decision.kernel
+        key = (family, decision.chosen, kernel, decision.origin, candidates)
+        group = Group(tuple(layers), decision.problem, decision.timings)
+        told.setdefault(key, []).append(group)
+    return [
+        Story(chosen, kernel, origin, candidates, tuple(groups))
+        for (_, chosen, kernel, origin, candidates), groups in told.items()
+    ]
+
+
+_Plot = tuple[str, str | None, str | None, Origin, tuple[Candidate, ...]]
+
+
+def _without_moot_reasons(candidate: Candidate) -> Candidate:
+    of_format = tuple(reason for reason in candidate.reasons if reason.why is Why.FORMAT)
+    return replace(candidate, reasons=of_format, fit=None) if of_format else candidate
+
+
+def compress(names: Sequence[str]) -> list[str]:
+    """Names as few patterns: `model.layers.{0-39}.mlp.up_proj`, `{0-2,4-6}`, `{3,7..39}` for every
+    fourth. A pattern stands for exactly the names it was made of, each once."""
+    rows: list[Row] = [tuple(name.split(".")) for name in dict.fromkeys(names)]
+    for position in reversed(range(max(map(len, rows), default=0))):
+        rows = _fold(rows, position)
+    return [".".join(row) for row in rows]
+
+
+def _fold(rows: Sequence[Row], position: int) -> list[Row]:
+    """Rows that differ in the number at `position` alone become one."""
+    # (before, the part itself or None for a number, after) -> the numbers
+    folded: dict[tuple[Row, Row | None, Row], list[int]] = {}
+    for row in rows:
+        before, part, after = row[:position], row[position : position + 1], row[position + 1 :]
+        if part and _is_number(part[0]):
+            folded.setdefault((before, None, after), []).append(int(part[0]))
+        else:
+            folded[before, part, after] = []
+    return [
+        (*before, *((_numbers(numbers),) if part is None else part), *after)
+        for (before, part, after), numbers in folded.items()
+    ]
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and text == str(int(text))
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """`7`, `{0-2,4-6}`; at least three equal runs at equal distances as `{3,7..39}`."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    if len(runs) == 1 and runs[0][0] == runs[0][1]:
+        return str(runs[0][0])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(runs) > 2 and _is_regular(runs):
+        return f"{{{texts[0]},{texts[1]}..{texts[-1]}}}"
+    return f"{{{','.join(texts)}}}"
+
+
+def _is_regular(runs: Sequence[tuple[int, int]]) -> bool:
+    lengths = {last - first for first, last in runs}
+    steps = {after[0] - before[0] for before, after in pairwise(runs)}
+    return len(lengths) == len(steps) == 1

@@ -1,0 +1,259 @@
+"""What `vllm kernels explain` is asked, from texts to values: a chip, libraries, a layer, a model.
+
+Nothing here looks at a GPU or imports torch: any chip can be asked about on any machine.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError, did_you_mean
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.evidence.quarantine import with_quarantine
+from vllm.kernels.evidence.tables import Chip
+from vllm.kernels.report.text_report import EXPECTED_TOKENS
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, Problem
+from vllm.kernels.select.spec import NATIVE, Device, KernelSpec, Lib, Libs
+
+# Chips that exist, and GPUs that have them.
+CHIPS = {
+    "sm_70": "V100",
+    "sm_75": "T4, RTX 20xx",
+    "sm_80": "A100",
+    "sm_86": "A40, RTX 30xx",
+    "sm_87": "Jetson Orin",
+    "sm_89": "L40S, RTX 40xx",
+    "sm_90": "H100, H200, H20",
+    "sm_100": "B200, GB200",
+    "sm_103": "B300, GB300",
+    "sm_110": "Jetson Thor",
+    "sm_120": "RTX 50xx, RTX PRO 6000",
+    "sm_121": "GB10 (DGX Spark)",
+}
+CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
+# GPUs of one architecture that measurements tell apart; the architecture alone means the first.
+GPUS = {
+    "h100": Chip(Device.parse("sm_90"), 132, 3352),
+    "h200": Chip(Device.parse("sm_90"), 132, 4814),
+    "h20": Chip(Device.parse("sm_90"), 78),
+}
+
+DTYPES = {
+    "float32": "fp32", "float": "fp32", "fp32": "fp32",
+    "bfloat16": "bf16", "bf16": "bf16",
+    "float16": "fp16", "half": "fp16", "fp16": "fp16",
+}  # fmt: skip
+KV_FORMATS = {**DTYPES, "fp8": "fp8", "fp8_e4m3": "fp8"}
+
+LAYER_SYNTAX = (
+    "FORMAT:NxK[:M], such as fp8-block:4096x7168, fp8-block:8192+512+512x4096 (merged parts), "
+    "fp8-block:18432/32x7168 (rows over 32 ranks), nvfp4:4096x7168:1,64 (1 to 64 tokens)"
+)
+_LAYER = re.compile(
+    r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
+    r"(?::(?P<m>\d+(?:,\d+)*))?"
+)
+# Activation schemes of a format, best liked first, where no checkpoint says which.
+_ACT_SCHEMES = {
+    "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
+    "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
+    "fp8-tensor": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
+    "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
+}
+
+
+# ---------------------------------------------------------------- chip and libraries
+
+
+def device_of(text: str | None) -> Device:
+    """The chip `text` names; None for this machine's. ConfigError for one that does not exist."""
+    if text is None:
+        from vllm.platforms.installed import installed_device
+
+        return installed_device()
+    known = [*CPUS, *CHIPS, *GPUS]
+    try:
+        device = Device.parse(_arch_of_gpu(text) or text)
+    except ConfigError:
+        device = None
+    if device is None or (device.capability and device.arch not in CHIPS):
+        hint = did_you_mean(text.removeprefix("cuda:"), known)
+        chips = ", ".join(f"{chip} ({gpus})" for chip, gpus in CHIPS.items())
+        raise ConfigError(
+            f"--device {text!r}: unknown chip; it takes {', '.join(CPUS)}, one of these, "
+            f"or a GPU's name: {chips}{hint}"
+        )
+    return device
+
+
+def _arch_of_gpu(text: str) -> str | None:
+    """The architecture of the GPU that `text` names, as CHIPS does: `b200`, `RTX 5090`, `spark`."""
+    asked = _plain_name(text)
+    for arch, gpus in CHIPS.items():
+        for name in re.split(r"[,()]", gpus):
+            pattern = _plain_name(name).replace("xx", "[0-9]{2}")
+            if pattern and re.fullmatch(pattern, asked):
+                return arch
+    return None
+
+
+def _plain_name(gpu: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", gpu.lower())
+    return re.sub(r"^(nvidia)?(geforce)?(rtx|jetson|dgx)?", "", letters)
+
+
+def libs_of(text: str | None, device: Device) -> Libs:
+    """The libraries of `text`: `all`, `none`, or names with versions; None for what is installed.
+
+    Named ones come on top of torch, triton and our native kernels for every chip.
+    """
+    if text is None:
+        from vllm.platforms.libraries import installed_libs, native_lib
+
+        native = native_lib()
+        here = Libs.of([*installed_libs().libs, registry.built(), *([native] if native else [])])
+        return with_quarantine(here, device)
+    every = _every_lib(device)
+    if text == "all":
+        return Libs.of(every.values())
+    libs = {name: every[name] for name in ("torch", "triton", NATIVE)}
+    if text != "none":
+        for item in text.split(","):
+            lib = Lib.parse(item.strip())
+            if lib.name not in every:
+                raise ConfigError(
+                    f"--libs {text!r}: unknown library {lib.name!r}: it takes {', '.join(every)} "
+                    f"(each with ==VERSION if wanted), or all, or none"
+                    f"{did_you_mean(lib.name, [*every, 'all', 'none'])}"
+                )
+            libs[lib.name] = lib
+    return Libs.of(libs.values())
+
+
+def chip_of(text: str | None, device: Device) -> Chip:
+    """`device`, which `text` names, with the numbers that measurements depend on: those of this
+    machine's where it is None, of the GPU that it names, or of the first of that architecture."""
+    if text is None:
+        from vllm.platforms.installed import installed_chip
+
+        return installed_chip(device)
+    named = GPUS.get(_plain_name(text))
+    return named or next((c for c in GPUS.values() if c.device == device), Chip(device))
+
+
+def _every_lib(device: Device) -> dict[str, Lib]:
+    """Every library that a kernel asks for, in whichever version and with the code that serve the
+    chip."""
+    specs = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+    names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
+    archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
+    for spec in specs:
+        for chips, name, arch in (*spec.carries, *spec.prebuilt):
+            if chips in (device.family, device.arch):
+                archs.setdefault(name, set()).add(arch)
+    return {
+        name: Lib(name, archs=tuple(sorted(archs.get(name, ()), key=arch_key)))
+        for name in sorted(names)
+    }
+
+
+def arch_key(arch: str) -> tuple[int, str]:
+    """Orders `90a` before `100f`."""
+    return int("".join(filter(str.isdecimal, arch)) or 0), arch
+
+
+def runs_on(spec: KernelSpec, device: Device) -> bool:
+    return device.family in spec.devices or device.arch in spec.devices
+
+
+# ---------------------------------------------------------------- layers and models
+
+
+def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
+    """A linear layer from LAYER_SYNTAX, with its name. Sizes before `/` are of all ranks."""
+    match = _LAYER.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--layer {text!r} is not readable: it takes {LAYER_SYNTAX}")
+    weight = WeightFormat.parse(match["format"])
+    cut_n, cut_k = int(match["cut_n"] or 1), int(match["cut_k"] or 1)
+    parts = tuple(_shard(text, int(part), cut_n) for part in match["n"].split("+"))
+    tokens = [int(m) for m in (match["m"] or "").split(",") if m]
+    k = _shard(text, int(match["k"]), cut_k)
+    if 0 in (*parts, k, *tokens):
+        raise ConfigError(f"--layer {text!r}: sizes and token counts are 1 or more")
+    problem = LinearProblem(
+        n=sum(parts),
+        k=k,
+        weight=weight,
+        act=_ACT_SCHEMES.get(weight.kind, (ActScheme.NONE,)),
+        dtype=dtype,
+        parts=parts if len(parts) > 1 else (),
+        cut_n=cut_n,
+        cut_k=cut_k,
+        m_range=(min(tokens), max(tokens)) if tokens else EXPECTED_TOKENS,
+    )
+    return text, problem
+
+
+def _shard(text: str, size: int, ranks: int) -> int:
+    if ranks < 1 or size % ranks:
+        raise ConfigError(f"--layer {text!r}: {size} cannot be cut into {ranks} equal shards")
+    return size // ranks
+
+
+def read_model(model: str) -> dict[str, Any]:
+    """The config.json of a folder, of a file, or of a built-in name. ConfigError otherwise."""
+    from vllm.kernels.report.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
+
+    path = Path(model).expanduser()
+    if path.is_file() or path.is_dir():
+        return _read_config(path / "config.json" if path.is_dir() else path)
+    config = builtin_config(model)
+    if config is None:
+        lower = (name.lower() for name in (*BUILTIN_NAMES, *HUB_NAMES.values()))
+        raise ConfigError(
+            f"model {model!r} is neither a folder or config.json here nor a built-in name "
+            f"({', '.join(BUILTIN_NAMES)}){did_you_mean(model.lower(), lower)}"
+        )
+    return config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds {type(config).__name__}, not a JSON object")
+    return config
+
+
+def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
+    """`fp32`, `bf16` or `fp16`: what is asked for; with `auto` fp32 on the CPU, else what the
+    checkpoint is stored in."""
+    if asked == "auto":
+        if device.kind == "cpu":
+            return "fp32"
+        stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return _named("dtype of config.json", str(stored), DTYPES)
+    return _named("--dtype", asked, DTYPES)
+
+
+def kv_format_of(asked: str, dtype: str) -> str:
+    return dtype if asked == "auto" else _named("--kv-cache-dtype", asked, KV_FORMATS)
+
+
+def _named(source: str, text: str, known: dict[str, str]) -> str:
+    name = text.removeprefix("torch.")
+    if name not in known:
+        raise ConfigError(
+            f"{source} {text!r} is unknown: it takes auto, {', '.join(known)}"
+            f"{did_you_mean(name, ['auto', *known])}"
+        )
+    return known[name]

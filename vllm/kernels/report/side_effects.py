@@ -1,0 +1,97 @@
+"""What a choice costs beyond its kernel, on a GPU: weights made for quantised arithmetic that are
+widened instead (native to weight-only), steps that no CUDA graph can hold, and emulations that
+serve because nothing else can."""
+
+from collections.abc import Iterable
+
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.report.layer_groups import Record, compress
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Why
+
+
+def event(decision: Decision) -> str:
+    """What happened, and what kept the better kernels away; "" where nothing did.
+
+    Only GPUs have native kernels and graphs: on a CPU there is nothing to lose.
+    """
+    if decision.device.kind == "cpu" or decision.chosen is None:
+        return ""
+    if waits(decision):
+        return _waiting(decision)
+    return _emulating(decision) or _crossing(decision)
+
+
+def waits(decision: Decision) -> bool:
+    """Whether the host waits for the GPU when it calls the chosen kernel."""
+    if decision.device.kind == "cpu" or decision.chosen is None or decision.is_emulated:
+        return False
+    return any(spec.waits for spec in registry.winning_specs(decision))
+
+
+def _waiting(decision: Decision) -> str:
+    problem = decision.problem
+    return (
+        f"no CUDA graphs: {problem.family} {problem.dtype} by {decision.chosen}, for which the "
+        f"host waits at every call; {_decider(decision) or _reasons(decision)}"
+    )
+
+
+def _reasons(decision: Decision) -> str:
+    """What keeps each of the better kernels away."""
+    return "; ".join(f"{c.backend}: {c.reasons[0].text}" for c in _before(decision) if c.reasons)
+
+
+def _emulating(decision: Decision) -> str:
+    is_emulation = any(spec.is_emulation for spec in registry.winning_specs(decision))
+    if not is_emulation or decision.is_emulated or _decider(decision):
+        return ""
+    problem = decision.problem
+    return (
+        f"no kernel: {problem.family} {problem.format} by {decision.chosen}, which computes what a "
+        f"kernel would, many times as slowly; {_reasons(decision)}"
+    )
+
+
+def _crossing(decision: Decision) -> str:
+    problem = decision.problem
+    if not isinstance(problem, LinearProblem | MoEProblem) or problem.act[0] is ActScheme.NONE:
+        return ""
+    winner = decision.winner
+    if winner.act is not ActScheme.NONE or not problem.weight.is_quantized:
+        return ""
+    return (
+        f"native -> weight-only: {problem.family} {problem.weight} by {winner.backend}, which "
+        f"widens weights to {problem.dtype} and does not quantise activations ({problem.act[0]}); "
+        f"{_why(decision)}; --require-native refuses this"
+    )
+
+
+def _why(decision: Decision) -> str:
+    texts = [
+        f"{candidate.backend}: {candidate.reasons[0].text}"
+        for candidate in _before(decision)
+        if candidate.act not in (None, ActScheme.NONE)
+        and not any(reason.why is Why.FORMAT for reason in candidate.reasons)
+    ]
+    return _decider(decision) or "; ".join(texts) or "no kernel quantises them"
+
+
+def _decider(decision: Decision) -> str:
+    """Who asked for the chosen kernel; "" where nobody did."""
+    return decision.origin.text if decision.origin.rank < DEFAULT_ORDER.rank else ""
+
+
+def _before(decision: Decision) -> tuple[Candidate, ...]:
+    """What would have been liked better."""
+    return decision.candidates[: decision.candidates.index(decision.winner)]
+
+
+def event_lines(records: Iterable[Record]) -> list[str]:
+    """One line per distinct event, with the layers it covers."""
+    layers_of: dict[str, list[str]] = {}
+    for layer, decision in records:
+        if text := event(decision):
+            layers_of.setdefault(text, []).append(layer)
+    return [f"{text} ({', '.join(compress(layers))})" for text, layers in layers_of.items()]

@@ -1,0 +1,373 @@
+"""Decisions as text for people: which kernel, why this one, and why not the others."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
+from vllm.kernels.evidence.versions import stale_lines
+from vllm.kernels.report.layer_groups import Record, Story, compress, stories
+from vllm.kernels.report.side_effects import event_lines
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.spec import (
+    BUILD,
+    COMPILERS,
+    DEFAULT_ORDER,
+    RANK_MODEL_RULE,
+    Candidate,
+    Decision,
+    Lib,
+    Libs,
+    Scales,
+    Timings,
+    Why,
+)
+
+if TYPE_CHECKING:
+    from vllm.kernels.report.json_report import Report
+
+WIDTH = 100
+CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
+# What a verdict's kind means.
+KINDS: dict[str, str] = {
+    CHOSEN: "serves these layers",
+    COULD_RUN: "nothing against it, later in the order",
+    Why.DEVICE: "not on this chip",
+    Why.LIBRARY: "a library or our own code is missing, too old or broken",
+    Why.FORMAT: "does not take the weight's format",
+    Why.SHAPE: "does not take the sizes",
+    Why.DTYPE: "does not compute in this type",
+    Why.POLICY: "asked not to, or another is asked for",
+    Why.NUMERICS: "would compute something else, or lose accuracy",
+}
+_BOLD, _PLAIN = "\033[1m", "\033[0m"
+EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
+_MOOT = "Of a kernel that does not take the format, only that is shown; --json has every reason."
+_SHOWN_TOKENS = (1, 16, 128, 1024, 8192)
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
+
+# ---------------------------------------------------------------- one line
+
+
+def outcome(decision: Decision) -> str:
+    """One line: what was chosen for the problem, by whom, or that nothing was."""
+    if decision.chosen is None:
+        return f"{decision.problem} on {decision.device}: no kernel ({decision.origin.text})"
+    text = f"{decision.problem} -> {decision.kernel} ({decision.origin.text})"
+    choice = expectation_of(decision)
+    if choice is None or choice.mean_regret < TOLERANCE - 1:
+        return text
+    return f"{text}: {choice.mean_regret:.1%} slower than the fastest measured"
+
+
+def log_lines(records: Iterable[Record]) -> list[str]:
+    """One line per distinct outcome, with the layers it covers."""
+    layers_of: dict[str, list[str]] = {}
+    for layer, decision in records:
+        layers_of.setdefault(outcome(decision), []).append(layer)
+    return [f"{', '.join(compress(layers))}: {text}" for text, layers in layers_of.items()]
+
+
+def verdict(candidate: Candidate, chosen: str | None, problem: Problem) -> list[tuple[str, str]]:
+    """(kind, text) for each reason against the candidate, or that it is chosen or could run, and
+    how."""
+    if candidate.reasons:
+        return [(str(reason.why), reason.text) for reason in candidate.reasons]
+    kind = CHOSEN if candidate.backend == chosen else COULD_RUN
+    return [(kind, ", ".join(_how(candidate, problem)))]
+
+
+def _how(candidate: Candidate, problem: Problem) -> list[str]:
+    """In which way a candidate computes the problem, as far as there is something to say."""
+    facts = []
+    if candidate.parts:
+        facts.append(split_text(candidate.parts))
+    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
+    if is_quantized and candidate.act is not None:
+        weight_only = candidate.act is ActScheme.NONE
+        facts.append("weight-only" if weight_only else f"activations {candidate.act}")
+    if candidate.scales:
+        facts.append(_scales_text(candidate, problem))
+    if candidate.fit is not None:
+        facts.append(candidate.fit.text)
+    specs = [spec for spec in registry.specs(problem.family) if spec.backend == candidate.backend]
+    if specs and specs[0].compiles == COMPILERS[0]:
+        facts.append("compiles for tens of seconds at a first start")
+    return facts
+
+
+def _scales_text(candidate: Candidate, problem: Problem) -> str:
+    text = f"{candidate.scales} scales"
+    error = getattr(problem, "requant_error", None)
+    if not candidate.is_lossy:
+        return text
+    if error is None and candidate.scales == Scales.ACTIVATION:
+        return f"{text} (rounded at load where it cannot hold them)"
+    if error is None:
+        return f"{text} (weights re-rounded to powers of two at load)"
+    return f"{text} ({requant_text(error)})"
+
+
+def requant_text(error: float) -> str:
+    """`error`: relative Frobenius error of a weight re-quantised to scales of another form."""
+    return f"re-quantised at load, relative error {error:.2%}" if error else "exact: lossless here"
+
+
+def split_text(parts: Sequence[tuple[int | None, str]]) -> str:
+    return ", ".join(
+        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
+        for limit, backend in parts
+    )
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+def expectation(
+    candidates: Sequence[Candidate],
+    chosen: str | None,
+    problem: Problem,
+    timings: Timings | None,
+) -> Expected | None:
+    """What the chosen kernel is expected to take, beside all that policy alone keeps away; of one
+    that quantises activations, beside those that do too: another arithmetic is asked for by name.
+    """
+    if chosen is None or timings is None or not isinstance(problem, LinearProblem | MoEProblem):
+        return None
+    winner = next(c for c in candidates if c.backend == chosen)
+    able = {
+        c.backend
+        for c in candidates
+        if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
+        and (c.act is not ActScheme.NONE or winner.act is ActScheme.NONE)
+    }
+    parts = winner.parts or ((None, chosen),)
+    return expected(timings, parts, able, problem.m_range)
+
+
+def expectation_of(decision: Decision) -> Expected | None:
+    return expectation(decision.candidates, decision.chosen, decision.problem, decision.timings)
+
+
+def expectation_text(choice: Expected) -> str:
+    """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest, at most 2.1% (cutlass for M = 96)`"""
+    shown = [pair for pair in choice.us if pair[0] in _SHOWN_TOKENS] or [choice.us[0]]
+    times = ", ".join(f"{us:.3g} for {'M = ' * (i == 0)}{m}" for i, (m, us) in enumerate(shown))
+    text = f"{times.replace(' ', ' us ', 1)}; {choice.mean_regret:.1%} over the fastest measured"
+    if not choice.worst_regret:
+        return text
+    worst = f"{choice.fastest_there} for M = {choice.worst_tokens}"
+    return f"{text}, at most {choice.worst_regret:.1%} ({worst})"
+
+
+# ---------------------------------------------------------------- tables
+
+
+def columns(cells: Sequence[str], widths: Sequence[int], total: int) -> list[str]:
+    """One row of a table whose last column takes what is left of `total` and wraps, as the others
+    do where they are longer than their width."""
+    last = max(20, total - sum(widths) - 2 * len(widths))
+    wrapped = [_wrap(cell, width) for cell, width in zip(cells, (*widths, last))]
+    return [
+        "  ".join(f"{part:<{width}}" for part, width in zip(line, (*widths, 0))).rstrip()
+        for line in zip_longest(*wrapped, fillvalue="")
+    ]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Line breaks stay; what is wrapped keeps the indentation of its line."""
+    lines = []
+    for line in text.splitlines() or [""]:
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, max(width, 8), break_on_hyphens=False, subsequent_indent=indent
+        ) or [""]
+    return lines
+
+
+def table(decision: Decision, width: int = WIDTH) -> str:
+    """The outcome, then every candidate in order of preference, with all reasons against it."""
+    lines = columns([outcome(decision)], [], width)
+    lines += _candidate_lines(decision.candidates, decision.chosen, decision.problem, width)
+    return "\n".join(lines)
+
+
+def _candidate_lines(
+    candidates: Sequence[Candidate],
+    chosen: str | None,
+    problem: Problem,
+    width: int,
+    name_width: int = 0,
+) -> list[str]:
+    name_width = max([name_width, *(len(c.backend) for c in candidates)])
+    lines = []
+    for position, candidate in enumerate(candidates, 1):
+        mark = ">" if candidate.backend == chosen else " "
+        head = f"{mark} {position:>2} {candidate.backend}"
+        for kind, text in verdict(candidate, chosen, problem):
+            lines += columns([head, kind, text], [name_width + 5, len(COULD_RUN)], width)
+            head = ""
+    return lines
+
+
+# ---------------------------------------------------------------- a page
+
+
+def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
+    """Everything: where, what was chosen for how many layers, and each story with its rejects.
+    is_brief: no stories."""
+    told = stories(report.records)
+    paragraphs = [_where(report, width)]
+    if len(told) > 1 or is_brief:
+        paragraphs.append(_summary(told, width, bold))
+    events = [f"Event: {line}" for line in event_lines(report.records)]
+    events += [f"Note: {line}" for line in stale_lines(report.records)]
+    paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
+    if is_brief:
+        told = []
+    name_width = max((len(c.backend) for story in told for c in story.candidates), default=0)
+    paragraphs += [_story(story, name_width, width, bold) for story in told]
+    if any(r.why is Why.FORMAT for story in told for c in story.candidates for r in c.reasons):
+        paragraphs.append(columns([_MOOT], [], width))
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
+
+
+def _where(report: "Report", width: int) -> list[str]:
+    rows = [("device", str(report.device)), ("libraries", libs_text(report.libs))]
+    if report.env:
+        rows.append(("variables", "  ".join(f"{k}={v}" for k, v in report.env.items())))
+    return [line for row in rows for line in columns(row, [9], width)]
+
+
+def libs_text(libs: Libs) -> str:
+    """Libraries for people; which backends are in this build, the reasons tell."""
+    shown = sorted(libs.libs, key=lambda lib: lib.name)
+    return ", ".join(_lib_text(lib) for lib in shown if lib.name != BUILD) or "none"
+
+
+def _lib_text(lib: Lib) -> str:
+    if lib.broken:
+        return f"{lib.name} (broken: {lib.broken})"
+    carried = dict.fromkeys(arch.rpartition("/")[2] for arch in lib.archs)
+    archs = f" ({' '.join(carried)})" if carried else ""
+    return f"{lib.name} {lib.version}".rstrip() + archs
+
+
+def _summary(told: Sequence[Story], width: int, bold: bool) -> list[str]:
+    """Stories that differ in sizes and reasons alone share a line."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for story in told:
+        serves = f"{story.family} {', '.join(story.formats)}"
+        key = (story.kernel or NO_KERNEL, serves, story.origin.text)
+        counts[key] = counts.get(key, 0) + story.num_layers
+    rows = [
+        (chosen, f"{count:>6}", serves, origin)
+        for (chosen, serves, origin), count in counts.items()
+    ]
+    head = ("kernel", "layers", "serves", "decided by")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
+    first = [_strong(line, bold) for line in columns(head, widths, width)]
+    return first + [line for row in rows for line in columns(row, widths, width)]
+
+
+def notes(told: Sequence[Story]) -> list[str]:
+    """What the reader should know beyond the reasons: what the model rule is about."""
+    rule = next((s.origin for s in told if s.origin.rank == RANK_MODEL_RULE), None)
+    if rule is None:
+        return []
+    return [
+        "Note: on this chip DeepGEMM takes power-of-two (UE8M0) scales only; re-quantising this "
+        "model's FP8 weights to them at load costs accuracy, so the model rule leaves DeepGEMM "
+        "out. VLLM_USE_DEEP_GEMM=1 overrides the rule."
+    ]
+
+
+def _story(story: Story, name_width: int, width: int, bold: bool) -> list[str]:
+    plural = "s" * (story.num_layers > 1)
+    title = f"{story.kernel or 'NO KERNEL'} for {story.num_layers} {story.family} layer{plural}"
+    lines = [_strong(title, bold)]
+    lines += _indented(columns(["why", why(story)], [3], width - 2))
+    lines += _indented(_group_lines(story, width - 2))
+    candidates = _candidate_lines(
+        story.candidates, story.chosen, story.groups[0].problem, width - 2, name_width
+    )
+    return [*lines, *_indented(candidates)]
+
+
+def why(story: Story) -> str:
+    """Who decided, what came before in the default order, and what cut scale blocks cost."""
+    text = f"{story.origin.text} (rank {story.origin.rank} of {DEFAULT_ORDER.rank})"
+    names = [
+        candidate.backend
+        for candidate in story.candidates
+        if all(reason.why is not Why.FORMAT for reason in candidate.reasons)
+    ]
+    if story.chosen is None:
+        text += ": no candidate can run, or the one that is asked for cannot"
+    elif story.origin == DEFAULT_ORDER:
+        before = names[: names.index(story.chosen)]
+        listed = ", ".join(before) if len(before) < 3 else f"the {len(before)}"
+        text += f": {listed} before it cannot run" if before else f": first of {len(names)}"
+    fit = next((c.fit for c in story.candidates if c.backend == story.chosen), None)
+    if fit is None:
+        return text
+    total = size_text(fit.extra_bytes * story.num_layers)
+    layers = f" in all {story.num_layers} layers" if story.num_layers > 1 else ""
+    return f"{text}\ncut scale blocks are {fit.how}: {total} a rank{layers}"
+
+
+def _group_lines(story: Story, width: int) -> list[str]:
+    """Layers, how many, and what they ask: in columns where that fits, else in two lines each.
+    Where that was measured, what the choice is expected to take."""
+    groups = story.groups
+    rows = [(group.patterns, f"{len(group.layers)} x", asks(group.problem)) for group in groups]
+    names = max(len(name) for patterns, _, _ in rows for name in patterns)
+    counts = max(len(count) for _, count, _ in rows)
+    texts = max(len(text) for _, _, text in rows)
+    lines = []
+    for group, (patterns, count, text) in zip(groups, rows):
+        number = f"{count:>{counts}}"
+        if counts + names + texts + 4 <= width:
+            lines += columns([number, "\n".join(patterns), text], [counts, names], width)
+        else:
+            lines += columns([number, "\n".join([*patterns, f"  {text}"])], [counts], width)
+        choice = expectation(story.candidates, story.chosen, group.problem, group.timings)
+        if choice is not None:
+            lines += columns(["", f"  {expectation_text(choice)}"], [counts], width)
+    return lines
+
+
+def asks(problem: Problem) -> str:
+    """The problem, and what of it its own text leaves out."""
+    facts = [str(problem)]
+    for name, what in (("cut_n", "rows"), ("cut_k", "columns"), ("cut", "intermediate"),
+                       ("cut_experts", "experts")):  # fmt: skip
+        if (ranks := getattr(problem, name, 1)) > 1:
+            facts.append(f"{what} over {ranks} ranks")
+    m_range = getattr(problem, "m_range", EXPECTED_TOKENS)
+    if m_range != EXPECTED_TOKENS:
+        facts.append(f"M = {m_range[0]}" + f" to {m_range[1]}" * (m_range[0] != m_range[1]))
+    error = getattr(problem, "requant_error", None)
+    if error is not None:
+        form = Scales.UE8M0 if problem.format == "fp8-block" else Scales.ACTIVATION
+        facts.append(f"in {form} scales {requant_text(error)}")
+    return ", ".join(facts)
+
+
+def size_text(num_bytes: int) -> str:
+    """`+12.0 KiB`"""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"+{value:.1f} {_UNITS[unit]}" if unit else f"+{num_bytes} bytes"
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}".rstrip() for line in lines]
+
+
+def _strong(text: str, bold: bool) -> str:
+    return f"{_BOLD}{text}{_PLAIN}" if bold else text

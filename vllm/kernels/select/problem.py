@@ -1,0 +1,152 @@
+"""Problems: what a layer asks a kernel to compute, complete and printable."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm.formats.weight_format import ActScheme, WeightFormat
+
+
+def comes_quantised(name: str) -> bool:
+    """Whether norms or activation functions are before layer `name`, not attention."""
+    return not name.endswith(("attn.o_proj", "attn.out_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
+
+    act: the activation schemes the checkpoint allows, best liked first. dtype: of x and y.
+    m_range: token counts to expect. parts: rows of the weights merged into this one (QKV,
+    gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
+    columns were cut. requant_error: relative Frobenius error that scales of another form (UE8M0 of
+    blocks, else the type of the activations) would cause to this weight; None where it is not
+    known, 0 where they are exact. comes_quantised: whether what is before the layer can quantise x
+    in the pass that it makes anyway, see `comes_quantised`.
+    """
+
+    family: ClassVar[str] = "linear"
+
+    n: int
+    k: int
+    weight: WeightFormat
+    act: tuple[ActScheme, ...] = (ActScheme.NONE,)
+    dtype: str = "bf16"
+    bias: bool = False
+    m_range: tuple[int, int] = (1, 8192)
+    parts: tuple[int, ...] = ()
+    cut_n: int = 1
+    cut_k: int = 1
+    requant_error: float | None = None
+    comes_quantised: bool = True
+
+    @property
+    def format(self) -> str:
+        return self.weight.kind
+
+    @property
+    def size_key(self) -> str:
+        """What a measurement is filed under, with the activation schemes that may be taken:
+        `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`."""
+        return f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
+
+    def __str__(self) -> str:
+        merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
+        return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class MoEProblem:
+    """A fused mixture of experts, per rank: down(silu(gate x) * up x) for each token and each of
+    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate].
+
+    num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
+    expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
+    or `batched` (a padded block per expert, as low-latency all-to-all delivers them).
+    """
+
+    family: ClassVar[str] = "moe"
+    m_range: ClassVar[tuple[int, int]] = (1, 8192)
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weight: WeightFormat
+    act: tuple[ActScheme, ...] = (ActScheme.NONE,)
+    dtype: str = "bf16"
+    layout: str = "standard"
+    cut: int = 1
+    cut_experts: int = 1
+    requant_error: float | None = None
+
+    @property
+    def format(self) -> str:
+        return self.weight.kind
+
+    @property
+    def size_key(self) -> str:
+        """What a measurement is filed under: experts, intermediate, hidden and top_k; the rest as
+        of a LinearProblem."""
+        sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}x{self.top_k}"
+        return f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}"
+
+    def __str__(self) -> str:
+        sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
+        batched = " batched" if self.layout == "batched" else ""
+        return f"moe {self.weight}:{sizes} {self.dtype}{batched}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """Causal attention over a paged KV cache; `format` is the element type of the cache."""
+
+    family: ClassVar[str] = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    format: str
+    dtype: str = "bf16"
+    sliding_window: int = 0
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
+
+    def __str__(self) -> str:
+        window = f" window={self.sliding_window}" if self.sliding_window else ""
+        return (
+            f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim} "
+            f"{self.dtype}, {self.format} cache{window}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuantProblem:
+    """Writing K and V of new tokens to a paged cache of element type `format`."""
+
+    family: ClassVar[str] = "kv_quant"
+
+    num_kv_heads: int
+    head_dim: int
+    format: str
+    dtype: str = "bf16"
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return (
+            f"kv_quant {self.num_kv_heads} heads of {self.head_dim} {self.dtype} -> {self.format}"
+        )
+
+
+Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem
+FAMILIES = ("linear", "moe", "attention", "kv_quant")

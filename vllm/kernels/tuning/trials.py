@@ -1,0 +1,303 @@
+"""Tries one linear kernel on this device, as the engine would run it: is it right, how fast is it?
+
+`serve` answers the questions of `vllm kernels tune` in a process of its own, which a kernel may
+kill or hang without harm to anything else.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.errors import is_out_of_memory
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.interface import LinearKernel, LinearTensors, scale_shape
+from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Device
+from vllm.kernels.tuning.workers import MACHINE, Channel, Job
+from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
+from vllm.ops import torch_ops
+from vllm.ops.packed_weights import element_values
+from vllm.ops.scale_rounding import requantised
+from vllm.utils.torch_utils import dtype_of
+
+# Largest relative Frobenius error against the reference, by the type of the output: its rounding,
+# and that a kernel may round an activation that lies between two FP8 values the other way.
+MAX_ERROR = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4}
+# Rows of NaN behind the input: what a kernel reads past its end shows in its output.
+_NUM_POISONED_ROWS = 160
+_MAX_COPIES, _CPU_CACHE_BYTES = 64, 64 << 20
+_MIN_REPLAYS, _MAX_REPLAYS, _REPLAY_SECONDS = 5, 20, 0.05
+_GRAPH_SECONDS = 0.02
+
+
+class WrongResultError(Exception):
+    """The kernel computes something else than the reference."""
+
+
+def serve(channel: Channel, device_kind: str) -> None:
+    """Answers jobs until the channel closes; an exception ends the process after it was told."""
+    with torch.inference_mode():
+        trial: Trial | None = None
+        has_begun = False
+        while (job := channel.next_job()) is not None:
+            try:
+                if not has_begun:
+                    torch.empty(1, device=device_kind)  # that this fails is no kernel's doing
+                    channel.begin()
+                    has_begun = True
+                if trial is None or trial.subject != (job.problem, job.candidate):
+                    trial = None  # its memory goes before the next takes some
+                    if device_kind == "cuda":
+                        torch.cuda.empty_cache()
+                    trial = Trial(job, torch.device(device_kind))
+                steps = trial.measure(job) if job.is_timed else trial.check(job)
+                for num_tokens, us in steps:
+                    channel.report(num_tokens, us)
+                channel.finish()
+            except WrongResultError as error:
+                channel.fail("numerics", str(error))
+                return
+            except Exception as error:  # whatever else a kernel raises speaks against it
+                is_kernels = has_begun and not is_out_of_memory(error)
+                why = "library" if is_kernels else MACHINE
+                text = " ".join(str(error).split())[:300]
+                channel.fail(why, f"{type(error).__name__}: {text}")
+                return
+
+
+class Trial:
+    """One kernel over random weights, with as many copies of them as defeat the caches."""
+
+    def __init__(self, job: Job, device: torch.device):
+        self.device = device
+        self.subject = (job.problem, job.candidate)
+        self.tensors = random_tensors(job.problem, device)
+        self.kernels = [self._kernel(self.tensors)]
+        size = max(*job.tokens, *job.gate) + _NUM_POISONED_ROWS
+        dtype = dtype_of(job.problem.dtype)
+        self.x = torch.randn(size, job.problem.k, device=device, dtype=torch.float32).to(dtype)
+
+    def _kernel(self, tensors: LinearTensors) -> LinearKernel:
+        problem, candidate = self.subject
+        device = Device(self.device.type)
+        decision = Decision(problem, device, candidate.backend, DEFAULT_ORDER, (candidate,))
+        return make_linear(decision, tensors)
+
+    def check(self, job: Job) -> Iterator[tuple[int, float]]:
+        """The relative error for each of the gate's token counts; WrongResultError where it is too
+        large or NaN. Then one call for each count that is to be timed: kernels compile at a first
+        call."""
+        for num_tokens in job.gate:
+            yield num_tokens, self._error(num_tokens)
+        for num_tokens in job.tokens:
+            self.kernels[0](self.x[:num_tokens])
+            self._synchronize()
+            yield num_tokens, 0.0
+
+    def _error(self, num_tokens: int) -> float:
+        problem, candidate = self.subject
+        x = self.x[: num_tokens + _NUM_POISONED_ROWS].clone()
+        x[num_tokens:] = float("nan")
+        _poison_free_memory(num_tokens * max(problem.n, problem.k), self.x)
+        out = self.kernels[0](x[:num_tokens]).float()
+        self._synchronize()
+        if not bool(torch.isfinite(out).all()):
+            rows, columns = (~torch.isfinite(out)).nonzero()[0].tolist()
+            raise WrongResultError(
+                f"NaN or infinity at [{rows}, {columns}] for M = {num_tokens}, with NaN beside x"
+            )
+        expected = reference(candidate, self.tensors, x[:num_tokens])
+        error = float((out - expected).norm() / expected.norm())
+        limit = MAX_ERROR[problem.dtype]
+        if not error <= limit:
+            raise WrongResultError(
+                f"relative error {error:.2e} for M = {num_tokens}, more than {limit:.0e}"
+            )
+        return error
+
+    def measure(self, job: Job) -> Iterator[tuple[int, float]]:
+        """(tokens, microseconds of a call), as far as the seconds of the job reach; with a minus
+        before tokens, of a call whose input is quantised already, where the kernel takes that."""
+        self._add_copies()
+        end = time.monotonic() + job.seconds
+        for num_tokens in job.tokens:
+            x = self.x[:num_tokens]
+            timed = _cuda_microseconds if self.device.type == "cuda" else _cpu_microseconds
+            yield num_tokens, timed([partial(kernel, x) for kernel in self.kernels])
+            quantised = _quantised(self.kernels[0], x)
+            if quantised is not None:
+                yield -num_tokens, timed([partial(kernel, quantised) for kernel in self.kernels])
+            if time.monotonic() > end:
+                return
+
+    def _add_copies(self) -> None:
+        weight_bytes = self.tensors.weight.nbytes
+        copies = min(_MAX_COPIES, max(2, -(-2 * _cache_bytes(self.device) // weight_bytes)))
+        while len(self.kernels) < copies:
+            weight = self.tensors.weight.clone()
+            self.kernels.append(self._kernel(replace(self.tensors, weight=weight)))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _quantised(kernel: LinearKernel, x: Tensor) -> Any:
+    """x as the layer before may hand it over; None for a kernel that quantises inside, or not."""
+    asks = getattr(kernel, "input_quant", None)
+    quant = asks(x.shape[0]) if asks is not None else None
+    return None if quant is None else quant.quantise(x)
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _poison_free_memory(num_elements: int, like: Tensor) -> None:
+    """NaN in memory that the allocator is likely to hand out next, for outputs and scales."""
+    for size in (num_elements, num_elements // 2, num_elements // 32):
+        torch.full((size + 1,), float("nan"), device=like.device, dtype=like.dtype)
+
+
+# ---------------------------------------------------------------- reference
+
+
+def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) -> LinearTensors:
+    """A weight of the problem's format, as a checkpoint would store it."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weight_format, shape = problem.weight, (problem.n, problem.k)
+    scales_of = scale_shape(weight_format, (problem.n,), problem.k)
+    if weight_format.element in ("nvfp4", "int4"):
+        codes = torch.randint(
+            0, 256, (problem.n, problem.k // 2), generator=generator, device=device
+        ).to(torch.uint8)
+        scales = torch.rand(scales_of, generator=generator, device=device) + 0.5
+        if weight_format.element == "nvfp4":
+            global_scales = torch.full((1,), 0.01, device=device)
+            scales = scales.to(torch.float8_e4m3fn)
+            input_scale = None
+            if ActScheme.NVFP4_GROUP16 in problem.act:
+                input_scale = torch.tensor(_STATIC_SCALE / nvfp4_utils.E2M1_MAX, device=device)
+            return LinearTensors(
+                weight_format,
+                codes,
+                (problem.n,),
+                scales,
+                input_scale=input_scale,
+                global_scales=global_scales,
+            )
+        return LinearTensors(weight_format, codes, (problem.n,), scales)
+    weight = torch.randn(shape, generator=generator, device=device)
+    if weight_format.element != "fp8":
+        return LinearTensors(weight_format, weight.to(dtype_of(str(weight_format))), (problem.n,))
+    if weight_format.scale == "block":
+        q, scales = fp8_utils.per_block_cast_to_fp8(weight, weight_format.block)
+    else:
+        amax = weight.abs().amax(1, keepdim=True)
+        scales = (amax if weight_format.scale == "channel" else amax.amax(0, keepdim=True)) / 448
+        q = (weight / scales).to(torch.float8_e4m3fn)
+    static = ActScheme.STATIC_TENSOR in problem.act
+    input_scale = torch.tensor(_STATIC_SCALE, device=device) if static else None
+    return LinearTensors(weight_format, q, (problem.n,), scales, input_scale=input_scale)
+
+
+# Of a static activation scheme: 448 of these reach 6, the most of a Gaussian of 2^30 numbers.
+_STATIC_SCALE = 6 / 448
+
+
+def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
+    """x [M, K] times the weight in float32, with activations rounded as the kernel's scheme says;
+    NotImplementedError for a scheme without a reference here."""
+    if candidate.is_lossy:
+        tensors = requantised(tensors, candidate.scales, x.dtype)
+    values = element_values(tensors) if tensors.is_packed else tensors.weight
+    packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
+    return _rounded(x, candidate, tensors) @ packed.dequantize().T
+
+
+def _rounded(x: Tensor, candidate: Candidate, tensors: LinearTensors) -> Tensor:
+    x = x.float()
+    act = candidate.act
+    if act is ActScheme.NONE:
+        return x
+    if act is ActScheme.DYNAMIC_GROUP128:
+        is_lossy = candidate.is_lossy
+        q, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=is_lossy)
+        return fp8_utils.dequantise_blocks(q, scales, (1, 128))
+    if act is ActScheme.NVFP4_GROUP16:
+        assert tensors.input_scale is not None
+        inverse = tensors.input_scale.reciprocal().reshape(1)
+        return nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, inverse), inverse)
+    if act is ActScheme.STATIC_TENSOR:
+        assert tensors.input_scale is not None
+        scale = tensors.input_scale
+    elif act in (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR):
+        per_token = act is ActScheme.DYNAMIC_TOKEN
+        amax = x.abs().amax(1, keepdim=True) if per_token else x.abs().amax()
+        scale = amax.clamp(min=1e-10) / 448
+    else:
+        raise NotImplementedError(f"there is no reference for activations {act}")
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+# ---------------------------------------------------------------- time
+
+
+def _cuda_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
+    """Median time of one call in graphs that make calls over different weights one after another,
+    so that none is found in the L2 cache."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        runs[0]()
+        begin, end = _events()
+        begin.record(stream)
+        runs[1]()
+        end.record(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    end.synchronize()
+    once = max(begin.elapsed_time(end) * 1e-3, 1e-6)
+    runs = runs[: max(2, int(_GRAPH_SECONDS / once))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    samples: list[float] = []
+    while len(samples) < _MIN_REPLAYS or (
+        len(samples) < _MAX_REPLAYS and sum(samples) * len(runs) * 1e-6 < _REPLAY_SECONDS
+    ):
+        begin, end = _events()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(samples)
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _cpu_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
+    """Median time of one call, over different weights in turn."""
+    runs[0]()
+    samples: list[float] = []
+    while len(samples) < _MIN_REPLAYS or (
+        len(samples) < 2 * _MAX_REPLAYS and sum(samples) * 1e-6 < _REPLAY_SECONDS
+    ):
+        run = runs[len(samples) % len(runs)]
+        start = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(samples)

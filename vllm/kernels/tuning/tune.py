@@ -1,0 +1,311 @@
+"""`vllm kernels tune`: what to measure, in which order, and where the results go.
+
+Every kernel that can run a layer on this machine is first compared with a reference (the gate),
+several at a time since that compiles what is compiled at a first call, and then timed, one at a
+time. The table is rewritten after each, so that a later run goes on where this one ended.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vllm.kernels.evidence.quarantine import Failure, add_failure
+from vllm.kernels.evidence.tables import TOKENS, Entry, Table, is_measurable, write_table
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.select import registry
+from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import Device, KernelSpec, Libs, Policy
+from vllm.kernels.tuning.workers import MACHINE, Job, JobError, StoppedError, Worker
+
+GATE_TOKENS = (1, 2, 31, 32, 33, 128)
+_CHECKS_SHARE = 0.5
+_GPU_SHARE, _BYTES_OF_CONTEXT, _BYTES_OF_PROCESS = 0.8, 1 << 30, 4 << 30
+TRIALS = "vllm.kernels.tuning.trials:serve"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """notes: what is not measured, and why."""
+
+    jobs: tuple[Job, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: for timing one kernel for one problem, for everything (half of it for checks), and
+    without a sign of life. jobs: processes that check at once."""
+
+    per_kernel: float = 10.0
+    total: float | None = None
+    hang: float = 300.0
+    jobs: int = 1
+
+
+# ---------------------------------------------------------------- what to measure
+
+
+def plan(
+    problems: Iterable[LinearProblem],
+    device: Device,
+    libs: Libs,
+    tokens: Sequence[int] = TOKENS,
+    backends: Sequence[str] = (),
+) -> Plan:
+    """A job for each kernel that can run a problem here; emulations are none. backends: only
+    these, () for all."""
+    jobs: list[Job] = []
+    notes: list[str] = []
+    specs = registry.specs("linear")
+    measurable: dict[str, LinearProblem] = {}
+    for problem in dict.fromkeys(problems):
+        if is_measurable(problem):
+            plain = replace(problem, bias=False, parts=(), cut_n=1, cut_k=1)
+            measurable.setdefault(problem.size_key, plain)
+        else:
+            notes.append(f"{problem}: shards cut its scale blocks, which a table does not hold")
+    for problem in measurable.values():
+        own = list(_jobs_of(problem, device, libs, specs, tokens))
+        if len(own) < 2:
+            names = ", ".join(job.candidate.backend for job in own) or "nothing"
+            notes.append(f"{problem}: {names} alone can run it, so there is no choice")
+            continue
+        jobs += [job for job in own if not backends or job.candidate.backend in backends]
+    return Plan(tuple(jobs), tuple(notes))
+
+
+def _jobs_of(
+    problem: LinearProblem,
+    device: Device,
+    libs: Libs,
+    specs: Sequence[KernelSpec],
+    tokens: Sequence[int],
+) -> Iterator[Job]:
+    by_name = {
+        spec.backend: spec
+        for spec in specs
+        if not spec.is_emulation and problem.format in spec.formats
+    }
+    taken: dict[str, list[int]] = {}
+    candidates = {}
+    for num_tokens in tokens:
+        asked = replace(problem, m_range=(num_tokens, num_tokens))
+        for candidate in select(asked, device, libs, Policy(), specs).candidates:
+            if not candidate.reasons and candidate.backend in by_name:
+                taken.setdefault(candidate.backend, []).append(num_tokens)
+                candidates[candidate.backend] = candidate
+    for backend, own in taken.items():
+        gate = sorted({m for m in (*GATE_TOKENS, own[-1]) if m <= own[-1]})
+        spec = by_name[backend]
+        yield Job(
+            problem,
+            candidates[backend],
+            tokens=tuple(own),
+            gate=tuple(gate),
+            version=version_of(spec, libs, device),
+            compiles=bool(spec.compiles),
+        )
+
+
+def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
+    """Those with token counts that the table does not hold for the same version of the kernel's
+    libraries, and of those these counts alone."""
+    left = ((job, _missing(job, table)) for job in jobs)
+    return [replace(job, tokens=tokens) for job, tokens in left if tokens]
+
+
+def _missing(job: Job, table: Table) -> tuple[int, ...]:
+    entry = table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
+    if entry is None or entry.version != job.version:
+        return job.tokens
+    known = dict(entry.us)
+    return tuple(m for m in job.tokens if m not in known)
+
+
+def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
+    """How many kernels can be checked at once. memory: bytes of the machine; gpu_memory: of the
+    GPU; None for the CPU, whose kernels use all cores."""
+    if gpu_memory is None:
+        return 1
+    fits = int(_GPU_SHARE * gpu_memory) // max(map(_bytes_of_check, jobs), default=1)
+    return max(1, min(num_cores // 2, memory // _BYTES_OF_PROCESS, fits))
+
+
+def _bytes_of_check(job: Job) -> int:
+    """About what one takes of a GPU: input, output and reference in float32, the weight in float32
+    too, and the context."""
+    m, n, k = max(*job.tokens, *job.gate), job.problem.n, job.problem.k
+    return 16 * m * (n + k) + 12 * n * k + _BYTES_OF_CONTEXT
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass
+class Run:
+    """Carries out jobs. say: gets a line for each step."""
+
+    device: Device
+    table: Table
+    path: Path
+    limits: Limits
+    say: Callable[[str], object]
+    trials: str = TRIALS
+    failures: list[Failure] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+
+    def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
+        """Checks and times `jobs`; returns those for which no time or no memory was left.
+
+        The processes are stopped whatever happens, an interrupt at the keyboard included; what
+        was measured by then is in the file.
+        """
+        try:
+            passed, left = self._check(jobs)
+            for worker in self.workers[1:]:
+                worker.stop()
+            for number, job in enumerate(passed, 1):
+                if self._is_late():
+                    return [*left, *passed[number - 1 :]]
+                if not self._time(job, f"[{number}/{len(passed)}]"):
+                    left.append(job)
+            return left
+        finally:
+            for worker in self.workers:
+                worker.stop()
+
+    def _is_late(self, share: float = 1.0) -> bool:
+        """Whether this share of the time for everything is over."""
+        total = self.limits.total
+        return total is not None and time.monotonic() - self._start > total * share
+
+    def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+        """Those that pass the gate, and those for which no time or no memory was left, in order.
+
+        What failed for want of memory while others were checked is checked again alone.
+        """
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        # What compiles takes long, and begins first; or last, where it could use up all the time.
+        is_limited = self.limits.total is not None
+        for job in sorted(jobs, key=lambda job: job.compiles == is_limited):
+            waiting.put(job)
+        passed: set[Job] = set()
+        seen: set[Job] = set()
+        starved: list[Job] = []
+
+        def note(job: Job, failure: JobError | None, is_alone: bool = False) -> None:
+            if failure is not None and failure.why == MACHINE:
+                if is_alone:
+                    self._leave_out(job, failure)
+                else:
+                    starved.append(job)
+                return
+            seen.add(job)
+            if failure is None:
+                passed.add(job)
+            else:
+                self._reject(job, failure)
+
+        def work(worker: Worker) -> None:
+            while not self._is_late(_CHECKS_SHARE):
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    failure = self._failure_of(worker, job)
+                except StoppedError:
+                    return
+                with self._lock:
+                    note(job, failure)
+
+        count = max(1, min(self.limits.jobs, len(jobs)))
+        self.workers += [self._worker() for _ in range(count)]
+        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if starved:
+            for worker in self.workers[1:]:
+                worker.stop()
+        while starved and not self._is_late(_CHECKS_SHARE):
+            job = starved.pop(0)
+            note(job, self._failure_of(self.workers[0], job), is_alone=True)
+        return [job for job in jobs if job in passed], [job for job in jobs if job not in seen]
+
+    def _worker(self) -> Worker:
+        return Worker(self.trials, self.device.kind, self.limits.hang)
+
+    def _failure_of(self, worker: Worker, job: Job) -> JobError | None:
+        start = time.monotonic()
+        try:
+            errors = worker.run(job)[: len(job.gate)]
+        except JobError as error:
+            return error
+        worst = max(error for _, error in errors)
+        seconds = time.monotonic() - start
+        self.say(f"checked  {job}  relative error {worst:.1e} at most ({seconds:.1f} s)")
+        return None
+
+    def _time(self, job: Job, number: str) -> bool:
+        """Whether the machine had room for it."""
+        job = replace(job, is_timed=True, seconds=self.limits.per_kernel)
+        start = time.monotonic()
+        try:
+            reports = self.workers[0].run(job)
+        except JobError as error:
+            if error.why == MACHINE:
+                self._leave_out(job, error)
+                return False
+            self._reject(job, error)
+            return True
+        us = tuple((m, us) for m, us in reports if m > 0)
+        quantised = tuple((-m, us) for m, us in reports if m < 0)
+        self._keep(job, Entry(job.version, _today(), us, quantised))
+        shown = ", ".join(f"{time_us:.4g} us for M = {m}" for m, time_us in (us[0], us[-1]))
+        cut = "" if len(us) == len(job.tokens) else f", {len(job.tokens) - len(us)} counts left out"
+        self.say(f"{number}  {job}  {shown}{cut} ({time.monotonic() - start:.1f} s)")
+        return True
+
+    def _leave_out(self, job: Job, error: JobError) -> None:
+        self.say(f"LEFT OUT {job}  this machine could not run the trial: {error}")
+
+    def _keep(self, job: Job, entry: Entry) -> None:
+        """With what is known already of other token counts."""
+        known = self.table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
+        if known is not None and known.version == entry.version:
+            us, quantised = (
+                tuple(sorted((dict(getattr(known, name)) | dict(getattr(entry, name))).items()))
+                for name in ("us", "quantised_us")
+            )
+            entry = replace(entry, us=us, quantised_us=quantised)
+        self.table = self.table.with_entry(job.problem.size_key, job.candidate.backend, entry)
+        write_table(self.path, self.table)
+
+    def _reject(self, job: Job, error: JobError) -> None:
+        failure = Failure(
+            backend=job.candidate.backend,
+            version=job.version,
+            device=str(self.device),
+            size_key=job.problem.size_key,
+            why=error.why,
+            reason=str(error),
+            date=_today(),
+        )
+        add_failure(failure)
+        self.failures.append(failure)
+        self.say(f"REJECTED {job}  {error.why}: {error}")
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()

@@ -1,0 +1,164 @@
+"""Carries out the plans of `kernels/select/fit.py` for partial scale blocks, exactly.
+
+A shard is rows [start, stop) and columns [start, stop) of a whole weight [..., N, K], experts
+before. Its scales are given as the whole weight's grid [..., ceil(N / rows), ceil(K / columns)].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearKernel, LinearTensors, MoETensors
+from vllm.kernels.select.fit import Fit
+from vllm.utils.math_utils import cdiv
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedWeight:
+    """weight in whole blocks with a scale each; the shard begins at [row_offset, column_offset].
+
+    Its output is output [row_offset : row_offset + rows] of the padded product, and its input
+    goes to columns [column_offset : column_offset + columns] of a padded input.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    row_offset: int
+    column_offset: int
+
+
+def refine_scales(
+    scales: Tensor, block: Sequence[int], fine: Sequence[int], rows: Span, columns: Span
+) -> Tensor:
+    """Scales of one shard in blocks of `fine`, which divides `block` and where the shard starts.
+
+    Every fine block lies inside one coarse block, whose scale it repeats. Only the shard's last
+    row or column of blocks may be partial.
+    """
+    places = []
+    for span, coarse, step in zip((rows, columns), block, fine):
+        assert coarse % step == 0 and span[0] % step == 0, (span, coarse, step)
+        places.append(torch.arange(*span, step, device=scales.device) // coarse)
+    return scales[..., places[0], :][..., places[1]]
+
+
+def pad_weight(
+    weight: Tensor,
+    scales: Tensor,
+    block: Sequence[int],
+    rows: Span,
+    columns: Span,
+) -> PaddedWeight:
+    """The shard `weight` with every block it touches filled up to a whole one with zeros."""
+    row_offset, num_rows, row_blocks = _whole_blocks(rows, block[0])
+    column_offset, num_columns, column_blocks = _whole_blocks(columns, block[1])
+    padded = weight.new_zeros(*weight.shape[:-2], num_rows, num_columns)
+    place = padded.narrow(-2, row_offset, rows[1] - rows[0])
+    place.narrow(-1, column_offset, columns[1] - columns[0]).copy_(weight)
+    own_scales = scales[..., row_blocks, :][..., column_blocks]
+    return PaddedWeight(padded, own_scales.contiguous(), row_offset, column_offset)
+
+
+def _whole_blocks(span: Span, block: int) -> tuple[int, int, slice]:
+    """Of the blocks that `span` touches: its offset in the first, their total size, their range."""
+    start, stop = span
+    first, last = start // block, cdiv(stop, block)
+    return start % block, (last - first) * block, slice(first, last)
+
+
+def refined_tensors(tensors: LinearTensors, fine: tuple[int, int]) -> LinearTensors:
+    """The same layer with its scales in blocks of `fine`, which divides all of its offsets.
+
+    Where `fine` divides all parts but the last, the scale rows of all parts form one plain grid.
+    """
+    columns = _columns(tensors)
+    parts = [
+        refine_scales(scales, tensors.format.block, fine, rows, columns)
+        for rows, scales in _scales_of_parts(tensors)
+    ]
+    return LinearTensors(
+        WeightFormat(tensors.format.element, "block", fine),
+        tensors.weight,
+        tensors.shard_rows,
+        torch.cat(parts, -2),
+        tensors.bias,
+        tensors.input_scale,
+    )
+
+
+def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
+    """The same layer with each merged part padded to whole blocks.
+
+    Columns are padded too, by column_offset of them before the layer's own: inputs must be.
+    Returns also int64 [N]: which columns of the padded output are the layer's. The bias stays [N],
+    for those.
+    """
+    block, columns = tensors.format.block, _columns(tensors)
+    padded, kept = [], []
+    start = padded_start = 0
+    for rows, scales in _scales_of_parts(tensors):
+        num_rows = rows[1] - rows[0]
+        part = tensors.weight[..., start : start + num_rows, :]
+        padded.append(pad_weight(part, scales, block, rows, columns))
+        first = padded_start + rows[0]
+        kept.append(torch.arange(first, first + num_rows, device=part.device))
+        start += num_rows
+        padded_start += padded[-1].weight.shape[-2]
+    result = LinearTensors(
+        tensors.format,
+        torch.cat([part.weight for part in padded], -2),
+        tuple(part.weight.shape[-2] for part in padded),
+        torch.cat([part.scales for part in padded], -2),
+        tensors.bias,
+        tensors.input_scale,
+    )
+    return result, torch.cat(kept)
+
+
+def padded_experts(tensors: MoETensors) -> MoETensors:
+    """The same experts with whole blocks of gate, up and down: rows of zeros give zeros, which meet
+    columns of zeros."""
+    (gate_up, _), (down, _) = map(padded_tensors, tensors.all_experts())
+    assert gate_up.weight.shape[-2] == 2 * down.weight.shape[-1]
+    return MoETensors(tensors.format, gate_up.weight, down.weight, gate_up.scales, down.scales)
+
+
+def fitted_kernel(
+    tensors: LinearTensors, fit: Fit | None, make: Callable[[LinearTensors], LinearKernel]
+) -> LinearKernel:
+    """The kernel that `make` builds over a weight, or over one padded to whole blocks.
+
+    Padded, inputs get columns of zeros, and of the output the layer's own columns are kept.
+    """
+    if fit is None:
+        return make(tensors)
+    padded, kept = padded_tensors(tensors)
+    bias, padded.bias = padded.bias, None
+    kernel = make(padded)
+    before = tensors.column_offset
+    after = padded.weight.shape[1] - tensors.weight.shape[1] - before
+
+    def apply(x: Tensor) -> Tensor:
+        out = kernel(pad(x, (before, after)) if before or after else x).index_select(1, kept)
+        return out if bias is None else out.add_(bias)
+
+    return apply
+
+
+def _columns(tensors: LinearTensors) -> Span:
+    return tensors.column_offset, tensors.column_offset + tensors.weight.shape[-1]
+
+
+def _scales_of_parts(tensors: LinearTensors) -> list[tuple[Span, Tensor]]:
+    """Rows of each merged part, counted from its first block on, and its scale grid."""
+    assert tensors.scales is not None and tensors.format.scale == "block"
+    offsets = tensors.offsets_of_shards()
+    spans = [(first, first + size) for first, size in zip(offsets, tensors.shard_rows)]
+    counts = [cdiv(stop, tensors.format.block[0]) for _, stop in spans]
+    return list(zip(spans, tensors.scales.split(counts, -2)))
