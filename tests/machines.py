@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from vllm.platforms import libraries
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.platforms.interface import Platform
 from vllm.utils import deep_gemm
+from vllm.utils.capability import DeviceCapability
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 

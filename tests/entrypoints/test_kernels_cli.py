@@ -12,12 +12,12 @@ from slowness import slowness
 from vllm import envs
 from vllm.config import policy
 from vllm.entrypoints.cli.main import main
+from vllm.kernels import registry
 from vllm.kernels.report.builtin_models import BUILTIN_NAMES
 from vllm.kernels.report.docs import requant_error
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import dtype_of
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device
+from vllm.kernels.select.facts import Device
 
 from .serving import REPOSITORY, environment
 

@@ -22,7 +22,7 @@ from vllm.kernels.jit.flashinfer import (
     prebuilt_modules,
 )
 from vllm.kernels.jit.nvcc import write_whole
-from vllm.kernels.select.spec import Device, Libs
+from vllm.kernels.select.facts import Device, Libs
 
 H100 = Device.parse("sm_90")
 LIBS = Libs.parse("deep_gemm=0.1.3,triton=3.6.0,native=0.1.0")

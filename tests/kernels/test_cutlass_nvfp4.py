@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.facts import Device, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     nvfp4_dequantize,
     nvfp4_quantize,

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from vllm import _custom_ops as ops
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.facts import Device, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, Libs, Policy, Why
 from vllm.model_executor.layers.fused_moe.router import route
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     max_grouped_scale_rows,

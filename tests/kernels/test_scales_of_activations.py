@@ -4,8 +4,8 @@ while it is loaded, entered in the ledger, and within the budget or another kern
 import pytest
 import torch
 
-from vllm.config.policy import Wishes, make_policy
-from vllm.kernels.select.spec import Device, Libs
+from vllm.config.policy import KernelPreferences, make_policy
+from vllm.kernels.select.facts import Device, Libs
 from vllm.kernels.selection import Selection
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import plain_linear
@@ -18,7 +18,7 @@ ROWS, COLUMNS, GROUP = 128, 256, 64
 def loaded(scales, budget, libs="humming=0.1.19"):
     """The selection after an AWQ layer for Hopper was loaded, whose numbers are emulated here."""
     device = Device.parse("sm_90")
-    policy = make_policy(Wishes(max_requant_error=budget), {}, "llama", device)
+    policy = make_policy(KernelPreferences(max_requant_error=budget), {})
     selection = Selection(device, Libs.parse(libs), policy, is_emulated=True)
     context = ModelContext(None, torch.bfloat16, torch.bfloat16, AwqConfig(GROUP), selection,
                            torch_ops, "bf16", 64, False)  # fmt: skip

@@ -10,10 +10,13 @@ import torch
 from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.facts import Device, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
 from vllm.ops.weight_only_layout import (
     e5m3_decode,
     e5m3_encode,

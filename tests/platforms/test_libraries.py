@@ -8,7 +8,7 @@ import sys
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
 
-from vllm.kernels.select.spec import Device, Lib
+from vllm.kernels.select.facts import Device, Lib
 from vllm.platforms import libraries
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,

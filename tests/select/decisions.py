@@ -17,8 +17,9 @@ if __name__ == "__main__":
 from decision_sections import SECTIONS, Section
 
 from vllm.errors import ConfigError
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Candidate, Decision, Reason, Why
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.reason import Reason, Why
 
 FILE = Path(__file__).with_suffix(".txt")
 COMMAND = "python tests/select/decisions.py > tests/select/decisions.txt"

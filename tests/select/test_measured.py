@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from selection_cases import LIBS, TOKENS, ask, linear, moe, timed
 from selection_strategies import devices, excluding, linears, models, some_libs
 
+from vllm.kernels import registry
 from vllm.kernels.evidence.splits import (
     MAX_PARTS,
     MEAN_COST_OF_LEAVING_OUT,
@@ -17,14 +18,15 @@ from vllm.kernels.evidence.splits import (
     REACH,
     TOLERANCE,
     WORST_COST_OF_LEAVING_OUT,
+    Timings,
     best_split,
     expected,
 )
 from vllm.kernels.report.json_report import Report, parse_report, report
 from vllm.kernels.report.text_report import expectation_of, outcome, page
-from vllm.kernels.select import registry
+from vllm.kernels.select.facts import Device, Libs, Quarantined
 from vllm.kernels.select.problem import AttentionProblem
-from vllm.kernels.select.spec import Device, Libs, Quarantined, Reason, Timings, Why
+from vllm.kernels.select.reason import Reason, Why
 
 LISTED = "qwen3_5_moe_text"
 ALWAYS, NEVER = (1, 8192), (1, 0)

@@ -6,18 +6,12 @@ import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, whys
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.select import select, version_key
-from vllm.kernels.select.spec import (
-    BUILD,
-    NATIVE,
-    KernelSpec,
-    Lib,
-    Libs,
-    Policy,
-    Reason,
-    Why,
-    serves,
-)
+from vllm.kernels.select.eligibility import version_key
+from vllm.kernels.select.facts import BUILD, NATIVE, Lib, Libs, serves
+from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import KernelSpec
 
 # A kernel with one requirement of each kind, and a problem that breaks them all.
 STRICT = KernelSpec(

@@ -5,13 +5,14 @@ import json
 import pytest
 from selection_cases import ask, linear, timed
 
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure, with_quarantine
 from vllm.kernels.evidence.tables import Chip, Entry, Table
 from vllm.kernels.evidence.versions import is_same, stale_lines, version_of, versions_here
 from vllm.kernels.report.json_report import Report, parse_report, report
 from vllm.kernels.report.text_report import page
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs, Policy
+from vllm.kernels.select.facts import NATIVE, Device, Lib, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
 from vllm.platforms import native
 from vllm.platforms.libraries import native_lib

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.config.emulate import emulate, not_emulated
-from vllm.config.policy import make_policy, set_variables
+from vllm.config.policy import make_policy
 from vllm.core.scheduler import Step
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_peer_sums
@@ -19,7 +19,7 @@ from vllm.executor.facts import facts_of
 from vllm.kernels.evidence.tables import find_tables, missing_note
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
-from vllm.kernels.selection import Selection
+from vllm.kernels.selection import Selection, set_variables
 from vllm.logger import get_logger
 from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 from vllm.utils.startup import current_report
@@ -132,12 +132,12 @@ def use_device(index: int, num_neighbours: int) -> None:
 
 def make_selection(config: VllmConfig) -> Selection:
     device = probe_device()
-    wishes = config.kernel_config.wishes(config.quant_config)
+    preferences = config.kernel_config.preferences(config.quant_config)
     variables, model_type = set_variables(), config.model_config.model_type
-    policy = make_policy(not_emulated(wishes), variables, model_type, device)
+    policy = make_policy(not_emulated(preferences), variables)
     tables = find_tables(probe_chip())
     if note := missing_note(probe_chip()):
         logger.warning("%s; vllm kernels tune measures here", note)
     selection = Selection(device, probe_libs(), policy, tables)
-    emulate(selection, wishes, variables, model_type)
+    emulate(selection, preferences, variables, model_type)
     return selection

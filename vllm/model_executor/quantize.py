@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
-from vllm.kernels.select.spec import Device, Lib, Libs, Policy
+from vllm.kernels.select.facts import Device, Lib, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear

@@ -3,7 +3,8 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.platforms.interface import Platform
+from vllm.utils.capability import DeviceCapability
 
 if TYPE_CHECKING:
     current_platform: Platform

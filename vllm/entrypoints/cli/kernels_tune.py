@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import json_report, question, text_report
-from vllm.kernels.select import registry
+from vllm.kernels.select.facts import Device, Libs
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Device, Libs, Policy
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
 from vllm.kernels.tuning.workers import Job

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.backends import channel_scales
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.facts import NATIVE
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor

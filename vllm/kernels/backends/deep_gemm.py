@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.jit.nvcc_cache import CompiledCall
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
+from vllm.kernels.select.spec import KernelSpec, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.activations import InputQuant
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
-    from vllm.kernels.select.spec import Device
+    from vllm.kernels.select.facts import Device
 
 _Spec = partial(
     KernelSpec,

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
+from vllm.kernels.select.spec import KernelSpec, Scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec, Scales
 
 if TYPE_CHECKING:
     from torch import Tensor

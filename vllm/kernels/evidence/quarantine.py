@@ -16,10 +16,11 @@ from pathlib import Path
 
 from vllm import __version__
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import user_folder, write_whole
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, Libs, Quarantined, Reason, Why
+from vllm.kernels.select.facts import Device, Libs, Quarantined
+from vllm.kernels.select.reason import Reason, Why
 
 FILE_NAME = "quarantine.json"
 LIFT = "vllm kernels quarantine --clear"

@@ -7,9 +7,11 @@ our own kernels the build id too, since their code changes within a version.
 from collections.abc import Iterable
 from functools import lru_cache
 
-from vllm.kernels.report.layer_groups import Record
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, KernelSpec, Lib, Libs, Why, serves
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Record
+from vllm.kernels.select.facts import Device, Lib, Libs, serves
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import KernelSpec
 
 
 def version_of(spec: KernelSpec, libs: Libs, device: Device) -> str:

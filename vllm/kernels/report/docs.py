@@ -13,12 +13,13 @@ from math import ceil, floor, log2, sqrt
 from pathlib import Path
 
 from vllm import envs
-from vllm.config import policy
+from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import CHIPS
 from vllm.kernels.report.text_report import KINDS
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import (
+from vllm.kernels.select import policy
+from vllm.kernels.select.facts import Device
+from vllm.kernels.select.policy import (
     DEFAULT_ORDER,
     RANK_CONFIG,
     RANK_FLAG,
@@ -26,9 +27,8 @@ from vllm.kernels.select.spec import (
     RANK_MEASURED,
     RANK_MODEL_RULE,
     RANK_VARIABLE,
-    Device,
-    Scales,
 )
+from vllm.kernels.select.spec import Scales
 
 _FLAGS = ", ".join(f"`{flag}`" for flag in policy.FLAGS.values())
 _RANKS = (

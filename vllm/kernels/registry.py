@@ -10,7 +10,9 @@ from importlib import import_module
 from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.select.spec import BUILD, Decision, KernelSpec, Lib
+from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.facts import BUILD, Lib
+from vllm.kernels.select.spec import KernelSpec
 
 ORDER: dict[str, tuple[str, ...]] = {
     "linear": (
