@@ -14,7 +14,9 @@ from vllm.model_executor.layers.fused_moe.router import Routing, route
 from vllm.ops import torch_ops
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
-BACKENDS = [name for name in registry.ORDER["moe"] if hasattr(registry.backend(name), "moe")]
+BACKENDS = [
+    name for name in registry.backend_names("moe") if hasattr(registry.backend(name), "moe")
+]
 ON_CPU = [
     name
     for name in BACKENDS

@@ -100,7 +100,7 @@ def test_what_is_chosen_has_no_reason_against_it_and_comes_first(
     free = [c.backend for c in decision.candidates if not c.reasons]
     assert decision.chosen == (free[0] if free else None)
     names = [candidate.backend for candidate in decision.candidates]
-    assert names == registry.backend_names(problem.family)
+    assert names == list(registry.backend_names(problem.family))
 
 
 # ---------------------------------------------------------------- libraries

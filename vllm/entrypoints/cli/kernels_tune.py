@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,8 @@ def run_quarantine(args: argparse.Namespace) -> None:
         found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
         name = next(filter(None, found), None)
         if name is None:
-            known = dict.fromkeys(n for family in registry.FAMILIES for n in registry.ORDER[family])
+            every = map(registry.backend_names, registry.FAMILIES)
+            known = dict.fromkeys(chain.from_iterable(every))
             what = f"--backend {args.backend!r}"
             raise registry.unknown_backend(what, args.backend, tuple(known))
     if args.clear:
