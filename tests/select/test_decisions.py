@@ -11,6 +11,7 @@ from decision_sections import SECTIONS
 from slowness import slowness
 
 from vllm.kernels import registry
+from vllm.utils.entry_points import extensions
 
 HOW = f"read every changed row, then: {decisions.COMMAND}"
 
@@ -54,7 +55,7 @@ def added_backend(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Name: added-kernels\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\nadded = added_kernels\n")
-    caches = (registry._installed, registry.backend_names, registry.specs, registry.built)
+    caches = (extensions, registry.backend_names, registry.specs, registry.built)
     with monkeypatch.context() as patch:
         patch.syspath_prepend(tmp_path)
         for cache in caches:

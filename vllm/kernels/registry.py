@@ -13,13 +13,13 @@ and optionally MAKES (formats that a maker takes, by backend and family or by fa
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.facts import BUILD, Lib
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.kernel_backends"
 
@@ -62,28 +62,10 @@ FAMILIES = tuple(_BUILT_IN)
 
 
 @cache
-def _installed() -> dict[str, ModuleType]:
-    """Backend modules of other packages, by provider."""
-    return {point.name: _loaded(point) for point in entry_points(group=ENTRY_POINTS)}
-
-
-def _loaded(point: EntryPoint) -> ModuleType:
-    try:
-        module: ModuleType = point.load()
-    except Exception as error:  # whatever a foreign module raises
-        package = point.dist.name if point.dist else "another package"
-        raise ConfigError(
-            f"{package} offers kernel backend {point.name!r} ({point.value}), which cannot be "
-            f"loaded: {type(error).__name__}: {error}; uninstall or repair it"
-        ) from error
-    return module
-
-
-@cache
 def backend_names(family: str) -> tuple[str, ...]:
     """In order of preference; the values that the family's flag takes."""
     names = list(_BUILT_IN[family])
-    for module in _installed().values():
+    for module in extensions(ENTRY_POINTS).values():
         before = getattr(module, "BEFORE", {}).get(family)
         place = names.index(before) if before in names else len(names)
         own = (spec.backend for spec in module.SPECS if spec.family == family)
@@ -94,7 +76,8 @@ def backend_names(family: str) -> tuple[str, ...]:
 def backend(name: str) -> ModuleType:
     """The module of backend `name`."""
     provider = name.partition("-")[0]
-    return _installed().get(provider) or import_module(f"vllm.kernels.backends.{provider}")
+    found: ModuleType | None = extensions(ENTRY_POINTS).get(provider)
+    return found or import_module(f"vllm.kernels.backends.{provider}")
 
 
 def maker(decision: Decision, name: str | None = None) -> ModuleType:
