@@ -42,9 +42,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_list(kinds: Any) -> None:
-    parser = kinds.add_parser("list", help="What exists, on which chips, needing what.")
+    parser = kinds.add_parser("list", help="List kernels with their chips and requirements.")
     parser.add_argument("--family", help=f"Only one of {', '.join(registry.FAMILIES)}.")
-    parser.add_argument("--device", metavar="CHIP", help="Only what runs on this chip, as sm_100.")
+    parser.add_argument(
+        "--device", metavar="CHIP", help="Only kernels that run on this chip, such as sm_100."
+    )
     parser.add_argument("--json", action="store_true", help="As JSON, with all details.")
     parser.set_defaults(run=run_list)
 
@@ -52,51 +54,59 @@ def _add_list(kinds: Any) -> None:
 def _add_explain(kinds: Any) -> None:
     parser = kinds.add_parser(
         "explain",
-        help="Which kernel serves which layer, and why not the others.",
-        description="Say which kernel would serve each layer of MODEL on a chip, who decided, and "
-        "everything that speaks against the others. Needs neither the chip nor the weights. Exits "
-        "with 1 where a layer has no kernel.",
+        help="Show which kernel serves each layer, and the reasons against the others.",
+        description="Show which kernel would serve each layer of MODEL on a chip, what decided, "
+        "and every reason against the other kernels. Needs neither the chip nor the weights. "
+        "The exit code is 1 if a layer has no kernel.",
     )
     text = parser.add_argument
     text("model", nargs="?", metavar="MODEL", help="Folder, config.json or built-in name.")
-    text("--layer", action="append", help=f"A layer instead, sizes N x K: {question.LAYER_SYNTAX}.")
+    text(
+        "--layer",
+        action="append",
+        help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.",
+    )
     text("--diff", nargs=2, metavar=("A.json", "B.json"),
-         help="Compare two files of --json or --dump-decisions instead; exit with 1 if any layer "
+         help="Compare two files of --json or --dump-decisions; the exit code is 1 if a layer "
          "differs.")  # fmt: skip
-    where = parser.add_argument_group("where")
+    where = parser.add_argument_group("assumptions")
     text = where.add_argument
-    text("--device", metavar="CHIP", help="As sm_100, b200, 'RTX PRO 6000' or cpu:avx2; "
+    text("--device", metavar="CHIP", help="sm_100, b200, 'RTX PRO 6000', cpu:avx2, ...; "
          "default: this machine's.")  # fmt: skip
-    text("--libs", metavar="LIST", help="Libraries beside torch, triton and our native kernels, as "
-         "deep_gemm,flashinfer==0.6.13; all; none; default: those installed.")  # fmt: skip
+    text("--libs", metavar="LIST", help="Libraries besides torch, triton and our native kernels: "
+         "deep_gemm,flashinfer==0.6.13,...; all; none; default: those installed.")  # fmt: skip
     text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
     text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
-    text("--dtype", default="auto", help="Of activations; default: fp32 on the CPU, else the "
-         "model's.")  # fmt: skip
-    text("--kv-cache-dtype", default="auto", help="Of the KV cache; default: that of activations.")
+    text("--dtype", default="auto", help="Dtype of activations; default: fp32 on the CPU, else "
+         "the model's.")  # fmt: skip
+    text("--kv-cache-dtype", default="auto", help="Dtype of the KV cache; default: as activations.")
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
-         help="A variable to set, as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    _add_preferences(parser.add_argument_group("preferences, as of vllm serve"))
-    shown = parser.add_argument_group("how it is shown")
-    shown.add_argument("--brief", action="store_true", help="Only what was chosen for how many "
-                       "layers, who decided, and what to know of it.")  # fmt: skip
+         help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
+    _add_preferences(parser.add_argument_group("preferences, the flags of vllm serve"))
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
+                       "their number of layers, what decided, and notes.")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="The JSON of GET /kernels.")
-    shown.add_argument("--html", type=Path, metavar="FILE", help="Also as a page for a browser.")
+    shown.add_argument("--html", type=Path, metavar="FILE", help="Also write a page for a browser.")
     parser.set_defaults(run=run_explain)
 
 
 def _add_preferences(group: Any) -> None:
     text = group.add_argument
     text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
-         help="The backend of layers whose name matches; repeatable.")  # fmt: skip
+         help="Backend of the layers whose name matches; repeatable.")  # fmt: skip
     for family, flag in FLAGS.items():
-        text(flag, metavar="BACKEND", help=f"The backend of every {family} layer.")
+        text(flag, metavar="BACKEND", help=f"Backend of {family} layers.")
     text("--on-unmet", choices=ON_UNMET, default="error",
-         help="Where a backend that was asked for cannot run.")  # fmt: skip
-    text("--require-native", action="store_true", help="No weight-only or emulated kernels.")
+         help="If a requested backend cannot run: stop, or use the next one.")  # fmt: skip
+    text(
+        "--require-native",
+        action="store_true",
+        help="Refuse weight-only and emulated kernels for quantised weights.",
+    )
     text("--max-requant-error", type=float, metavar="ERROR",
-         help="Most relative error that re-quantising a weight may cause.")  # fmt: skip
+         help="Maximum relative error of re-quantising a weight at load.")  # fmt: skip
 
 
 # ---------------------------------------------------------------- list, docs

@@ -26,14 +26,14 @@ CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
 # What a verdict's kind means.
 KINDS: dict[str, str] = {
     CHOSEN: "serves these layers",
-    COULD_RUN: "nothing against it, later in the order",
-    Why.DEVICE: "not on this chip",
+    COULD_RUN: "can run, but comes later in the order",
+    Why.DEVICE: "does not run on this chip",
     Why.LIBRARY: "a library or our own code is missing, too old or broken",
-    Why.FORMAT: "does not take the weight's format",
-    Why.SHAPE: "does not take the sizes",
-    Why.DTYPE: "does not compute in this type",
-    Why.POLICY: "asked not to, or another is asked for",
-    Why.NUMERICS: "would compute something else, or lose accuracy",
+    Why.FORMAT: "does not support the weight's format",
+    Why.SHAPE: "does not support the sizes",
+    Why.DTYPE: "does not support the dtype",
+    Why.POLICY: "excluded by a flag, a variable or a rule, or another is requested",
+    Why.NUMERICS: "different arithmetic, or loss of accuracy",
 }
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
