@@ -7,11 +7,10 @@ import torch
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select.facts import NATIVE, Device, Lib, Libs
 from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.utils.capability import DeviceCapability
+from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 
 SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")
 H100 = Device("cuda", DeviceCapability(9, 0))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm.machine import DeviceCapability
 from vllm.platforms import libraries
 from vllm.platforms.interface import Platform
 from vllm.utils import deep_gemm
-from vllm.utils.capability import DeviceCapability
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 

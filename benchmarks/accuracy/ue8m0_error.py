@@ -37,10 +37,10 @@ from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.report.ledger import Ledger
-from vllm.kernels.select.facts import Device, Libs
 from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
+from vllm.machine import Device, Libs
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     dequantise_blocks,
     per_block_cast_to_fp8,

@@ -41,10 +41,10 @@ from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.report.question import chip_of
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.facts import BUILD, Device, Libs
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.select import select
+from vllm.machine import BUILD, Device, Libs
 from vllm.platforms.probe import probe_device, probe_libs
 from vllm.utils.math_utils import cdiv
 

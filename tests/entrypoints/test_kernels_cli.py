@@ -16,8 +16,7 @@ from vllm.kernels.report.builtin_models import BUILTIN_NAMES
 from vllm.kernels.report.docs import requant_error
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import dtype_of
-from vllm.kernels.select import policy
-from vllm.kernels.select.facts import Device
+from vllm.machine import Device
 
 from .serving import REPOSITORY, environment
 
@@ -326,7 +325,7 @@ def test_the_committed_documentation_is_what_the_kernels_declare(run, tmp_path):
 
 def test_the_documentation_names_every_variable_and_marks_chips_that_nothing_ran_on():
     text = (REPOSITORY / "docs" / "kernels.md").read_text()
-    assert all(f"`{name}`" in text for name in policy.VARIABLES)
+    assert all(f"`{name}`" in text for name in envs.KERNEL_VARIABLES)
     assert "| sm_100 † |" in text and "| sm_121 † |" in text and "| sm_90 |" in text
     assert "not run on hardware" in text
 

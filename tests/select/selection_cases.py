@@ -13,7 +13,6 @@ from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.facts import NATIVE, Device, Lib, Libs
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -23,6 +22,7 @@ from vllm.kernels.select.problem import (
     Problem,
 )
 from vllm.kernels.select.select import select
+from vllm.machine import NATIVE, Device, Lib, Libs
 
 DEVICES = ("75", "80", "89", "90", "100", "103", "110", "120", "121", "cpu")
 MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "llama")

@@ -9,15 +9,15 @@ from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
 from vllm.config.policy import make_policy
 from vllm.errors import ConfigError
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.report.json_report import parse_report
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.facts import Device, Lib, Libs
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Scales
 from vllm.kernels.selection import Selection
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.ops import torch_ops
 

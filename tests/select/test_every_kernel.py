@@ -18,11 +18,11 @@ from selection_cases import (
 
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels import registry
-from vllm.kernels.select.facts import Libs
 from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import FAMILIES
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import Libs
 
 ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 

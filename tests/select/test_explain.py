@@ -16,7 +16,7 @@ from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import Report, parse_report, report
 from vllm.kernels.report.layer_groups import compress, stories
 from vllm.kernels.report.ledger import Entry, Ledger
-from vllm.kernels.select.facts import Libs
+from vllm.machine import Libs
 
 texts = st.text(max_size=20)
 errors = st.floats(0, 10, allow_nan=False)

@@ -24,9 +24,9 @@ from vllm.kernels.evidence.splits import (
 )
 from vllm.kernels.report.json_report import Report, parse_report, report
 from vllm.kernels.report.text_report import expectation_of, outcome, page
-from vllm.kernels.select.facts import Device, Libs, Quarantined
 from vllm.kernels.select.problem import AttentionProblem
 from vllm.kernels.select.reason import Reason, Why
+from vllm.machine import Device, Libs, Quarantined
 
 LISTED = "qwen3_5_moe_text"
 ALWAYS, NEVER = (1, 8192), (1, 0)
@@ -316,7 +316,7 @@ def test_a_page_and_the_json_tell_the_table_what_to_expect_and_the_regret():
 
 
 def quarantined(backend: str, problem, why: Why = Why.LIBRARY) -> Libs:
-    entry = Quarantined(backend, problem.size_key, Reason(why, "killed by SIGSEGV"))
+    entry = Quarantined(backend, problem.size_key, why, "killed by SIGSEGV")
     return replace(LIBS["all"], quarantined=frozenset({entry}))
 
 
@@ -433,7 +433,7 @@ def test_of_two_that_compile_the_dearer_is_left_out_first():
 
 
 def test_a_kernel_for_few_tokens_is_not_the_first_that_must_be_measured():
-    failed = Quarantined("cutlass", linear().size_key, Reason(Why.LIBRARY, "hung"))
+    failed = Quarantined("cutlass", linear().size_key, Why.LIBRARY, "hung")
     libs = replace(LIBS["none"], quarantined=frozenset({failed}))
     decision = ask(linear(), "90", libs, timings=timed(skinny=(1, 8), marlin=(9, 8192)))
     assert (decision.chosen, decision.origin.rank) == ("triton", 7)  # which nobody measured

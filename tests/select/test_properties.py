@@ -19,11 +19,11 @@ from selection_strategies import (
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.facts import NATIVE, Libs
 from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
+from vllm.machine import NATIVE, Libs
 
 
 def for_every(*strategies):

@@ -9,8 +9,9 @@ from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
-from vllm.kernels.select.facts import Device, Lib, Libs
-from vllm.kernels.select.policy import FLAGS
+from vllm.kernels.registry import FLAGS
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Device, Lib, Libs
 
 
 @pytest.mark.parametrize(
@@ -76,11 +77,11 @@ LIBRARIES = st.one_of(
 
 @given(LIBRARIES)
 def test_libraries_round_trip(lib):
-    assert Lib.parse(str(lib)) == lib
+    assert parse_lib(str(lib)) == lib
 
 
 def test_a_library_may_be_pinned_as_pip_does():
-    assert Lib.parse("flashinfer==0.6.13") == Lib("flashinfer", "0.6.13")
+    assert parse_lib("flashinfer==0.6.13") == Lib("flashinfer", "0.6.13")
 
 
 @given(st.permutations([Lib("a", "1"), Lib("b"), Lib("c", broken="x")]))

@@ -30,9 +30,9 @@ from vllm.kernels.evidence.tables import (
 )
 from vllm.kernels.report.question import GPUS, chip_of, device_of
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select.facts import BUILD, Device, Libs
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
+from vllm.machine import BUILD, Device, Libs
 from vllm.platforms.cpu import num_cores
 from vllm.platforms.installed import installed_chip, memory_gb_per_s
 

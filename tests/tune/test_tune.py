@@ -24,10 +24,10 @@ from vllm.kernels.evidence.quarantine import (
 from vllm.kernels.evidence.tables import TOKENS, Chip, Table, read_table
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.facts import Device, Lib, Libs
 from vllm.kernels.tuning import trials, tune
 from vllm.kernels.tuning.tune import Limits, Run, plan, without_done
 from vllm.kernels.tuning.workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
+from vllm.machine import Device, Lib, Libs
 from vllm.platforms.installed import installed_device
 from vllm.platforms.probe import installed_kernel_libs
 from vllm.worker.cuda_graph import bucket_sizes

@@ -14,10 +14,11 @@ from typing import Any
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import question
-from vllm.kernels.select.facts import Device
-from vllm.kernels.select.policy import FLAGS, RANK_FLAG, Origin
+from vllm.kernels.select.policy import RANK_FLAG, Origin
 from vllm.kernels.selection import Selection
+from vllm.machine import Device
 
 PREFIX = "emulate:"
 _FAMILIES = ("linear", "moe")

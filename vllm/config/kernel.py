@@ -8,7 +8,7 @@ from vllm.config.emulate import Emulated
 from vllm.config.policy import KernelPreferences
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
-from vllm.kernels.select.policy import FLAGS
+from vllm.kernels.registry import FLAGS
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig

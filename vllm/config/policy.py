@@ -10,9 +10,8 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.kernels import registry
-from vllm.kernels.select.facts import Device
+from vllm.kernels.registry import FLAGS
 from vllm.kernels.select.policy import (
-    FLAGS,
     RANK_CONFIG,
     RANK_FLAG,
     RANK_LAYER,
@@ -24,6 +23,7 @@ from vllm.kernels.select.policy import (
     Policy,
 )
 from vllm.kernels.select.reason import Why
+from vllm.machine import Device
 from vllm.utils.deep_gemm import should_auto_disable_deep_gemm
 
 _FP8 = frozenset({"fp8-tensor", "fp8-channel", "fp8-block"})
@@ -63,7 +63,7 @@ def model_rule(model_type: str, device: Device) -> str:
 
 
 def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:
-    """`env`: values of the VARIABLES that are set. ConfigError for what contradicts itself."""
+    """env: `envs.kernel_variables()`. ConfigError for what contradicts itself."""
     overrides = [
         *_layer_overrides(preferences),
         *_flag_overrides(preferences),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.emulate import emulate, not_emulated
 from vllm.config.policy import make_policy
@@ -19,7 +20,7 @@ from vllm.executor.facts import facts_of
 from vllm.kernels.evidence.tables import find_tables, missing_note
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
-from vllm.kernels.selection import Selection, set_variables
+from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 from vllm.utils.startup import current_report
@@ -133,7 +134,7 @@ def use_device(index: int, num_neighbours: int) -> None:
 def make_selection(config: VllmConfig) -> Selection:
     device = probe_device()
     preferences = config.kernel_config.preferences(config.quant_config)
-    variables, model_type = set_variables(), config.model_config.model_type
+    variables, model_type = envs.kernel_variables(), config.model_config.model_type
     policy = make_policy(not_emulated(preferences), variables)
     tables = find_tables(probe_chip())
     if note := missing_note(probe_chip()):

@@ -17,8 +17,8 @@ from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.facts import BUILD, Lib
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import BUILD, Lib
 from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.kernel_backends"
@@ -59,6 +59,8 @@ _BUILT_IN: dict[str, tuple[str, ...]] = {
     "kv_quant": ("rotary", "triton", "cpu", "torch"),
 }
 FAMILIES = tuple(_BUILT_IN)
+# The flags of `vllm serve` and `vllm kernels explain`, by family.
+FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
 
 
 @cache

@@ -16,18 +16,13 @@ from vllm.kernels.report import json_report
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.report.side_effects import event_lines, waits
 from vllm.kernels.select.decision import Decision, NoKernelError
-from vllm.kernels.select.facts import Device, Libs
-from vllm.kernels.select.policy import RANK_FLAG, RANK_VARIABLE, VARIABLES, Origin, Policy
+from vllm.kernels.select.policy import RANK_FLAG, RANK_VARIABLE, Origin, Policy
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.select import select
 from vllm.logger import get_logger
+from vllm.machine import Device, Libs
 
 logger = get_logger(__name__)
-
-
-def set_variables() -> dict[str, Any]:
-    """The variables of a policy that are set in the environment, with their values."""
-    return {name: envs.read(name) for name in VARIABLES if envs.is_set(name)}
 
 
 class Selection:
@@ -145,7 +140,7 @@ class Selection:
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
         return json_report.report(
-            self.device, self.libs, set_variables(), self.records, self.ledger
+            self.device, self.libs, envs.kernel_variables(), self.records, self.ledger
         )
 
     def dump(self, file: Path) -> None:

@@ -3,8 +3,8 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from vllm.machine import DeviceCapability
 from vllm.platforms.interface import Platform
-from vllm.utils.capability import DeviceCapability
 
 if TYPE_CHECKING:
     current_platform: Platform

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm.utils.capability import DeviceCapability
+from vllm.machine import DeviceCapability
 
 
 class Platform:

@@ -10,13 +10,12 @@ from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import with_quarantine
 from vllm.kernels.evidence.tables import Chip
-from vllm.kernels.select.facts import NATIVE, Device, Lib, Libs
 from vllm.logger import get_logger
+from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 from vllm.platforms import native
 from vllm.platforms.cpu import cpu_name
 from vllm.platforms.installed import installed_chip, visible_gpu
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
-from vllm.utils.capability import DeviceCapability
 
 logger = get_logger(__name__)
 

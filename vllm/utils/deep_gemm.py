@@ -11,14 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.facts import Device, Libs
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Scales
+from vllm.machine import Device, Libs
 from vllm.platforms.libraries import library_state
 from vllm.utils.math_utils import cdiv, round_up
 

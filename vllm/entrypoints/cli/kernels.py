@@ -18,11 +18,11 @@ from vllm.entrypoints.cli import kernels_precompile, kernels_tune
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import find_tables, missing_note
+from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import diff, json_report, question, text_report
 from vllm.kernels.select.decision import NoKernelError
-from vllm.kernels.select.facts import Device
-from vllm.kernels.select.policy import FLAGS, VARIABLES
-from vllm.kernels.selection import Selection, set_variables
+from vllm.kernels.selection import Selection
+from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
 
@@ -181,7 +181,7 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
     )
     preferences = config.preferences(quant_config).for_device(model_type, device)
-    variables = set_variables()
+    variables = envs.kernel_variables()
     policy = make_policy(not_emulated(preferences), variables)
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     selection = Selection(device, libs, policy, find_tables(chip))
@@ -197,10 +197,10 @@ def _set_variable(text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--env {text!r}: it takes NAME=VALUE, as VLLM_USE_DEEP_GEMM=0")
-    if name not in VARIABLES:
+    if name not in envs.KERNEL_VARIABLES:
         raise ConfigError(
             f"--env {text!r}: {name} decides nothing about kernels; it takes "
-            f"{', '.join(VARIABLES)}{did_you_mean(name, VARIABLES)}"
+            f"{', '.join(envs.KERNEL_VARIABLES)}{did_you_mean(name, envs.KERNEL_VARIABLES)}"
         )
     envs.set_for_children(name, value)
 

@@ -12,12 +12,12 @@ from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import json_report, question, text_report
-from vllm.kernels.select.facts import Device, Libs
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
 from vllm.kernels.tuning.workers import Job
+from vllm.machine import Device, Libs
 from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 

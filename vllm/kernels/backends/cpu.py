@@ -4,7 +4,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.facts import NATIVE
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -14,6 +13,7 @@ from vllm.kernels.select.problem import (
 )
 from vllm.kernels.select.reason import Reason, Why
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,6 +5,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from vllm.formats.partial_blocks import Axis
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -15,7 +16,7 @@ from vllm.kernels.select.problem import (
     Problem,
 )
 from vllm.kernels.select.reason import Reason, Why
-from vllm.kernels.select.spec import KernelSpec, Scales
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.jit import nvcc
-from vllm.kernels.select.facts import Device
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.machine import Device
 
 SHIPPED = Path(__file__).parent / "tuned"
 

@@ -7,8 +7,8 @@ from typing import Any
 from vllm.kernels import registry
 from vllm.kernels.report.question import arch_key, runs_on
 from vllm.kernels.report.text_report import columns
-from vllm.kernels.select.facts import NATIVE, Device, Lib
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE, Device, Lib
 
 DECLARED_ONLY = "declared only"
 

@@ -13,12 +13,11 @@ from math import ceil, floor, log2, sqrt
 from pathlib import Path
 
 from vllm import envs
+from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import CHIPS
 from vllm.kernels.report.text_report import KINDS
-from vllm.kernels.select import policy
-from vllm.kernels.select.facts import Device
 from vllm.kernels.select.policy import (
     DEFAULT_ORDER,
     RANK_CONFIG,
@@ -28,9 +27,9 @@ from vllm.kernels.select.policy import (
     RANK_MODEL_RULE,
     RANK_VARIABLE,
 )
-from vllm.kernels.select.spec import Scales
+from vllm.machine import Device
 
-_FLAGS = ", ".join(f"`{flag}`" for flag in policy.FLAGS.values())
+_FLAGS = ", ".join(f"`{flag}`" for flag in registry.FLAGS.values())
 _RANKS = (
     (RANK_LAYER, "`--kernel 'PATTERN=BACKEND'`", "layers whose name matches the pattern"),
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
@@ -215,7 +214,7 @@ def _chips() -> str:
 def _variables() -> str:
     rows = [
         (f"`{name}`", envs.VARIABLES[name].accepts, envs.VARIABLES[name].doc)
-        for name in policy.VARIABLES
+        for name in envs.KERNEL_VARIABLES
     ]
     return (
         "## Environment variables\n\nA variable counts only where it is set, and then takes "

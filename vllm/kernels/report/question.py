@@ -13,9 +13,9 @@ from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
-from vllm.kernels.select.facts import NATIVE, Device, Lib, Libs
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE, Device, Lib, Libs
 
 # Chips that exist, and GPUs that have them.
 CHIPS = {
@@ -111,7 +111,7 @@ def libs_of(text: str, device: Device) -> Libs:
     libs = {name: every[name] for name in ("torch", "triton", NATIVE)}
     if text != "none":
         for item in text.split(","):
-            lib = Lib.parse(item.strip())
+            lib = parse_lib(item.strip())
             if lib.name not in every:
                 raise ConfigError(
                     f"--libs {text!r}: unknown library {lib.name!r}: it takes {', '.join(every)} "
@@ -120,6 +120,21 @@ def libs_of(text: str, device: Device) -> Libs:
                 )
             libs[lib.name] = lib
     return Libs.of(libs.values())
+
+
+def parse_lib(text: str) -> Lib:
+    """From `deep_gemm=2.6+sm120`, `flashinfer==0.6.13`, `deep_gemm=broken: its error`."""
+    name, _, rest = text.partition("=")
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ConfigError(
+            f"{text!r} is no library: it takes a name with an optional version and what it "
+            f"carries, as deep_gemm==2.6+sm120"
+        )
+    if rest.startswith("broken:"):
+        return Lib(name, broken=rest.removeprefix("broken:").strip())
+    version, *items = rest.lstrip("=").split("+")
+    archs = tuple(item for item in items if ":" not in item)
+    return Lib(name, version, archs, builds=tuple(item for item in items if ":" in item))
 
 
 def chip_of(text: str, device: Device) -> Chip:

@@ -5,12 +5,12 @@ from typing import Protocol
 
 from vllm.errors import VllmError
 from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.facts import Device
 from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
-from vllm.kernels.select.spec import Scales
+from vllm.machine import Device
 
 Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""

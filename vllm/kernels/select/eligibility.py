@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 
 from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select.facts import BUILD, NATIVE, Device, Libs, serves
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why
-from vllm.kernels.select.spec import KernelSpec, Scales
-
-# ---------------------------------------------------------------- the machine
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import BUILD, NATIVE, Device, Libs
+from vllm.utils.versions import version_key
 
 
 def machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason]:
@@ -59,7 +59,7 @@ def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> Iterable[Re
     native = libs.get(NATIVE)
     if native is None or native.broken:
         return _lib_reasons(NATIVE, "", libs)
-    wanted = [arch for arch in sorted(spec.native_archs) if serves(arch, device)]
+    wanted = [arch for arch in sorted(spec.native_archs) if device.runs(arch)]
     carried = {f"{kernel}/{arch}" for kernel in spec.native for arch in wanted}
     if not carried.isdisjoint(native.archs) or not set(wanted).isdisjoint(native.archs):
         return ()
@@ -73,10 +73,8 @@ def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[R
     if isinstance(problem, LinearProblem):
         # Entries from before activation schemes were in the key hold for all of them.
         keys.append(problem.size_key.rpartition(" ")[0])
-    return [q.reason for q in libs.quarantined if q.backend == spec.backend and q.size_key in keys]
-
-
-# ---------------------------------------------------------------- sizes
+    own = (q for q in libs.quarantined if q.backend == spec.backend and q.size_key in keys)
+    return [Reason(Why(q.why), q.text) for q in own]
 
 
 def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
@@ -130,9 +128,6 @@ def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool
     return not spec.is_emulation and not (wants_quantised and act is ActScheme.NONE)
 
 
-# ---------------------------------------------------------------- numerics
-
-
 def scale_form(spec: KernelSpec, device: Device, e8m0: bool | None) -> str:
     """The form of scales this kernel would take on this chip under this policy."""
     forms = dict(spec.scales)
@@ -162,12 +157,6 @@ def requant_reasons(
     form = "scales of the activations' type" if scales == Scales.ACTIVATION else "UE8M0"
     text = f"re-quantising to {form} costs {error:.2%}, more than --max-requant-error {limit:.2%}"
     yield Reason(Why.NUMERICS, text)
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """`0.6.13.post1` -> (0, 6, 13, 1): enough order for release numbers."""
-    digits = "".join(c if c.isdigit() else " " for c in version)
-    return tuple(int(part) for part in digits.split())
 
 
 def names(values: Iterable[str]) -> str:

@@ -9,17 +9,6 @@ from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import KernelSpec
 
-FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
-# The environment variables that a policy is made of.
-VARIABLES = (
-    "VLLM_USE_DEEP_GEMM",
-    "VLLM_MOE_USE_DEEP_GEMM",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_NVFP4_GEMM_BACKEND",
-    "VLLM_TEST_FORCE_FP8_MARLIN",
-    "VLLM_LINEAR_BACKEND",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -6,22 +6,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Parts
-from vllm.kernels.select.eligibility import (
-    is_native,
-    machine_reasons,
-    names,
-    quarantine_reasons,
-    requant_reasons,
-    scale_form,
-    size_reasons,
-)
-from vllm.kernels.select.facts import Device, Libs
+from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MEASURED, Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why
-from vllm.kernels.select.spec import COMPILERS, KernelSpec, Scales
+from vllm.kernels.select.spec import COMPILERS, KernelSpec
+from vllm.machine import Device, Libs
 
 
 def select(
@@ -40,8 +34,8 @@ def select(
     `chosen=None`, unless the policy falls back: to the next strongest override, if there is one.
     ConfigError where two overrides of one rank disagree.
     """
-    of_format = problem.family, problem.format, problem.dtype, problem.act
-    kernels = _kernels(tuple(specs), *of_format, device, libs, policy.e8m0)
+    kind = problem.family, problem.format, problem.dtype, problem.act
+    kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     case = _Case(problem, _fits(problem), device, libs, policy, override)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
@@ -50,13 +44,9 @@ def select(
         moved = set(map(id, measured.values()))
         candidates = [*measured.values(), *(c for c in candidates if id(c) not in moved)]
         chosen = next((c.backend for c in candidates if not c.reasons), None)
-        origin = _origin(chosen, candidates, policy, problem)
-        if (
-            evidence
-            and origin is DEFAULT_ORDER
-            and chosen in {c.backend for c in measured.values()}
-        ):
-            origin = Origin(RANK_MEASURED, f"measured: {evidence.source}")
+        origin = _excluding_origin(chosen, candidates, policy, problem) or DEFAULT_ORDER
+        if origin is DEFAULT_ORDER and chosen in {c.backend for c in measured.values()}:
+            origin = Origin(RANK_MEASURED, f"measured: {evidence.source if evidence else None}")
         return Decision(problem, device, chosen, origin, tuple(candidates), evidence)
     if _is_final(override, policy, candidates):
         return _overridden(case, override, candidates, evidence)
@@ -66,9 +56,6 @@ def select(
         return decision
     text = f"{override.origin.text} cannot run here, fell back"
     return replace(decision, origin=Origin(override.origin.rank, text))
-
-
-# ---------------------------------------------------------------- candidates
 
 
 class _Case(NamedTuple):
@@ -100,18 +87,16 @@ class _Kernel(NamedTuple):
     after: tuple[Reason, ...]
 
 
+_Kind = tuple[str, str, str, tuple[ActScheme, ...]]
+"""Family, format, dtype and activation schemes of a problem."""
+
+
 @lru_cache(maxsize=1024)
 def _kernels(
-    specs: tuple[KernelSpec, ...],
-    family: str,
-    weight_format: str,
-    dtype: str,
-    acts: tuple[ActScheme, ...],
-    device: Device,
-    libs: Libs,
-    e8m0: bool | None,
+    specs: tuple[KernelSpec, ...], kind: _Kind, device: Device, libs: Libs, e8m0: bool | None
 ) -> dict[str, _Kernel]:
     """By backend the kernel that takes the format; its first where none does."""
+    family, weight_format, dtype, acts = kind
     by_backend: dict[str, list[KernelSpec]] = {}
     for spec in specs:
         if spec.family == family:
@@ -120,7 +105,7 @@ def _kernels(
     for backend, own in by_backend.items():
         spec = next((other for other in own if weight_format in other.formats), own[0])
         act = next((scheme for scheme in acts if scheme in spec.act), None)
-        before = machine_reasons(spec, device, libs)
+        before = eligibility.machine_reasons(spec, device, libs)
         if dtype not in spec.dtypes:
             before.append(Reason(Why.DTYPE, f"computes in {names(spec.dtypes)}, not {dtype}"))
         if act is None:
@@ -130,7 +115,7 @@ def _kernels(
         if weight_format not in spec.formats:
             taken = frozenset().union(*(other.formats for other in own))
             after = (Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"),)
-        scales = scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
+        scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
         found[backend] = _Kernel(spec, own, act, scales, tuple(before), after)
     return found
 
@@ -144,12 +129,12 @@ def _fits(problem: Problem) -> tuple[Fit | None, Fit | None]:
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
     fit = case.fits[not spec.blocks]
-    reasons = [*kernel.before, *size_reasons(spec, problem, fit), *kernel.after]
+    reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
-        reasons += quarantine_reasons(spec, problem, case.libs)
+        reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
     if kernel.scales not in ("", Scales.FLOAT32):
-        reasons += requant_reasons(spec, problem, case.device, policy, kernel.scales)
-    if policy.requires_native and not is_native(spec, problem, kernel.act):
+        reasons += eligibility.requant_reasons(spec, problem, case.device, policy, kernel.scales)
+    if policy.requires_native and not eligibility.is_native(spec, problem, kernel.act):
         how = "an emulation" if spec.is_emulation else "weight-only"
         reasons.append(Reason(Why.POLICY, f"--require-native, and this is {how}"))
     if override is None or override.backend != spec.backend:  # an override outranks exclusions
@@ -157,9 +142,6 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text))
     return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit)
-
-
-# ---------------------------------------------------------------- overrides
 
 
 def _is_final(override: Override, policy: Policy, candidates: Sequence[Candidate]) -> bool:
@@ -182,9 +164,6 @@ def _overridden(
     )
     chosen = next((c.backend for c in judged if not c.reasons), None)
     return Decision(case.problem, case.device, chosen, override.origin, judged, evidence)
-
-
-# ---------------------------------------------------------------- evidence
 
 
 def _measured(
@@ -254,14 +233,11 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
     return Candidate(name, kernels[-1].act, reasons, scales, kernels[-1].fit, parts)
 
 
-def _origin(
+def _excluding_origin(
     chosen: str | None, candidates: Sequence[Candidate], policy: Policy, problem: Problem
-) -> Origin:
-    """The strongest exclusion that changed the choice, else the default order.
-
-    An exclusion did where it alone kept a preferred kernel from running; a kernel that could not
-    have run anyway was kept away by nobody.
-    """
+) -> Origin | None:
+    """Of the strongest exclusion that changed the choice: that alone kept a preferred kernel from
+    running; a kernel that could not have run anyway does not count."""
     deciders = []
     for candidate in candidates:
         if candidate.backend == chosen:
@@ -273,4 +249,4 @@ def _origin(
                 for exclusion in policy.exclusions
                 if exclusion.family == problem.family and exclusion.backend in backends
             ]
-    return min(deciders, key=lambda origin: origin.rank, default=DEFAULT_ORDER)
+    return min(deciders, key=lambda origin: origin.rank, default=None)

@@ -2,21 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
-
-
-class Scales(StrEnum):
-    """The form of weight scales that a kernel takes; ACTIVATION: in the type of activations."""
-
-    FLOAT32 = "float32"
-    FLOAT32_CEIL_UE8M0 = "float32-ceil-ue8m0"
-    UE8M0 = "ue8m0"
-    ACTIVATION = "activation-type"
-
 
 COMPILERS = ("flashinfer", "humming", "nvcc", "triton")
 """Values of `KernelSpec.compiles`, the slowest first: tens of seconds for a kernel, several

@@ -3,10 +3,39 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.errors import ConfigError
-from vllm.kernels.select.reason import Reason
-from vllm.utils.capability import DeviceCapability
+
+
+class DeviceCapability(NamedTuple):
+    """CUDA compute capability; comparable with a plain tuple."""
+
+    major: int
+    minor: int
+
+    def to_int(self) -> int:
+        """`major * 10 + minor`: 90 for 9.0, 121 for 12.1."""
+        return self.major * 10 + self.minor
+
+    @property
+    def family(self) -> int:
+        """`capability // 10 * 10`: 12.1 belongs to family 120 and never to family 100."""
+        return self.major * 10
+
+    @classmethod
+    def parse(cls, capability: "int | tuple[int, int]") -> "DeviceCapability":
+        """From 90, 121 or (9, 0)."""
+        return cls(*(capability if isinstance(capability, tuple) else divmod(capability, 10)))
+
+    def runs(self, arch: str) -> bool:
+        """Whether code compiled for `arch` runs here: `121a` on 12.1 alone, `120f` on 12.0 and
+        12.1, a plain `80` on 8.0 and later of the same major version."""
+        number, chip = int(arch.rstrip("af")), self.to_int()
+        return chip == number if arch.endswith("a") else number <= chip < number // 10 * 10 + 10
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +60,10 @@ class Device:
         """`cpu` or the capability family: 12.1 is of `sm_12x`, and never of `sm_10x`."""
         return f"sm_{self.capability.major}x" if self.capability else self.kind
 
+    def runs(self, arch: str) -> bool:
+        """Whether code compiled for the CUDA architecture `arch` runs on this chip."""
+        return self.capability is not None and self.capability.runs(arch)
+
     @classmethod
     def parse(cls, text: str) -> "Device":
         """From `cpu`, `cpu:avx512`, `sm_90`, `cuda:sm_121a`."""
@@ -46,15 +79,6 @@ class Device:
         if self.capability:
             return f"{self.kind}:{self.arch}{self.suffix}"
         return f"{self.kind}:{self.isa}" if self.isa else self.kind
-
-
-def serves(arch: str, device: Device) -> bool:
-    """Whether code compiled for `arch` runs on the chip: `121a` on 12.1 alone, `120f` on 12.0 and
-    12.1, a plain `80` on 8.0 and later of the same major version."""
-    if device.capability is None:
-        return False
-    number, chip = int(arch.rstrip("af")), device.capability.to_int()
-    return chip == number if arch.endswith("a") else number <= chip < number // 10 * 10 + 10
 
 
 # This build, as two libraries: the native library with what it was compiled for (`kernel/90a`, or
@@ -76,21 +100,6 @@ class Lib:
     broken: str = ""
     builds: tuple[str, ...] = ()
 
-    @classmethod
-    def parse(cls, text: str) -> "Lib":
-        """From `deep_gemm=2.6+sm120`, `flashinfer==0.6.13`, `deep_gemm=broken: its error`."""
-        name, _, rest = text.partition("=")
-        if not re.fullmatch(r"\w[\w-]*", name):
-            raise ConfigError(
-                f"{text!r} is no library: it takes a name with an optional version and what it "
-                f"carries, as deep_gemm==2.6+sm120"
-            )
-        if rest.startswith("broken:"):
-            return cls(name, broken=rest.removeprefix("broken:").strip())
-        version, *items = rest.lstrip("=").split("+")
-        archs = tuple(item for item in items if ":" not in item)
-        return cls(name, version, archs, builds=tuple(item for item in items if ":" in item))
-
     def __str__(self) -> str:
         if self.broken:
             return f"{self.name}=broken: {self.broken}"
@@ -100,11 +109,15 @@ class Lib:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A kernel that failed when it was tried here, for one `size_key` of its problems."""
+    """A kernel that failed when it was tried here, for one `size_key` of its problems.
+
+    why, text: of the Reason that the selector gives.
+    """
 
     backend: str
     size_key: str
-    reason: Reason
+    why: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +139,6 @@ class Libs:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"library {twice[0]!r} is given twice: leave one out")
         return cls(states)
-
-    @classmethod
-    def parse(cls, text: str) -> "Libs":
-        """From what `str` gives: `deep_gemm=2.6+sm120,triton`, `none`."""
-        parts = re.split(r",(?=\w[\w-]*(?:=|,|$))", text)
-        return cls.of([] if text == "none" else [Lib.parse(part) for part in parts])
 
     def get(self, name: str) -> Lib | None:
         return next((lib for lib in self.libs if lib.name == name), None)
