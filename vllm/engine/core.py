@@ -10,9 +10,9 @@ from vllm.config import VllmConfig
 from vllm.core.request import EngineOutput, EngineRequest, FinishReason, Request
 from vllm.core.scheduler import Scheduler, Step
 from vllm.core.state_snapshots import StateSnapshots
-from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
+from vllm.errors import GrammarError
 from vllm.executor.base import Address, Launched, make_executor
 from vllm.logger import get_logger
 from vllm.platforms import native

@@ -14,7 +14,7 @@ from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report
 from vllm.kernels.report.ledger import Ledger
-from vllm.kernels.report.side_effects import event_lines, waits
+from vllm.kernels.report.side_effects import side_effect_lines, waits
 from vllm.kernels.select.decision import Decision, NoKernelError
 from vllm.kernels.select.policy import RANK_FLAG, RANK_VARIABLE, Origin, Policy
 from vllm.kernels.select.problem import Problem
@@ -153,7 +153,7 @@ class Selection:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
         for line in json_report.log_lines(self.records):
             logger.info("%s", line)
-        for line in event_lines(self.records):
+        for line in side_effect_lines(self.records):
             logger.warning("%s", line)
         if line := stale_summary(self.records):
             logger.warning("%s", line)

@@ -6,6 +6,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.cli.kernels_explain import model_problems
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
@@ -113,8 +114,6 @@ def _say(line: str) -> None:
 
 
 def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
-    from vllm.entrypoints.cli.kernels import model_problems
-
     found = []
     for tp, model in product(_numbers("--tp", args.tp), args.models):
         own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)

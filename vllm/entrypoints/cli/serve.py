@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.launch import ServerSettings, bind, raise_file_limit, serve
+from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
+from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.utils.startup import begin_report, current_report, process_start
 

@@ -27,7 +27,6 @@ from vllm.entrypoints.openai.http import (
     read_json,
     until_disconnect,
 )
-from vllm.entrypoints.openai.launch import ServerSettings
 from vllm.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     ChatCompletionRequest,
@@ -36,6 +35,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import VllmError
 
 Body = TypeVar("Body", bound=BaseModel)

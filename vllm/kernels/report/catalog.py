@@ -107,7 +107,7 @@ def text(found: Iterable[Entry], width: int) -> str:
     ] if tables else []  # fmt: skip
     lines = []
     for family, rows in tables.items():
-        lines += ["", f"{family}, best liked first"]
+        lines += ["", f"{family}, in order of preference"]
         previous = ""
         for backend, *rest in rows:
             lines += columns(["" if backend == previous else backend, *rest], widths, width)

@@ -17,7 +17,7 @@ from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
-from vllm.kernels.report.side_effects import event
+from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation, log_lines, outcome, table
 from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.policy import Origin
@@ -90,7 +90,7 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "chosen": decision.chosen,
         **({"emulated": str(decision.device)} if decision.is_emulated else {}),
         "origin": {"rank": decision.origin.rank, "text": decision.origin.text},
-        **({"event": text} if (text := event(decision)) else {}),
+        **({"event": text} if (text := side_effect(decision)) else {}),
         "candidates": [_candidate_json(candidate) for candidate in decision.candidates],
         **_timings_json(decision),
     }

@@ -55,7 +55,7 @@ _LAYER = re.compile(
     r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
     r"(?::(?P<m>\d+(?:,\d+)*))?"
 )
-# Activation schemes of a format, best liked first, where no checkpoint says which.
+# Activation schemes of a format, in order of preference, where no checkpoint says which.
 _ACT_SCHEMES = {
     "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),

@@ -16,7 +16,7 @@ def comes_quantised(name: str) -> bool:
 class LinearProblem:
     """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
 
-    act: the activation schemes the checkpoint allows, best liked first. dtype: of x and y.
+    act: the activation schemes the checkpoint allows, in order of preference. dtype: of x and y.
     m_range: token counts to expect. parts: rows of the weights merged into this one (QKV,
     gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
     columns were cut. requant_error: relative Frobenius error that scales of another form (UE8M0 of
