@@ -12,6 +12,7 @@ from following import calls, run_followed, walk
 from markdown import REPOSITORY, SHELL, Block, blocks, commands, sections
 
 PAGE = "CONTRIBUTING.md"
+END = "-- end of the commands"
 
 
 def blocks_of(title: str) -> list[Block]:
@@ -42,11 +43,11 @@ def install(section: str, folder: Path) -> tuple[Path, str]:
     return installed, script
 
 
-def check_commands(title: str, installed: Path, cwd: Path) -> None:
-    """The commands of a section, in a process in which its package is installed."""
+def checks(title: str) -> str:
+    """Python code that checks the commands of a section."""
     texts = [one.text for b in blocks_of(title) if b.language in SHELL for one in commands(b)]
     assert texts
-    script = f"""
+    return f"""
 import sys
 sys.path[:0] = {[str(REPOSITORY / "tests" / "docs"), str(REPOSITORY / "tests")]}
 import pytest
@@ -54,8 +55,8 @@ from checking import check
 from markdown import command
 for text in {texts}:
     check(command("{PAGE}", text), pytest.MonkeyPatch(), lambda: None)
+print({END!r})
 """
-    run_followed(script, cwd / "unused", (), installed, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +65,19 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, tmp_path):
-    installed, script = install("Add a kernel backend", tmp_path / "package")
+    title = "Add a kernel backend"
+    installed, script = install(title, tmp_path / "package")
     (tmp_path / "model").symlink_to(model)
+    usual = re.sub(r"kernel=\[.*?\], dump_decisions=.*?\)", ")", script)
+    assert usual.replace(", )", ")") != script
     names, folder = walk("A new backend"), tmp_path / "calls"
-    check_commands("Add a kernel backend", installed, tmp_path)
-    with_example = run_followed(script, folder, names, installed, cwd=tmp_path)
+    code = checks(title) + script + usual
+    printed = run_followed(code, folder, names, installed, cwd=tmp_path)
     assert calls(folder) == names
 
+    with_example, without = printed.split(END + "\n")[1].splitlines()
+    assert with_example == without
     decided = json.loads((tmp_path / "kernels.json").read_text())
     chosen = {layer: d["chosen"] for d in decided["decisions"] for layer in d["layers"]}
-    down = {layer: backend for layer, backend in chosen.items() if "down_proj" in layer}
-    assert down and set(down.values()) == {"example"}
-    assert "example" not in {chosen[layer] for layer in chosen if layer not in down}
-
-    usual = re.sub(r"kernel=\[.*?\], ", "", script)
-    assert usual != script
-    assert run_followed(usual, tmp_path / "usual", names, installed, cwd=tmp_path) == with_example
+    down = {layer for layer in chosen if "down_proj" in layer}
+    assert down and {layer for layer in chosen if chosen[layer] == "example"} == down
