@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.all2all import Exchange, Experts, make_exchange
+from vllm.distributed.all2all import All2All, Experts
 from vllm.distributed.groups import Addend, Group
+from vllm.distributed.make_all2all import make_all2all
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
@@ -142,7 +143,7 @@ class FusedMoE(nn.Module):
         self.selection = ctx.selection
         self.decision = ctx.selection.choose(prefix, self.problem)
         self.kernel: MoEKernel | None = None
-        self.exchange: Exchange | None = None
+        self.all2all: All2All | None = None
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -175,7 +176,7 @@ class FusedMoE(nn.Module):
         takes_ue8m0 = decision.winner.scales == Scales.UE8M0
         problem = self.problem
         experts = Experts(self.experts, problem.num_experts, problem.hidden, takes_ue8m0)
-        self.exchange = make_exchange(self.parallel, experts)
+        self.all2all = make_all2all(self.parallel, experts)
 
     def _final_decision(self, tensors: MoETensors) -> Decision:
         """Before weights are re-quantised, what that costs is measured and judged."""
@@ -209,5 +210,5 @@ class FusedMoE(nn.Module):
 
     def forward(self, x: Activation, topk_weights: Tensor, topk_ids: Tensor) -> Addend:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
-        assert self.kernel is not None and self.exchange is not None
-        return self.exchange(self.kernel, x, topk_weights, topk_ids)
+        assert self.kernel is not None and self.all2all is not None
+        return self.all2all(self.kernel, x, topk_weights, topk_ids)
