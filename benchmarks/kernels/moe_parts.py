@@ -12,13 +12,13 @@ from gpu_timing import replay_microseconds
 from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout
+from vllm.architectures.registry import builtin_config
 from vllm.config import VllmConfig
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.interface import MoETensors
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.kernels.select.problem import MoEProblem
 from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding

@@ -15,11 +15,11 @@ from slowness import slowness
 from tiny_models import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vllm.architectures.registry import builtin_config, model_type, model_types
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, VllmError
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.problems import MODEL_TYPES, layer_problems, model_type
-from vllm.kernels.report.builtin_models import builtin_config
+from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.select.spec import Device, Lib, Libs, Policy
 from vllm.kernels.selection import Selection
@@ -401,7 +401,7 @@ def test_an_unknown_model_type_is_refused_with_all_known_and_the_nearest():
     with pytest.raises(CheckpointError) as caught:
         problems_of(tiny(model_type="qwen3_mo"))
     assert "did you mean qwen3_moe" in str(caught.value)
-    assert all(name in str(caught.value) for name in MODEL_TYPES)
+    assert all(name in str(caught.value) for name in model_types())
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_no_config_ends_in_anything_but_problems_or_our_own_error(name, data):
 
 def test_torch_is_not_imported():
     code = (
-        "import sys, vllm.kernels.problems, vllm.kernels.report.builtin_models\n"
+        "import sys, vllm.kernels.problems, vllm.architectures.registry\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vllm.architectures.decoder import Cut
 from vllm.distributed.groups import Addend, Group, PartialSum
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
@@ -16,7 +15,7 @@ from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.problem import LinearProblem, comes_quantised
 from vllm.kernels.select.spec import Decision
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.sharding import Part, Place
+from vllm.model_executor.layers.sharding import Cut, Part, Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vllm.architectures.decoder import Cut
 from vllm.distributed.groups import Group
 from vllm.model_executor.weights import Slot
 from vllm.utils.math_utils import cdiv
 
 Span = tuple[int, int]
+Cut = Literal["rows", "columns", "replicated"]
 
 
 @dataclass(frozen=True, slots=True)
