@@ -15,8 +15,8 @@ from vllm.kernels.report import diff, json_report, text_report
 from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import Report, parse_report, report
 from vllm.kernels.report.layer_groups import compress, stories
-from vllm.kernels.select.ledger import Entry, Ledger
-from vllm.kernels.select.spec import Libs
+from vllm.kernels.report.ledger import Entry, Ledger
+from vllm.machine import Libs
 
 texts = st.text(max_size=20)
 errors = st.floats(0, 10, allow_nan=False)

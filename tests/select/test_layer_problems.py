@@ -20,9 +20,10 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, VllmError
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.problems import layer_problems
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Device, Lib, Libs, Policy
 from vllm.kernels.selection import Selection
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint

@@ -5,12 +5,12 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Checkpointed, Composite
 from vllm.architectures.decoder import Decoder
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.utils.entry_points import extensions
 
 _BUILT_IN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3")
 ENTRY_POINTS = "vllm.architectures"
@@ -22,19 +22,12 @@ def known() -> dict[str, Checkpointed]:
     found: list[Checkpointed] = []
     for name in _BUILT_IN:
         found += import_module(f"vllm.architectures.{name}").ARCHITECTURES
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            value = point.load()
-        except Exception as error:  # a package of others, which may raise anything
-            raise ConfigError(
-                f"entry point {point.name} = {point.value} of {ENTRY_POINTS} cannot be loaded: "
-                f"{error!r}; repair or remove that package"
-            ) from error
+    for name, value in extensions(ENTRY_POINTS).items():
         more = value if isinstance(value, tuple) else (value,)
         if wrong := [entry for entry in more if not isinstance(entry, Checkpointed)]:
             raise ConfigError(
-                f"entry point {point.name} = {point.value} of {ENTRY_POINTS} gives {wrong[0]!r}: "
-                f"it takes an Architecture, a Composite, or a tuple of them"
+                f"entry point {name!r} of {ENTRY_POINTS} gives {wrong[0]!r}: it takes an "
+                f"Architecture, a Composite, or a tuple of them"
             )
         found += more
     found.sort(key=lambda one: isinstance(one, Composite))

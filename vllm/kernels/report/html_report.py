@@ -9,7 +9,8 @@ from vllm.kernels.report.layer_groups import by_decision, compress, stories
 from vllm.kernels.report.page_style import SCRIPT, STYLE
 from vllm.kernels.report.side_effects import event_lines
 from vllm.kernels.report.text_report import KINDS, NO_KERNEL, libs_text, notes, verdict
-from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.policy import DEFAULT_ORDER
 
 
 def html_page(report: Report, title: str) -> str:

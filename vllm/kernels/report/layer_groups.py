@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
+from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.spec import Candidate, Decision, Origin, Timings, Why
+from vllm.kernels.select.reason import Why
 
-Record = tuple[str, Decision]
 Row = tuple[str, ...]
 
 
@@ -17,7 +18,7 @@ class Group:
 
     layers: tuple[str, ...]
     problem: Problem
-    timings: Timings | None = None
+    timings: Evidence | None = None
 
     @property
     def patterns(self) -> list[str]:

@@ -5,10 +5,12 @@ serve because nothing else can."""
 from collections.abc import Iterable
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.report.layer_groups import Record, compress
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Why
+from vllm.kernels.select.reason import Why
 
 
 def event(decision: Decision) -> str:

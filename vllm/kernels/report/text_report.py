@@ -5,26 +5,19 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.layer_groups import Record, Story, compress, stories
+from vllm.kernels.report.layer_groups import Story, compress, stories
 from vllm.kernels.report.side_effects import event_lines
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
+from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MODEL_RULE
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import (
-    BUILD,
-    COMPILERS,
-    DEFAULT_ORDER,
-    RANK_MODEL_RULE,
-    Candidate,
-    Decision,
-    Lib,
-    Libs,
-    Scales,
-    Timings,
-    Why,
-)
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import COMPILERS
+from vllm.machine import BUILD, Lib, Libs
 
 if TYPE_CHECKING:
     from vllm.kernels.report.json_report import Report
@@ -130,7 +123,7 @@ def expectation(
     candidates: Sequence[Candidate],
     chosen: str | None,
     problem: Problem,
-    timings: Timings | None,
+    timings: Evidence | None,
 ) -> Expected | None:
     """What the chosen kernel is expected to take, beside all that policy alone keeps away; of one
     that quantises activations, beside those that do too: another arithmetic is asked for by name.

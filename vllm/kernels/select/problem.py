@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import ActScheme, WeightFormat
 
 
@@ -43,6 +44,13 @@ class LinearProblem:
     def format(self) -> str:
         return self.weight.kind
 
+    def block_fit(self, takes_any_block: bool) -> Fit | None:
+        """How a kernel of fixed or of any blocks takes partial ones; None where there are none."""
+        if self.weight.scale != "block":
+            return None
+        rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
+        return linear_fit(rows, columns, self.weight.block, takes_any_block)
+
     @property
     def size_key(self) -> str:
         """What a measurement is filed under, with the activation schemes that may be taken:
@@ -82,6 +90,14 @@ class MoEProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    def block_fit(self, takes_any_block: bool) -> Fit | None:
+        """As of a LinearProblem."""
+        if self.weight.scale != "block":
+            return None
+        num_experts = -(-self.num_experts // self.cut_experts)
+        inner = Axis((self.intermediate,), self.cut)
+        return moe_fit(inner, self.hidden, num_experts, self.weight.block, takes_any_block)
 
     @property
     def size_key(self) -> str:
