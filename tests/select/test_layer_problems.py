@@ -27,7 +27,7 @@ from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
-from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.models.decoder import CausalLM
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 BF16 = WeightFormat("bf16")
@@ -110,10 +110,9 @@ def asked_by_engine(folder, dtype: str, load_format: str):
     model_config = ModelConfig.load(str(folder), dtype=dtype, load_format=load_format)
     config = VllmConfig(model_config=model_config)
     checkpoint = None if load_format == "dummy" else Checkpoint(model_config.path)
-    cls = model_class(model_config.architectures)
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
-        cls(model_context(cls, config, selection, checkpoint))
+        CausalLM(model_context(config, selection, checkpoint))
     return [(layer, decision.problem) for layer, decision in selection.records], model_config
 
 

@@ -54,6 +54,7 @@ def decoder(
         rms_norm_eps=eps,
         rotary_head_dim=rotary_head_dim or heads_of(fields)[2],
         rope=fields.rope(),
+        max_position_embeddings=fields.optional("max_position_embeddings", 0, lowest=0),
     )
 
 

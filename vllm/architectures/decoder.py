@@ -171,6 +171,7 @@ class Decoder:
     rms_norm_eps: float
     rotary_head_dim: int
     rope: Mapping[str, Any]
+    max_position_embeddings: int
 
     @property
     def vocab_size(self) -> int:
@@ -179,6 +180,20 @@ class Decoder:
     @property
     def has_recurrent_states(self) -> bool:
         return any(isinstance(layer.mixer.cache, RecurrentStateSpec) for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.feed_forward, MoE) for layer in self.layers)
+
+    def check_ranks(self, tp: int, ep: int) -> None:
+        """ConfigError names the first size that does not divide by the ranks."""
+        for _, item in self.items():
+            if isinstance(item, LinearSpec):
+                item.shards("", 0, tp)
+            elif isinstance(item, ExpertsSpec):
+                item.per_rank(tp, ep)
+            else:
+                item.heads.per_rank(tp)
 
     def items(self) -> Iterator[tuple[str, Item]]:
         """(prefix of its name, item) of everything that asks for a kernel, in the order of the

@@ -16,6 +16,7 @@ _LIMITS = {
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
     "head_dim": 4096,
+    "max_position_embeddings": 1 << 28,
     "num_experts": 4096,
     "num_experts_per_tok": 4096,
     "moe_intermediate_size": 1 << 20,

@@ -46,7 +46,5 @@ class Router:
 
     def arguments(self) -> dict[str, Any]:
         """Of the `route` ops, besides logits and bias."""
-        names = ("top_k", "renormalise", "num_groups", "topk_groups", "routed_scale")
-        return {name: getattr(self, name) for name in names} | {
-            "is_sigmoid": self.scoring == "sigmoid"
-        }
+        names = ("top_k", "renormalise", "scoring", "num_groups", "topk_groups", "routed_scale")
+        return {name: getattr(self, name) for name in names}
