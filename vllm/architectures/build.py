@@ -1,6 +1,7 @@
 """Parts of decoders from the fields of a config.json; each architecture puts its own together."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vllm.architectures.decoder import (
     Attention,
@@ -75,45 +76,50 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def attention(
-    fields: Fields,
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    window: int = 0,
-    is_gated: bool = False,
-    qk_norm: NormKind | None = None,
-    query_scaling: QueryScaling | None = None,
-) -> Attention:
-    """window: keys that each query sees, itself included; 0 for all."""
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """window: keys that each query sees, itself included; 0 for all. The rest as Attention has."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    window: int = 0
+    is_gated: bool = False
+    qk_norm: NormKind | None = None
+    query_scaling: QueryScaling | None = None
+
+
+def attention(fields: Fields, kind: AttentionKind) -> Attention:
+    return fields.once(kind, lambda: _attention(fields, kind))
+
+
+def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     num_heads, num_kv_heads, head_dim = heads_of(fields)
     hidden = dim(fields, "hidden_size")
     heads = Dim("num_attention_heads", num_heads, head_dim)
-    queries = Dim("num_attention_heads", num_heads, head_dim * (1 + is_gated))
+    queries = Dim("num_attention_heads", num_heads, head_dim * (1 + kind.is_gated))
     kv_heads = Dim("num_key_value_heads", num_kv_heads, head_dim, "repeated")
     parts = (
         Part("q_proj", (queries,)),
         Part("k_proj", (kv_heads,)),
         Part("v_proj", (kv_heads,)),
     )
-    cache = (
-        SlidingWindowSpec(kv_heads, head_dim, window)
-        if window
-        else FullAttentionSpec(kv_heads, head_dim)
-    )
+    cache = FullAttentionSpec(kv_heads, head_dim)
+    if kind.window:
+        cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
     return Attention(
         name="self_attn",
-        qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", qkv_bias),
-        o_proj=linear("self_attn.o_proj", hidden, heads, "row", output_bias),
+        qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
+        o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
         attn=CachedAttention("self_attn.attn", heads, cache),
-        is_gated=is_gated,
-        qk_norm=qk_norm,
-        query_scaling=query_scaling,
+        is_gated=kind.is_gated,
+        qk_norm=kind.qk_norm,
+        query_scaling=kind.query_scaling,
     )
 
 
 def gated_mlp(fields: Fields, layer: int = 0) -> GatedMLP:
-    return gated_mlp_of(fields, "mlp", dim(fields, "intermediate_size"), fields.flag("mlp_bias"))
+    inner, bias = dim(fields, "intermediate_size"), fields.flag("mlp_bias")
+    return fields.once("mlp", lambda: gated_mlp_of(fields, "mlp", inner, bias))
 
 
 def gated_mlp_of(fields: Fields, name: str, inner: Dim, bias: bool = False) -> GatedMLP:

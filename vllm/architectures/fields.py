@@ -1,10 +1,11 @@
 """The fields of a config.json, read with checks."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 from vllm.errors import CheckpointError
 
+T = TypeVar("T")
 MAX_LAYERS = 1024
 # Upper bounds far above any real model: a config beyond them is corrupt or hostile, and would
 # otherwise end in an endless construction or a huge allocation.
@@ -45,6 +46,14 @@ class Fields:
         self._given = given
         self._values = {**defaults, **given}
         self.source = source
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives: layers that are alike are one object."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def get(self, name: str) -> Any:
         """The value as it is; None where it is missing or null."""

@@ -1,7 +1,7 @@
 """Llama and its like (SmolLM2, ...): plain attention and a gated MLP."""
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture, Example
-from vllm.architectures.build import attention, decoder, gated_mlp
+from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder
 from vllm.architectures.fields import Fields
 
@@ -12,7 +12,7 @@ def _describe(fields: Fields) -> Decoder:
 
 def _attention(fields: Fields, layer: int) -> Attention:
     bias = fields.flag("attention_bias")
-    return attention(fields, qkv_bias=bias, output_bias=bias)
+    return attention(fields, AttentionKind(qkv_bias=bias, output_bias=bias))
 
 
 DEFAULTS = CAUSAL_LM | {

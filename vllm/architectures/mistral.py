@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Composite, Example
-from vllm.architectures.build import attention, decoder, gated_mlp
+from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder, QueryScaling
 from vllm.architectures.fields import Fields
 from vllm.architectures.llama import DEFAULTS
@@ -17,7 +17,9 @@ def _describe(fields: Fields) -> Decoder:
 
 def _attention(fields: Fields, layer: int) -> Attention:
     window = fields.optional("sliding_window", 0, lowest=0)
-    return attention(fields, window=window, query_scaling=_query_scaling(fields.rope()))
+    return attention(
+        fields, AttentionKind(window=window, query_scaling=_query_scaling(fields.rope()))
+    )
 
 
 def _query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biased QKV and, in some layers of some models, a window."""
 
 from vllm.architectures.architecture import Architecture
-from vllm.architectures.build import attention, decoder, gated_mlp
+from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder
 from vllm.architectures.fields import Fields
 from vllm.architectures.windows import DENSE, layer_types, window_of
@@ -12,7 +12,7 @@ def _describe(fields: Fields) -> Decoder:
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
-    return attention(fields, qkv_bias=True, window=window_of(fields, layer))
+    return attention(fields, AttentionKind(qkv_bias=True, window=window_of(fields, layer)))
 
 
 ARCHITECTURES = (

@@ -1,7 +1,7 @@
 """Qwen3 dense: no QKV bias, but an RMSNorm over each head of q and k before the rotation."""
 
 from vllm.architectures.architecture import Architecture, Example
-from vllm.architectures.build import attention, decoder, gated_mlp
+from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder
 from vllm.architectures.fields import Fields
 from vllm.architectures.windows import DENSE, layer_types, window_of
@@ -13,7 +13,9 @@ def _describe(fields: Fields) -> Decoder:
 
 def _attention(fields: Fields, layer: int) -> Attention:
     bias, window = fields.flag("attention_bias"), window_of(fields, layer)
-    return attention(fields, qkv_bias=bias, output_bias=bias, window=window, qk_norm="rms")
+    return attention(
+        fields, AttentionKind(qkv_bias=bias, output_bias=bias, window=window, qk_norm="rms")
+    )
 
 
 _QWEN3_8B_FP8 = {

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite, Example
-from vllm.architectures.build import attention, decoder, dim, gated_mlp, gated_mlp_of, moe
+from vllm.architectures.build import (
+    AttentionKind,
+    attention,
+    decoder,
+    dim,
+    gated_mlp,
+    gated_mlp_of,
+    moe,
+)
 from vllm.architectures.decoder import Attention, Decoder, DeltaNet, MoE
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
@@ -21,7 +29,7 @@ def _describe_dense(fields: Fields) -> Decoder:
 
 
 def _describe_moe(fields: Fields) -> Decoder:
-    return decoder(fields, _mixer, _moe, "rms_zero_centred")
+    return decoder(fields, _mixer, _feed_forward, "rms_zero_centred")
 
 
 def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
@@ -33,14 +41,15 @@ def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
             f"{did_you_mean(kind, _LAYER_TYPES)}"
         )
     if kind == "linear_attention":
-        return _delta_net(fields)
+        return fields.once("delta_net", lambda: _delta_net(fields))
     if not fields.flag("attn_output_gate", True):
         raise CheckpointError(
             f"{fields.source}: attn_output_gate = False is not supported: it takes true"
         )
     bias = fields.flag("attention_bias")
     return attention(
-        fields, qkv_bias=bias, output_bias=bias, is_gated=True, qk_norm="rms_zero_centred"
+        fields,
+        AttentionKind(qkv_bias=bias, output_bias=bias, is_gated=True, qk_norm="rms_zero_centred"),
     )
 
 
@@ -68,7 +77,11 @@ def _delta_net(fields: Fields) -> DeltaNet:
     )
 
 
-def _moe(fields: Fields, layer: int) -> MoE:
+def _feed_forward(fields: Fields, layer: int) -> MoE:
+    return fields.once("moe", lambda: _moe(fields))
+
+
+def _moe(fields: Fields) -> MoE:
     """Weights of a token's experts always add up to one: there is no such field, whatever a
     config.json says."""
     shared = dim(fields, "shared_expert_intermediate_size")

@@ -1,8 +1,8 @@
 """Qwen3 mixture of experts: Qwen3's attention, and in most layers routed experts for the MLP."""
 
 from vllm.architectures.architecture import Architecture, Example
-from vllm.architectures.build import attention, decoder, dim, gated_mlp, moe
-from vllm.architectures.decoder import Attention, Decoder, FeedForward
+from vllm.architectures.build import AttentionKind, attention, decoder, dim, gated_mlp, moe
+from vllm.architectures.decoder import Attention, Decoder, FeedForward, MoE
 from vllm.architectures.fields import Fields
 from vllm.architectures.router import Router
 from vllm.architectures.windows import WINDOWED
@@ -16,13 +16,19 @@ def _attention(fields: Fields, layer: int) -> Attention:
     """All layers slide or none does."""
     bias = fields.flag("attention_bias")
     window = fields.optional("sliding_window", 0) if fields.flag("use_sliding_window") else 0
-    return attention(fields, qkv_bias=bias, output_bias=bias, window=window, qk_norm="rms")
+    return attention(
+        fields, AttentionKind(qkv_bias=bias, output_bias=bias, window=window, qk_norm="rms")
+    )
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     is_sparse = (layer + 1) % fields.optional("decoder_sparse_step", 1) == 0
     if layer in fields.entries("mlp_only_layers", int) or not is_sparse:
         return gated_mlp(fields)
+    return fields.once("moe", lambda: _moe(fields))
+
+
+def _moe(fields: Fields) -> MoE:
     renormalises = fields.flag("norm_topk_prob")
     return moe(fields, dim(fields, "num_experts"), lambda n, k: Router(n, k, renormalises))
 

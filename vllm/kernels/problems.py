@@ -145,28 +145,43 @@ class _Rank:
     quant_config: "QuantizationConfig | None"
 
     def problems(self, decoder: Decoder) -> Iterator[tuple[str, Problem]]:
+        made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
         for prefix, item in decoder.items():
-            for problem in self._of_item(prefix, item):
-                yield prefix + item.name, problem
+            name = prefix + item.name
+            layer_format = self._format(_quantisable(prefix, item))
+            key = id(item), layer_format
+            if key not in made:
+                made[key] = self._of_item(name, item, *layer_format)
+            for problem in made[key]:
+                yield name, problem
 
-    def _of_item(self, prefix: str, item: Item) -> tuple[Problem, ...]:
+    def _of_item(
+        self, name: str, item: Item, weight: WeightFormat, act: tuple[ActScheme, ...]
+    ) -> tuple[Problem, ...]:
         if isinstance(item, LinearSpec):
-            shards = item.shards(prefix, 0, self.tp)
-            names = tuple(dict.fromkeys(name for name, _ in shards)) if item.may_quantize else ()
-            regions = [region for _, region in shards]
-            name, formats = prefix + item.name, self._format(names)
-            return (linear_problem(item, name, regions, self.tp, *formats, self.dtype),)
+            regions = [region for _, region in item.shards("", 0, self.tp)]
+            return (linear_problem(item, name, regions, self.tp, weight, act, self.dtype),)
         if isinstance(item, ExpertsSpec):
-            # One format serves all experts of a layer, so the first one speaks for them.
-            parts = ("gate_proj", "up_proj", "down_proj")
-            formats = self._format(tuple(f"{prefix}{item.name}.0.{part}" for part in parts))
-            return (moe_problem(item, self.tp, self.ep, *formats, self.dtype, self.moe_layout),)
+            layout = self.moe_layout
+            return (moe_problem(item, self.tp, self.ep, weight, act, self.dtype, layout),)
         return attention_problems(item, self.tp, self.kv_format, self.dtype)
 
     def _format(self, names: tuple[str, ...]) -> "LayerFormat":
         """Of a layer made of the checkpoint weights `names`; () for one never quantised."""
         found = self.quant_config.layer_format(names) if self.quant_config and names else None
         return found or (WeightFormat(self.weight_dtype), (ActScheme.NONE,))
+
+
+def _quantisable(prefix: str, item: Item) -> tuple[str, ...]:
+    """Checkpoint names of the weights that the format of the layer is asked for."""
+    if isinstance(item, ExpertsSpec):
+        # One format serves all experts of a layer, so the first one speaks for them.
+        parts = ("gate_proj", "up_proj", "down_proj")
+        return tuple(f"{prefix}{item.name}.0.{part}" for part in parts)
+    if isinstance(item, LinearSpec) and item.may_quantize:
+        parent = prefix + item.name[: item.name.rfind(".") + 1]
+        return tuple(parent + part.name for part in item.parts)
+    return ()
 
 
 def _weight_dtype(text: Mapping[str, Any], dtype: str) -> str:
