@@ -25,10 +25,10 @@ from entrypoints.serving import started_server
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = [

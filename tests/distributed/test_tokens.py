@@ -106,7 +106,7 @@ import builtins, time
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         builtins.__import__ = original
         time.sleep(5)
     return module
@@ -280,7 +280,7 @@ import builtins, resource
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
         _, hardest = resource.getrlimit(resource.RLIMIT_AS)
