@@ -17,14 +17,14 @@ import torch
 from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
+from vllm.model_executor.models.qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeExperts
 
+from vllm.architectures.registry import builtin_config
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.model_loader import _fill_randomly, model_context
-from vllm.model_executor.models.qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeExperts
 from vllm.model_executor.weights import kernel_layers, model_slots
 
 MODEL = "Qwen/Qwen3.5-35B-A3B-FP8"

@@ -10,21 +10,21 @@ from pathlib import Path
 import torch
 from gpu_timing import replay_microseconds
 from torch import Tensor
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.registry import model_class
 
 from vllm._custom_ops import ScaleLayout
+from vllm.architectures.registry import builtin_config
+from vllm.architectures.router import Router
 from vllm.config import VllmConfig
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.interface import MoETensors
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.weights import kernel_layers, model_slots
 
 NUM_LAYERS, NUM_ROUNDS = 4, 3
@@ -49,7 +49,7 @@ def part_microseconds(
     weights = torch.rand(len(x), problem.top_k, device=x.device)
     gates = torch.randn(len(ids), num_experts, hidden, device=x.device).bfloat16() / hidden**0.5
     linear = torch.nn.functional.linear
-    logits, routing = linear(x, gates[0]), Routing(num_experts, problem.top_k, True)
+    logits, routing = linear(x, gates[0]), Router(num_experts, problem.top_k, True)
     sorted_rows = moe_rows.sort(ids[0], num_experts, block_m=plan.block_m)
     layout = moe_rows.Rows(num_pairs, is_row_major=True)
     between = torch.randn(num_pairs, 2 * problem.intermediate, device=x.device).bfloat16()

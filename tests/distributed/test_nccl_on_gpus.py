@@ -25,10 +25,10 @@ from entrypoints.serving import started_server
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = [
@@ -311,11 +311,11 @@ def inputs(rank: int, call: int, num_rows: int) -> torch.Tensor:
 
 def add_up(rank: int, address: tuple[str, int]) -> str:
     """Body of a rank; says which sum was not that of both ranks' inputs."""
-    from vllm.distributed.custom_all_reduce import make_peer_sums
+    from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 
     torch.cuda.set_device(rank)
     group = world.join(Layout(rank, tensor_size=2), False, address, "cuda", 60.0, {}).tensor
-    sums = make_peer_sums(group, DIM, torch.bfloat16)
+    sums = make_custom_all_reduce(group, DIM, torch.bfloat16)
     if sums is None:
         return "there are none"
     wrong = eager_sums(sums, rank) or graphed_sums(sums, rank)
@@ -336,7 +336,7 @@ def eager_sums(sums, rank: int) -> str:
         if call % 7 == 2 * rank:
             time.sleep(0.05)  # one rank is late, then the other
         wanted = expected_sum(call, num_rows)
-        if not torch.equal(sums.add_up(inputs(rank, call, num_rows)), wanted):
+        if not torch.equal(sums.all_reduce(inputs(rank, call, num_rows)), wanted):
             return f"sum {call} of {num_rows} rows"
         x, residual = inputs(rank, call, num_rows), wanted.roll(1, 0)
         both = wanted.clone(), residual.clone()
@@ -375,7 +375,7 @@ def graphed_sums(sums, rank: int) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for x in xs:
-            sums.add_up(x)
+            sums.all_reduce(x)
     for call in range(200):
         for x in xs:
             x.copy_(inputs(rank, call, len(x)))

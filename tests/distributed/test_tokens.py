@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
-from vllm.core.scheduler import Step
+from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.distributed.layout import Layout
@@ -96,7 +96,7 @@ def test_a_message_that_a_hanging_rank_does_not_take_ends_the_engine(checkpoint)
     too_much = {"a request": torch.zeros(1 << 20, dtype=torch.int32)}
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(.*\) gave no answer within 2 s"):
-        executor.launch(Step(), too_much)
+        executor.execute_model(SchedulerOutput(), too_much)
     assert time.monotonic() - begin < 10
 
 
@@ -106,7 +106,7 @@ import builtins, time
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         builtins.__import__ = original
         time.sleep(5)
     return module
@@ -280,7 +280,7 @@ import builtins, resource
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
         _, hardest = resource.getrlimit(resource.RLIMIT_AS)

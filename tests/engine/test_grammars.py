@@ -105,7 +105,7 @@ def collect(grammars, count):
 def test_a_grammar_is_followed_where_steps_run_ahead(text_checkpoint):
     llm = LLM(text_checkpoint)
     core = llm.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = True
+    core.executor.async_scheduling = core.runner.async_scheduling = True
     asked = StructuredOutputsParams(regex="(ab){3,9}c")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=32, structured_outputs=asked)
     text = llm.generate("the quick brown", params, use_tqdm=False)[0].outputs[0].text

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import make_tokenizer
 
 from vllm import SamplingParams
-from vllm.core.request import EngineOutput
+from vllm.core.outputs import EngineOutput
 from vllm.engine.input_processor import ProcessedInput
 from vllm.engine.output_processor import OutputProcessor
 

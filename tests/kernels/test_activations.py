@@ -18,9 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.ops import torch_ops
 
 QUANT = InputQuant(ScaleLayout.ROW_MAJOR)
-CONTEXT = SimpleNamespace(
-    ops=torch_ops, hf_config=SimpleNamespace(rms_norm_eps=1e-6, hidden_act="silu")
-)
+CONTEXT = SimpleNamespace(ops=torch_ops, decoder=SimpleNamespace(rms_norm_eps=1e-6))
 
 
 def widened(x: QuantizedInput) -> torch.Tensor:

@@ -18,7 +18,6 @@ from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.fused_moe.router import route
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
@@ -26,6 +25,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     nvfp4_quantize_grouped,
     swizzle_each,
 )
+from vllm.ops.moe_router import route
 
 # experts, top k, hidden, intermediate: whole tiles of scales; tiles that end inside on both axes.
 SIZES = ((4, 2, 256, 128), (5, 3, 96, 160), (1, 1, 128, 32))

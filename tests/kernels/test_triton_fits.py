@@ -111,9 +111,9 @@ def routers() -> None:
     for num_experts, top_k, groups in ((128, 8, 1), (256, 8, 8)):
         moe_router.route(
             empty(100, num_experts), top_k, True, is_sigmoid=groups > 1, num_groups=groups,
-            kept_groups=max(1, groups // 2),
+            topk_groups=max(1, groups // 2),
         )  # fmt: skip
-    routing = moe_router.Routing(256, 8, True)
+    routing = moe_router.Router(256, 8, True)
     moe_router.choose_experts(empty(9, 2048), SimpleNamespace(weight=empty(257, 2048)), routing)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.core.request import EngineOutput, FinishReason, TokenLogprobs
+from vllm.core.outputs import EngineOutput, TokenLogprobs
+from vllm.core.request import FinishReason
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 from vllm.engine.input_processor import ProcessedInput
 from vllm.errors import NumericsError, RequestError

@@ -7,10 +7,9 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.early_start import started_early
 from vllm.engine.input_processor import Prompt
 from vllm.errors import RequestError
-from vllm.executor import prefetch
-from vllm.executor.local_ranks import started_early
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, default_sampling_params
 from vllm.utils.startup import begin_report, no_collections
@@ -25,7 +24,6 @@ class LLM:
     def __init__(self, model: str | Path, tokenizer: str | None = None, **engine_args: Any):
         report = begin_report()  # not with this process, which is the user's
         args = EngineArgs.from_keywords(model=model, tokenizer=tokenizer, **engine_args)
-        prefetch.begin(args)
         with started_early(args), no_collections():
             from vllm.engine.llm_engine import LLMEngine
 

@@ -179,7 +179,7 @@ def test_a_norm_takes_sums_that_are_left_to_it(layout: ScaleLayout | None):
     """In the same launch, but for a reader of packed scales or of floats."""
     rows, first = rows_of_pairs(True, 256), torch.randn(5, 256, device=DEVICE)
     second = first.clone()
-    context = SimpleNamespace(ops=torch_ops, hf_config=SimpleNamespace(rms_norm_eps=1e-6))
+    context = SimpleNamespace(ops=torch_ops, decoder=SimpleNamespace(rms_norm_eps=1e-6))
     norm = RMSNorm(context, "norm", 256).to(DEVICE)
     norm.weight.data.fill_(1.5)
     quant = layout and InputQuant(layout)

@@ -147,13 +147,13 @@ def _set_variable(text: str) -> None:
 
 def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str, Any]:
     """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config."""
-    from vllm.kernels.problems import MODEL_TYPES
+    from vllm.architectures.registry import model_types
 
     asked_type = args.model_type
-    if asked_type is not None and asked_type not in MODEL_TYPES:
+    if asked_type is not None and asked_type not in model_types():
         raise ConfigError(
-            f"--model-type {asked_type!r}: it takes {', '.join(MODEL_TYPES)}"
-            f"{did_you_mean(asked_type, MODEL_TYPES)}"
+            f"--model-type {asked_type!r}: it takes {', '.join(model_types())}"
+            f"{did_you_mean(asked_type, model_types())}"
         )
     if args.layer:
         if args.tp != 1 or args.ep != 1:
@@ -169,7 +169,8 @@ def model_problems(
 ) -> tuple[list[Any], str, Any]:
     """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
     tp, ep and, where the command has it, kv_cache_dtype."""
-    from vllm.kernels.problems import layer_problems, model_type, text_config
+    from vllm.architectures.registry import model_type, text_config
+    from vllm.kernels.problems import layer_problems
 
     config = question.read_model(model)
     text = text_config(config)

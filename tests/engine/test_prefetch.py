@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.early_start import started_early
 from vllm.executor import prefetch
 
 SIZE = prefetch._CHUNK_BYTES + 4096
@@ -42,13 +43,13 @@ def test_weights_that_memory_does_not_hold_are_left_on_the_disk(weights, monkeyp
 
 
 def test_an_engine_waits_for_all_that_it_would_do_again(tmp_path, capfd):
-    prefetch.begin(EngineArgs(model=str(tmp_path / "nothing here")))
-    prefetch.finish()
+    with started_early(EngineArgs(model=str(tmp_path / "nothing here"))):
+        prefetch.finish()
     running = {thread.name for thread in threading.enumerate()}
     assert not running & {"start-wake_gpu", "start-_try_libraries"}
     assert capfd.readouterr() == ("", "")
 
 
 def test_ranks_take_their_gpus_themselves(tmp_path):
-    prefetch.begin(EngineArgs(model=str(tmp_path), tensor_parallel_size=2))
-    assert prefetch._awaited == []
+    with started_early(EngineArgs(model=str(tmp_path), tensor_parallel_size=2)):
+        assert prefetch._awaited == []

@@ -1,13 +1,14 @@
-"""Parts of the exchange of tokens between experts that need no second rank."""
+"""Parts of the all2all of tokens between experts that need no second rank."""
 
 import importlib.util
 
 import pytest
 import torch
 
-from vllm.distributed.all2all import Experts, make_exchange
+from vllm.distributed.all2all import Experts
 from vllm.distributed.deep_ep import expert_of_places, widen_packed_ue8m0
 from vllm.distributed.layout import Layout
+from vllm.distributed.make_all2all import make_all2all
 from vllm.distributed.parallel import planned
 from vllm.errors import ConfigError
 from vllm.utils.deep_gemm import pack_ue8m0
@@ -33,4 +34,4 @@ def test_places_without_a_token_belong_to_no_expert():
 def test_a_missing_library_is_named(monkeypatch, name):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", name)
     with pytest.raises(ConfigError, match=f"{name} needs DeepEP.*allgather_reducescatter"):
-        make_exchange(planned(Layout(tensor_size=2), True), Experts(range(4), 8, 128))
+        make_all2all(planned(Layout(tensor_size=2), True), Experts(range(4), 8, 128))

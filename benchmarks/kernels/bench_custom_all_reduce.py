@@ -1,6 +1,6 @@
 """Sums of few rows over two GPUs: NCCL, torch's one-shot sum over symmetric memory, and ours.
 
-usage: python benchmarks/kernels/bench_peer_sum.py [--out benchmarks/results/h200]
+usage: python benchmarks/kernels/bench_custom_all_reduce.py [--out benchmarks/results/h200]
 
 A graph of 72 sums, as a step of Qwen3-8B has; microseconds of one, the median of 20 replays, on the
 slower rank. `with norm` is our sum with the addition to the residual and the RMSNorm that follow;
@@ -20,7 +20,7 @@ from gpu_results import write_results
 
 from vllm._custom_ops import ScaleLayout
 from vllm.distributed import world
-from vllm.distributed.custom_all_reduce import make_peer_sums
+from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 from vllm.distributed.layout import Layout
 from vllm.kernels.activations import InputQuant
 
@@ -51,7 +51,7 @@ def main() -> None:
 def measure(rank: int, address: tuple[str, int]) -> dict[int, dict[str, float]]:
     torch.cuda.set_device(rank)
     group = world.join(Layout(rank, tensor_size=2), False, address, "cuda", 60.0, {}).tensor
-    sums = make_peer_sums(group, DIM, torch.bfloat16)
+    sums = make_custom_all_reduce(group, DIM, torch.bfloat16)
     assert sums is not None, "see the log above"
     found = {rows: {w: time_of(f) for w, f in ways(group, sums, rows).items()} for rows in ROWS}
     world.leave()
@@ -70,24 +70,24 @@ def ways(group, sums, rows: int) -> dict[str, Callable[[], object]]:
     one_shot, name = torch.ops.symm_mem.one_shot_all_reduce_copy, group.handle.group_name
     wanted = x.clone()
     dist.all_reduce(wanted, group=group.handle)
-    assert torch.equal(sums.add_up(x.clone()), wanted)
+    assert torch.equal(sums.all_reduce(x.clone()), wanted)
     assert torch.equal(one_shot(shared, x, "sum", name), wanted)
     y.zero_()  # sums of sums stay finite
 
     def then_norm() -> None:
-        sums.add_up(y)
+        sums.all_reduce(y)
         usable_ops("cuda").fused_add_rms_norm(y, residual, weight, 1e-6)
 
     quant = InputQuant(ScaleLayout.TMA_ALIGNED)
 
     def then_quantising_norm() -> None:
-        sums.add_up(y)
+        sums.all_reduce(y)
         quant.add_rms_norm(y, residual, weight, 1e-6)
 
     return {
         "nccl": lambda: dist.all_reduce(y, group=group.handle),
         "torch one shot": lambda: one_shot(shared, y, "sum", name),
-        "ours": lambda: sums.add_up(y),
+        "ours": lambda: sums.all_reduce(y),
         "ours then norm": then_norm,
         "ours with norm": lambda: sums.add_rms_norm(y, residual, weight, 1e-6),
         "ours then quantising norm": then_quantising_norm,
