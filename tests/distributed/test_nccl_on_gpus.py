@@ -265,7 +265,7 @@ def test_a_rank_that_hangs_ends_the_engine(folder):
     seconds = 5.0
     llm = load(folder("qwen3"), **{TP: 2, "distributed_timeout_seconds": seconds})
     written(llm)
-    os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(llm.llm_engine.core.executor._handles[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     # Logprobs are waited for while a step is launched, which only the engine can notice.
     with pytest.raises(EngineDeadError, match=r"rank 0 .* gave no answer within 5 s"):
