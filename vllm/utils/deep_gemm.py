@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.architectures.architecture import Architecture
+from vllm.architectures.registry import known
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
@@ -30,10 +32,13 @@ if TYPE_CHECKING:
         per_block_cast_to_fp8 as per_block_cast_to_fp8,
     )
 
-# Text models that lose 4 to 12 points of GSM8K when their FP8 weights are re-quantised to the
-# UE8M0 scales that DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319
-# questions, 5-shot; published with the exclusion upstream).
-_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+# Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
+# DeepGEMM needs on capability family 100; their own files say what was measured.
+_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
+    name
+    for name, one in known().items()
+    if isinstance(one, Architecture) and one.ue8m0_requant_loses_accuracy
+)
 
 LINEAR = next(spec for spec in registry.specs("linear") if spec.backend == "deep_gemm")
 # The smallest problem that DeepGEMM serves wherever it serves anything.
