@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.backends import cutlass, scaled_mm
-from vllm.kernels.select.spec import Device, serves
+from vllm.machine import Device, DeviceCapability
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     FP8,
     MIN_AMAX,
@@ -34,7 +34,6 @@ from vllm.ops.fp4_ops import (
 from vllm.ops.gemm_ops import cutlass_scaled_fp4_mm, cutlass_scaled_mm
 from vllm.ops.torch_library import register
 from vllm.platforms import native
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.math_utils import cdiv, round_up
 
 __all__ = [
@@ -385,4 +384,4 @@ def _is_built_for(weight_format: str, capability: int) -> bool:
         for kernel in spec.native
     ]
     archs = [arch for kernel in kernels for arch in built.get(kernel, ())]
-    return any(serves(arch, device) for arch in archs if arch[0].isdigit())
+    return any(device.runs(arch) for arch in archs if arch[0].isdigit())

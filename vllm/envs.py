@@ -167,6 +167,16 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
+# Those that kernel selection follows.
+KERNEL_VARIABLES = (
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_NVFP4_GEMM_BACKEND",
+    "VLLM_TEST_FORCE_FP8_MARLIN",
+    "VLLM_LINEAR_BACKEND",
+)
+
 # Retired or foreign names that start with VLLM_ and are nobody's mistake.
 _KUBERNETES_MARKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")
 
@@ -189,6 +199,11 @@ def read(name: str) -> Any:
 def is_set(name: str) -> bool:
     """Whether the user set the variable `name` explicitly."""
     return name in VARIABLES and name in os.environ
+
+
+def kernel_variables() -> dict[str, Any]:
+    """The KERNEL_VARIABLES that are set, with their values."""
+    return {name: read(name) for name in KERNEL_VARIABLES if is_set(name)}
 
 
 def texts() -> dict[str, str]:

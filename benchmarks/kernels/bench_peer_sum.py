@@ -61,7 +61,7 @@ def measure(rank: int, address: tuple[str, int]) -> dict[int, dict[str, float]]:
 def ways(group, sums, rows: int) -> dict[str, Callable[[], object]]:
     from torch.distributed import _symmetric_memory as symmetric
 
-    from vllm.ops import usable_ops
+    from vllm.kernels.device_ops import usable_ops
 
     x = torch.randn(rows, DIM, device="cuda", dtype=torch.bfloat16)
     y, residual, weight = x.clone(), torch.zeros_like(x), torch.ones(DIM, device="cuda")

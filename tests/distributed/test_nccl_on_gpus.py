@@ -330,7 +330,7 @@ def expected_sum(call: int, num_rows: int) -> torch.Tensor:
 
 
 def eager_sums(sums, rank: int) -> str:
-    from vllm.ops import usable_ops
+    from vllm.kernels.device_ops import usable_ops
 
     weight = torch.rand(DIM, device="cuda")
     for call, num_rows in enumerate(ROWS * 5):

@@ -32,9 +32,9 @@ HARNESS = Path(__file__).parent / "gsm8k" / "gsm8k_eval.py"
 BUDGET = Budget(max_kl=1e-5)
 NUM_TEXTS = 90  # 11,000 tokens
 BREAK_THE_RULE = """
-from vllm.kernels import rules
+from vllm.utils import deep_gemm
 
-rules.DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
+deep_gemm._DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
 """
 
 

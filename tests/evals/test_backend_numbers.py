@@ -15,11 +15,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.evals.measure import Configuration, Job, measure
 from vllm.evals.paired import Budget, Position, compare
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.report import question
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Origin, Override, Policy
+from vllm.machine import Device
 
 NUM_TEXTS = 120
 CHIPS = ("sm_90", "sm_100", "sm_120", "sm_89")

@@ -22,10 +22,11 @@ from vllm.kernels.jit.flashinfer import (
     prebuilt_modules,
 )
 from vllm.kernels.jit.nvcc import write_whole
-from vllm.kernels.select.spec import Device, Libs
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Device, Libs
 
 H100 = Device.parse("sm_90")
-LIBS = Libs.parse("deep_gemm=0.1.3,triton=3.6.0,native=0.1.0")
+LIBS = Libs.of([parse_lib("deep_gemm=0.1.3"), parse_lib("triton=3.6.0"), parse_lib("native=0.1.0")])
 
 
 @pytest.fixture
@@ -132,7 +133,9 @@ def test_a_folder_that_is_no_bundle_is_an_error(tmp_path, text):
 def test_a_bundle_for_another_machine_is_told(bundle, monkeypatch, caplog, device, libs, told):
     monkeypatch.setenv("VLLM_KERNEL_BUNDLE", str(bundle))
     with caplog.at_level(logging.WARNING, "vllm"):
-        caches.warn_of_another_machine(Device.parse(device), Libs.parse(libs))
+        caches.warn_of_another_machine(
+            Device.parse(device), Libs.of(map(parse_lib, libs.split(",")))
+        )
     assert bool(caplog.records) == bool(told) and told in caplog.text
 
 

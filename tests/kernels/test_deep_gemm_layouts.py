@@ -15,9 +15,10 @@ from machines import STAND_INS, Gpu, machine
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import deep_gemm as backend
 from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, Lib, Libs, Policy
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     per_block_cast_to_fp8,
     per_token_group_quant_fp8,

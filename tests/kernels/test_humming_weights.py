@@ -8,8 +8,8 @@ import pytest
 import torch
 from weight_only_cases import make_linear, wide_of
 
+from vllm.formats.scales import Scales
 from vllm.kernels.backends.humming import describe
-from vllm.kernels.select.spec import Scales
 from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode
 from vllm.ops.scale_rounding import requant_error, requantised
 

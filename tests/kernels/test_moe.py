@@ -6,15 +6,17 @@ from torch import Tensor
 
 from vllm.errors import CheckpointError
 from vllm.formats.weight_format import WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
-from vllm.kernels.select.spec import Candidate
 from vllm.model_executor.layers.fused_moe.router import Routing, route
 from vllm.ops import torch_ops
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
-BACKENDS = [name for name in registry.ORDER["moe"] if hasattr(registry.backend(name), "moe")]
+BACKENDS = [
+    name for name in registry.backend_names("moe") if hasattr(registry.backend(name), "moe")
+]
 ON_CPU = [
     name
     for name in BACKENDS

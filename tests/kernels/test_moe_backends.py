@@ -3,7 +3,7 @@
 import pytest
 from moe_cases import Case, candidates, check, generate
 
-from vllm.kernels.select.spec import Device
+from vllm.machine import Device
 from vllm.platforms.probe import probe_libs
 
 CPU = Device("cpu")

@@ -20,11 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm._custom_ops import ScaleLayout
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem
-from vllm.kernels.select.spec import Scales
 from vllm.kernels.triton import (
     attention,
     delta_rule,

@@ -8,7 +8,8 @@ import sys
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
 
-from vllm.kernels.select.spec import Device, Lib
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Device, Lib
 from vllm.platforms import libraries
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,
@@ -54,7 +55,7 @@ def test_an_error_at_import_is_kept_with_the_version(folder):
     write_distribution(folder, "lib-raises", "0.1.7")
     found = library_state("lib_raises", ("lib-raises",))
     assert found.broken == "version 0.1.7, AssertionError: dim == 2 or dim == 3"
-    assert Lib.parse(str(found)) == found
+    assert parse_lib(str(found)) == found
 
 
 def test_the_cause_of_an_error_is_kept_with_it(folder):

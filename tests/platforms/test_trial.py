@@ -8,7 +8,7 @@ import pytest
 from machines import Cpu, machine, write_distribution, write_package
 from selection_cases import LIBS, ask, linear
 
-from vllm.kernels.select.spec import Lib, Libs
+from vllm.machine import Lib, Libs
 from vllm.platforms import trial
 from vllm.platforms.libraries import library_state, working_libs
 

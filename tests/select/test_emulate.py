@@ -9,13 +9,15 @@ from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
 from vllm.config.policy import make_policy
 from vllm.errors import ConfigError
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.report.json_report import parse_report
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate, Device, Lib, Libs, Scales
 from vllm.kernels.selection import Selection
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.ops import torch_ops
 
@@ -26,11 +28,11 @@ MOE = MoEProblem(4, 2, 256, 128, FP8, ACT, dtype="fp32")
 
 
 def selection(env: dict[str, bool] | None = None, model: str = "qwen3_5_moe_text", **backends: str):
-    wishes = KernelConfig(**backends).wishes(None)
     device = Device("cpu")
-    policy = make_policy(not_emulated(wishes), env or {}, model, device)
+    preferences = KernelConfig(**backends).preferences(None).for_device(model, device)
+    policy = make_policy(not_emulated(preferences), env or {})
     here = Selection(device, Libs.of([Lib("torch")]), policy)
-    emulate(here, wishes, env or {}, model)
+    emulate(here, preferences, env or {}, model)
     return here
 
 

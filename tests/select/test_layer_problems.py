@@ -20,9 +20,10 @@ from vllm.errors import CheckpointError, ConfigError, VllmError
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.problems import MODEL_TYPES, layer_problems, model_type
 from vllm.kernels.report.builtin_models import builtin_config
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Device, Lib, Libs, Policy
 from vllm.kernels.selection import Selection
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.kernels.evidence.quarantine import read_failures
-from vllm.kernels.select.spec import Device
+from vllm.machine import Device
 from vllm.platforms.probe import probe_device
 
 # Variables that change nothing of what is computed.

@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from vllm.kernels import registry
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.select import registry
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.installed import installed_device
 from vllm.platforms.libraries import working_libs

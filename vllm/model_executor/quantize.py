@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
-from vllm.kernels.select.spec import Device, Lib, Libs, Policy
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod

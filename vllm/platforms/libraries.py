@@ -17,10 +17,9 @@ from types import ModuleType
 
 from vllm.kernels.jit.flashinfer import prebuilt_modules
 from vllm.kernels.jit.nvcc_cache import find_nvcc
-from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs
+from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 from vllm.platforms import native, trial
 from vllm.platforms.installed import installed_device
-from vllm.platforms.interface import DeviceCapability
 
 # Module, which is also our name for the library -> distributions that install it.
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {

@@ -14,13 +14,13 @@ from vllm.core.request import Request, TokenLogprobs
 from vllm.core.scheduler import Step
 from vllm.distributed.groups import wait_for
 from vllm.distributed.parallel import Parallel
+from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention, planners
 from vllm.model_executor.model_loader import load_model
-from vllm.ops import usable_ops
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.cuda_graph import (

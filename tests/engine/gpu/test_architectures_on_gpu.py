@@ -23,12 +23,15 @@ import torch
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.report.question import libs_of
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate, NoKernelError
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, NoKernelError, Policy, Scales
+from vllm.machine import Device, Libs
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.gpu

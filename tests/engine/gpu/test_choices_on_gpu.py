@@ -14,9 +14,9 @@ from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.report.question import GPUS
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NoKernelError
+from vllm.kernels.select.decision import NoKernelError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.platforms.probe import probe_chip

@@ -14,10 +14,10 @@ from weight_only_cases import make_linear, make_moe
 pytest.importorskip("flashinfer")
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Policy
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     dequantise_blocks,
     per_token_group_quant_fp8,

@@ -6,9 +6,9 @@ import torch
 from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate
 from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,

@@ -9,11 +9,11 @@ from torch import Tensor
 from triton_device import DEVICE, MARKS, needs_gpu
 
 from vllm._custom_ops import ScaleLayout
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem
-from vllm.kernels.select.spec import Scales
 from vllm.kernels.triton import moe_rows as kernels
 from vllm.kernels.triton.moe import Experts
 from vllm.model_executor.layers.layernorm import RMSNorm

@@ -9,10 +9,10 @@ import torch
 from weight_only_cases import FP8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoETensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate
 from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,

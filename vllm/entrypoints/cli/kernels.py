@@ -13,14 +13,18 @@ from typing import Any
 from vllm import envs
 from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import ON_UNMET, KernelConfig
-from vllm.config.policy import FLAGS, VARIABLES, make_policy, set_variables
+from vllm.config.policy import make_policy
 from vllm.entrypoints.cli import kernels_precompile, kernels_tune
 from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import find_tables, missing_note
+from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import diff, json_report, question, text_report
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, NoKernelError
+from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.selection import Selection
+from vllm.machine import Device
+from vllm.platforms.installed import installed_chip, installed_device
+from vllm.platforms.probe import installed_kernel_libs
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
 
@@ -73,7 +77,7 @@ def _add_explain(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="A variable to set, as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    _add_wishes(parser.add_argument_group("wishes, as of vllm serve"))
+    _add_preferences(parser.add_argument_group("preferences, as of vllm serve"))
     shown = parser.add_argument_group("how it is shown")
     shown.add_argument("--brief", action="store_true", help="Only what was chosen for how many "
                        "layers, who decided, and what to know of it.")  # fmt: skip
@@ -82,7 +86,7 @@ def _add_explain(kinds: Any) -> None:
     parser.set_defaults(run=run_explain)
 
 
-def _add_wishes(group: Any) -> None:
+def _add_preferences(group: Any) -> None:
     text = group.add_argument
     text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
          help="The backend of layers whose name matches; repeatable.")  # fmt: skip
@@ -156,23 +160,24 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
     """The selection after every layer has asked, and the variables that were set."""
     for text in args.env:
         _set_variable(text)
-    device = question.device_of(args.device)
-    libs = question.libs_of(args.libs, device)
+    device = question.device_of(args.device) if args.device else installed_device()
+    libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
     problems, model_type, quant_config = _problems(args, device)
-    wishes = KernelConfig(
+    config = KernelConfig(
         kernel=tuple(args.kernel),
         on_unmet=args.on_unmet,
         require_native=args.require_native,
         max_requant_error=args.max_requant_error,
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
-    ).wishes(quant_config)
-    variables = set_variables()
-    policy = make_policy(not_emulated(wishes), variables, model_type, device)
-    chip = question.chip_of(args.device, device)
+    )
+    preferences = config.preferences(quant_config).for_device(model_type, device)
+    variables = envs.kernel_variables()
+    policy = make_policy(not_emulated(preferences), variables)
+    chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     selection = Selection(device, libs, policy, find_tables(chip))
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    emulate(selection, wishes, variables, model_type)
+    emulate(selection, preferences, variables, model_type)
     for name, problem in problems:
         selection.decide(name, problem)
     return selection, json_report.variable_texts(variables)
@@ -182,10 +187,10 @@ def _set_variable(text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--env {text!r}: it takes NAME=VALUE, as VLLM_USE_DEEP_GEMM=0")
-    if name not in VARIABLES:
+    if name not in envs.KERNEL_VARIABLES:
         raise ConfigError(
             f"--env {text!r}: {name} decides nothing about kernels; it takes "
-            f"{', '.join(VARIABLES)}{did_you_mean(name, VARIABLES)}"
+            f"{', '.join(envs.KERNEL_VARIABLES)}{did_you_mean(name, envs.KERNEL_VARIABLES)}"
         )
     envs.set_for_children(name, value)
 

@@ -2,21 +2,22 @@
 
 import argparse
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import json_report, question, text_report
-from vllm.kernels.select import registry
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Device, Libs, Policy
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
 from vllm.kernels.tuning.workers import Job
+from vllm.machine import Device, Libs
 from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 
@@ -177,7 +178,8 @@ def run_quarantine(args: argparse.Namespace) -> None:
         found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
         name = next(filter(None, found), None)
         if name is None:
-            known = dict.fromkeys(n for family in registry.FAMILIES for n in registry.ORDER[family])
+            every = map(registry.backend_names, registry.FAMILIES)
+            known = dict.fromkeys(chain.from_iterable(every))
             what = f"--backend {args.backend!r}"
             raise registry.unknown_backend(what, args.backend, tuple(known))
     if args.clear:

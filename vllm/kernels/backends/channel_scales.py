@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.spec import Candidate
+from vllm.kernels.select.decision import Candidate
 from vllm.utils.math_utils import cdiv
 
 if TYPE_CHECKING:

@@ -3,17 +3,19 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.jit.nvcc_cache import CompiledCall
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.activations import InputQuant
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
-    from vllm.kernels.select.spec import Device
+    from vllm.machine import Device
 
 _Spec = partial(
     KernelSpec,

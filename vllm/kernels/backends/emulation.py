@@ -13,9 +13,11 @@ activations quantised with such scales too. Every other backend is emulated as o
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Scales
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,11 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm.formats.scales import Scales
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch

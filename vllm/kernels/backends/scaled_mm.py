@@ -4,8 +4,9 @@ serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Candidate, KernelSpec
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

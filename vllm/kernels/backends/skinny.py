@@ -7,10 +7,14 @@ They serve at most 16 tokens, so they run as the first part of a split (kernels/
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.backends import channel_scales
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem
-from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,10 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
+from vllm.formats.partial_blocks import Axis
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.fit import Axis
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -13,7 +15,8 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.jit.nvcc import write_whole
 from vllm.kernels.jit.nvcc_cache import Memory, make_memory
-from vllm.kernels.select.spec import Device, Libs
 from vllm.logger import get_logger
+from vllm.machine import Device, Libs
 
 logger = get_logger(__name__)
 

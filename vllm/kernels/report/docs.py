@@ -13,12 +13,12 @@ from math import ceil, floor, log2, sqrt
 from pathlib import Path
 
 from vllm import envs
-from vllm.config import policy
+from vllm.formats.scales import Scales
+from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import CHIPS
 from vllm.kernels.report.text_report import KINDS
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import (
+from vllm.kernels.select.policy import (
     DEFAULT_ORDER,
     RANK_CONFIG,
     RANK_FLAG,
@@ -26,11 +26,10 @@ from vllm.kernels.select.spec import (
     RANK_MEASURED,
     RANK_MODEL_RULE,
     RANK_VARIABLE,
-    Device,
-    Scales,
 )
+from vllm.machine import Device
 
-_FLAGS = ", ".join(f"`{flag}`" for flag in policy.FLAGS.values())
+_FLAGS = ", ".join(f"`{flag}`" for flag in registry.FLAGS.values())
 _RANKS = (
     (RANK_LAYER, "`--kernel 'PATTERN=BACKEND'`", "layers whose name matches the pattern"),
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
@@ -216,7 +215,7 @@ def _chips() -> str:
 def _variables() -> str:
     rows = [
         (f"`{name}`", envs.VARIABLES[name].accepts, envs.VARIABLES[name].doc)
-        for name in policy.VARIABLES
+        for name in envs.KERNEL_VARIABLES
     ]
     return (
         "## Environment variables\n\nEach counts only where it is set, and outranks the model rule "

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from vllm._custom_ops import ScaleLayout, empty_groups
+from vllm.formats.scales import Scales
 from vllm.kernels.activations import InputQuant, QuantizedInput, UnaddedRows
-from vllm.kernels.select.spec import Scales
 from vllm.kernels.triton.moe_kernels import HAS_DEPENDENT_LAUNCH
 from vllm.kernels.triton.moe_rows_kernels import (
     FLOAT32,

@@ -18,9 +18,11 @@ from vllm.errors import is_out_of_memory
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.interface import LinearKernel, LinearTensors, scale_shape
 from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Device
 from vllm.kernels.tuning.workers import MACHINE, Channel, Job
+from vllm.machine import Device
 from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
 from vllm.ops import torch_ops
 from vllm.ops.packed_weights import element_values

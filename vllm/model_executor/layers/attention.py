@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from vllm.kernels.select import registry
+from vllm.kernels import registry
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext

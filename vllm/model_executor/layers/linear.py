@@ -13,8 +13,8 @@ from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.problem import LinearProblem, comes_quantised
-from vllm.kernels.select.spec import Decision
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.sharding import Part, Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from vllm.config import VllmConfig
 from vllm.distributed.parallel import Parallel, planned
 from vllm.errors import CheckpointError
+from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.context import ModelContext
@@ -20,7 +21,6 @@ from vllm.model_executor.layers.attention import log_cache_scales
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.weights import Slot, elsewhere, kernel_layers, model_slots
-from vllm.ops import usable_ops
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from vllm.distributed.all2all import Exchange, Experts, make_exchange
 from vllm.distributed.groups import Addend, Group
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.make_kernel import make_moe
+from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.problem import MoEProblem
-from vllm.kernels.select.spec import Decision, Scales
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.activation import check_activation
 from vllm.model_executor.layers.linear import StorageMethod

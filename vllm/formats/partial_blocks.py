@@ -1,4 +1,4 @@
-"""How a kernel takes scale blocks that tensor parallelism or merging has cut. Always exactly.
+"""Partial scale blocks, which tensor parallelism and merged weights leave; always taken exactly.
 
 A shard of 576 rows of a weight with 128-row blocks begins inside a block on every second rank.
 Two ways keep the arithmetic exact: refine the scale grid to the greatest block that fits every
@@ -8,7 +8,8 @@ shard (a scale repeated is the same scale), or pad each cut block to a whole one
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +64,50 @@ class Axis:
         return self.num_blocks(block) * block
 
 
-def linear_fit(problem: LinearProblem, takes_any_block: bool) -> Fit | None:
-    """How a kernel takes this weight's blocks; None where they lie on a plain grid."""
-    rows = Axis(problem.parts or (problem.n,), problem.cut_n)
-    columns = Axis((problem.k,), problem.cut_k)
-    block = problem.weight.block
+def linear_fit(rows: Axis, columns: Axis, block: Block, takes_any_block: bool) -> Fit | None:
+    """How a kernel takes the blocks of a weight [rows, columns]; None for a plain grid."""
     if rows.is_regular(block[0]) and columns.is_regular(block[1]):
         return None
+    n, k = sum(rows.sizes), sum(columns.sizes)
     if takes_any_block:
         fine = (rows.refined(block[0]), columns.refined(block[1]))
         extra = _scale_bytes(rows, columns, fine) - _scale_bytes(rows, columns, block)
         text = f"scales refined to {_by(fine)} blocks, +{extra} bytes"
-        return Fit("refined", fine, (problem.n, problem.k), extra, text)
+        return Fit("refined", fine, (n, k), extra, text)
     sizes = (rows.padded(block[0]), columns.padded(block[1]))
-    extra = sizes[0] * sizes[1] - problem.n * problem.k
+    extra = sizes[0] * sizes[1] - n * k
     return Fit("padded", block, sizes, extra, f"padded to {_by(sizes)}, +{extra} bytes")
 
 
-def moe_fit(problem: MoEProblem, takes_any_block: bool) -> Fit | None:
-    """The same for a fused MoE, whose gate and up rows and down columns are cut alike.
+def moe_fit(
+    inner: Axis, hidden_size: int, num_experts: int, block: Block, takes_any_block: bool
+) -> Fit | None:
+    """The same for the experts of one rank, whose gate and up rows and down columns (`inner`) are
+    cut alike.
 
     Padding needs no copy of activations: the rows added to gate and up give zeros, which meet the
     columns added to down. So both get the same, and the block is a common multiple of theirs.
     """
-    block, size = problem.weight.block, problem.intermediate
-    gate_up, down = Axis((size, size), problem.cut), Axis((size,), problem.cut)
-    if gate_up.is_regular(block[0]) and down.is_regular(block[1]):
+    (size,) = inner.sizes
+    gate_up, hidden = Axis((size, size), inner.cut), Axis((hidden_size,), 1)
+    if gate_up.is_regular(block[0]) and inner.is_regular(block[1]):
         return None
-    num_experts = -(-problem.num_experts // problem.cut_experts)
     if takes_any_block:
-        hidden = Axis((problem.hidden,), 1)
-        fine = (gate_up.refined(block[0]), down.refined(block[1]))
+        fine = (gate_up.refined(block[0]), inner.refined(block[1]))
         extra = _scale_bytes(gate_up, hidden, (fine[0], block[1]))
-        extra += _scale_bytes(hidden, down, (block[0], fine[1]))
-        extra -= _scale_bytes(gate_up, hidden, block) + _scale_bytes(hidden, down, block)
+        extra += _scale_bytes(hidden, inner, (block[0], fine[1]))
+        extra -= _scale_bytes(gate_up, hidden, block) + _scale_bytes(hidden, inner, block)
         extra *= num_experts
         text = f"scales refined to {fine[0]} rows of gate-up, {fine[1]} columns of down"
         text += f", {num_experts} experts: +{extra} bytes"
-        return Fit("refined", fine, (size, problem.hidden), extra, text)
+        return Fit("refined", fine, (size, hidden_size), extra, text)
     padded = gate_up.padded(lcm(*block)) // 2
-    extra = num_experts * 3 * (padded - size) * problem.hidden
+    extra = num_experts * 3 * (padded - size) * hidden_size
     text = f"intermediate padded from {size} to {padded}, {num_experts} experts: +{extra} bytes"
-    return Fit("padded", block, (padded, problem.hidden), extra, text)
+    return Fit("padded", block, (padded, hidden_size), extra, text)
 
 
-def _scale_bytes(rows: Axis, columns: Axis, block: tuple[int, int]) -> int:
+def _scale_bytes(rows: Axis, columns: Axis, block: Block) -> int:
     return 4 * rows.num_blocks(block[0]) * columns.num_blocks(block[1])
 
 
