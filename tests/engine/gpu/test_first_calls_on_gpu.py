@@ -10,7 +10,7 @@ import torch
 
 from vllm import LLM
 from vllm.errors import KernelFailedError
-from vllm.kernels.select import registry
+from vllm.kernels import registry
 from vllm.worker import model_runner
 
 pytestmark = pytest.mark.gpu
