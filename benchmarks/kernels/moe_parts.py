@@ -11,7 +11,6 @@ import torch
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout
 from vllm.config import VllmConfig
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
@@ -26,6 +25,7 @@ from vllm.model_executor.model_loader import _fill_randomly, model_context
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.registry import model_class
 from vllm.model_executor.weights import kernel_layers, model_slots
+from vllm.ops.fp8_quant import ScaleLayout
 
 NUM_LAYERS, NUM_ROUNDS = 4, 3
 EPS = 1e-6

@@ -11,7 +11,7 @@ from vllm.kernels.select.fit import moe_fit
 from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.spec import Candidate
 from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
+from vllm.utils.fp8 import dequantise_blocks
 
 FORMAT = WeightFormat.parse("fp8-block")
 # experts, top k, hidden, intermediate: whole blocks; blocks that end inside on both axes.

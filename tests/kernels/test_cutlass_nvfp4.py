@@ -9,7 +9,7 @@ from vllm.kernels.select import registry
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )

@@ -16,7 +16,7 @@ from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import Device, Libs, Policy, Why
 from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
     nvfp4_quantize,

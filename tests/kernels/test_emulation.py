@@ -15,10 +15,7 @@ from vllm.kernels.select import registry
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import Candidate, Device, Libs, Origin, Override, Policy
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-)
+from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
 FORMAT = WeightFormat("fp8", "block", (128, 128))

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-        per_block_cast_to_fp8 as per_block_cast_to_fp8,
-    )
+    from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
 _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = rules.DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES
 
@@ -38,8 +36,9 @@ _SMALLEST = LinearProblem(
 
 def __getattr__(name: str) -> Any:
     if name == "per_block_cast_to_fp8":
-        module = import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
-        return module.per_block_cast_to_fp8
+        from vllm.utils import fp8
+
+        return fp8.per_block_cast_to_fp8
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -181,7 +181,7 @@ class FusedMoE(nn.Module):
         decision = self.decision
         if not decision.winner.is_lossy:
             return decision
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_error
+        from vllm.ops.fp8 import requant_error
 
         errors = [requant_error(stack) for stack in tensors.all_experts()]
         worst = self.ranks.greatest(max(error.relative for error in errors))
