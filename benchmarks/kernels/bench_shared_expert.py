@@ -17,8 +17,6 @@ import torch
 from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
-from vllm.model_executor.models.qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeExperts
 
 from vllm.architectures.registry import builtin_config
 from vllm.distributed.groups import total

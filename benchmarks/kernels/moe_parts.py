@@ -11,7 +11,6 @@ import torch
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout
 from vllm.architectures.registry import builtin_config
 from vllm.architectures.router import Router
 from vllm.config import VllmConfig
@@ -25,6 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
 from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.weights import kernel_layers, model_slots
+from vllm.ops.fp8_quant import ScaleLayout
 
 NUM_LAYERS, NUM_ROUNDS = 4, 3
 EPS = 1e-6

@@ -352,8 +352,8 @@ def eager_sums(sums, rank: int) -> str:
 
 def wrong_quantised(sums, x, total, weight) -> str:
     """Beside the quantising norm of what was added up before, in every layout."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant
+    from vllm.ops.fp8_quant import ScaleLayout
 
     for layout in ScaleLayout:
         for keeps_source in (False, True):

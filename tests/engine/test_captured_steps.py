@@ -14,7 +14,7 @@ from vllm.core.request import EngineRequest
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.kernels.select.spec import Device
+from vllm.machine import Device
 from vllm.worker import cuda_graph
 from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
 

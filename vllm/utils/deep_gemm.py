@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-        per_block_cast_to_fp8 as per_block_cast_to_fp8,
-    )
+    from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
 # Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
 # DeepGEMM needs on capability family 100; their own files say what was measured.
@@ -49,8 +47,9 @@ _SMALLEST = LinearProblem(
 
 def __getattr__(name: str) -> Any:
     if name == "per_block_cast_to_fp8":
-        module = import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
-        return module.per_block_cast_to_fp8
+        from vllm.utils import fp8
+
+        return fp8.per_block_cast_to_fp8
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -32,7 +32,6 @@ from vllm.worker.cuda_graph import (
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
-from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.kv_cache import (
     allocate_kv_cache,
     allocate_states,
@@ -40,6 +39,7 @@ from vllm.worker.kv_cache import (
     fit_max_model_len,
     state_layers,
 )
+from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
 from vllm.worker.step_inputs import StepInputs
