@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from gpu_results import write_results
 
-from vllm._custom_ops import ScaleLayout
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 from vllm.distributed.layout import Layout
 from vllm.kernels.activations import InputQuant
+from vllm.ops.fp8_quant import ScaleLayout
 
 DIM, ROWS, NUM_SUMS, NUM_REPLAYS = 4096, (1, 8, 32, 64, 128, 256), 72, 20
 

@@ -242,7 +242,11 @@ def cache_bytes_per_token(llm: Any) -> int:
     from vllm.model_executor.layers.attention import Attention
 
     modules = llm.llm_engine.core.runner.model.modules()
-    return sum(m.kernel.block_bytes(1) for m in modules if isinstance(m, Attention))
+    return sum(
+        m.cache_spec.token_bytes(m.kernel.dtype.itemsize, ranks=1)
+        for m in modules
+        if isinstance(m, Attention)
+    )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from vllm.executor.uniproc import make_selection
 from vllm.kernels.problems import layer_problems
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.model_loader import load_model, model_context
 from vllm.model_executor.models.decoder import CausalLM
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 # Blocks of 128 end inside every shard of every weight.
 UNEVEN = {"hidden_size": 180, "intermediate_size": 300, "head_dim": 24, "num_hidden_layers": 2}

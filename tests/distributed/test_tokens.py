@@ -71,17 +71,17 @@ def test_two_tensor_parallel_ranks_and_one_that_is_killed(checkpoint):
     llm = check(folder, tensor_parallel_size=2)
     executor = llm.llm_engine.core.executor
     assert executor.kernels()["device"]
-    os.kill(executor._places[1].process._process.pid, signal.SIGKILL)
+    os.kill(executor._handles[1].process._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=r"rank 1 \(tensor-parallel 1\): killed by SIGKILL"):
         outputs(llm)
-    assert executor._places[0].process.end(0) != "it closed its connection", "the others end too"
+    assert executor._handles[0].process.end(0) != "it closed its connection", "the others end too"
 
 
 def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     folder, seconds = checkpoint("qwen3", **UNEVEN), 4.0
     options = {"tensor_parallel_size": 2, "distributed_timeout_seconds": seconds}
     llm = check(folder, alone={"quantization": "fp8"}, **options)
-    os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(llm.llm_engine.core.executor._handles[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     words = r"^rank 1 \(.*\) gave no answer; rank 0 .*: all-reduce with rank 1 .*imed"
     with pytest.raises(EngineDeadError, match=words):
@@ -89,10 +89,11 @@ def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     assert seconds - 1 < time.monotonic() - begin < 3 * seconds
 
 
+@pytest.mark.slow
 def test_a_message_that_a_hanging_rank_does_not_take_ends_the_engine(checkpoint):
     llm = load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0)
     executor = llm.llm_engine.core.executor
-    os.kill(executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(executor._handles[1].process._process.pid, signal.SIGSTOP)
     too_much = {"a request": torch.zeros(1 << 20, dtype=torch.int32)}
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(.*\) gave no answer within 2 s"):
@@ -114,6 +115,7 @@ builtins.__import__ = importing
 """
 
 
+@pytest.mark.slow
 def test_a_rank_may_read_for_longer_than_a_step_may_take(checkpoint, in_second_rank):
     """Also where ranks agree on what re-quantising costs, layer by layer."""
     in_second_rank(_SLOW)
@@ -128,11 +130,13 @@ def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     check(folder, alone={"quantization": "fp8"}, **options)
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     check(checkpoint("qwen3_5_moe"), **options, enable_expert_parallel=True)
 
 
+@pytest.mark.slow
 def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint):
     folder = checkpoint("qwen3_5_moe")
     check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
@@ -255,6 +259,7 @@ def test_a_rank_with_other_variables_is_named_with_them(checkpoint, in_second_ra
     assert '"VLLM_USE_DEEP_GEMM": "False"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_know_of_other_failures_do_not_choose_apart(
     checkpoint, in_second_rank, tmp_path, monkeypatch
 ):
@@ -290,6 +295,7 @@ builtins.__import__ = importing
 """
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_is_named(checkpoint, in_second_rank):
     in_second_rank(_LITTLE_MEMORY)
     options = {"load_format": "dummy", "hf_overrides": {"vocab_size": 1 << 20}}

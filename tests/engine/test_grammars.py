@@ -70,6 +70,7 @@ def test_a_grammar_that_keeps_others_waiting_ends_alone(text_checkpoint, monkeyp
     engine.core.check_idle()
 
 
+@pytest.mark.slow
 def test_endless_grammars_do_not_keep_others_from_being_compiled(text_checkpoint, monkeypatch):
     from vllm.config.model import ModelConfig
 

@@ -93,6 +93,7 @@ def fp8_choices(server: RunningServer, family: str) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_held_out_problems_are_answered_as_well_as_after_training(data, tmp_path):
     with started_server(texts.MODEL, tmp_path / "log") as server:
         accuracy = score(server, data, tmp_path / "results.json", problems.NUM_HELD_OUT)

@@ -18,14 +18,14 @@ from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.moe_router import route
+from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
     nvfp4_quantize,
     nvfp4_quantize_grouped,
     swizzle_each,
 )
-from vllm.ops.moe_router import route
 
 # experts, top k, hidden, intermediate: whole tiles of scales; tiles that end inside on both axes.
 SIZES = ((4, 2, 256, 128), (5, 3, 96, 160), (1, 1, 128, 32))

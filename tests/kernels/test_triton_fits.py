@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm._custom_ops import ScaleLayout
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant
@@ -35,6 +34,7 @@ from vllm.kernels.triton import (
     moe_rows,
     skinny,
 )
+from vllm.ops.fp8_quant import ScaleLayout
 
 # Bytes of shared memory that a program can have, and multiprocessors.
 CHIPS = {

@@ -91,6 +91,7 @@ def _enter_some(first: int) -> None:
         add_failure(failure(backend=f"kernel{first + i}"))
 
 
+@pytest.mark.slow
 def test_processes_that_enter_failures_at_once_lose_none():
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=_enter_some, args=(first,)) for first in (0, 10, 20, 30)]

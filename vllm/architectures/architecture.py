@@ -21,29 +21,18 @@ CAUSAL_LM: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Example:
-    """A public model: its name on the Hugging Face hub, and the part of its config.json that
-    decides kernels. Lists of modules that are not quantised are shortened to the last parts of
-    their names, which mean the same layers."""
-
-    hub_name: str
-    config: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Checkpointed:
     """What checkpoints of a model_type look like.
 
     hf_architectures: what config.json calls its classes (`architectures`). skipped_tensors: how
     names of tensors that are not served begin, after "model."; renamed_tensors: how other names
-    begin, and how ours do. examples: by a short name.
+    begin, and how ours do.
     """
 
     model_type: str
     hf_architectures: tuple[str, ...]
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    examples: Mapping[str, Example] = field(default_factory=dict, kw_only=True)
 
     def slot_name(self, name: str) -> str | None:
         """The slot that a checkpoint tensor belongs to; None for one that is not needed."""

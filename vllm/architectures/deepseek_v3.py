@@ -1,6 +1,6 @@
 """DeepSeek V3: multi-head latent attention, and experts in groups. `explain` only."""
 
-from vllm.architectures.architecture import Architecture, Example
+from vllm.architectures.architecture import Architecture
 from vllm.architectures.build import decoder, dim, gated_mlp, gated_mlp_of, moe
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
 from vllm.architectures.fields import Fields
@@ -77,38 +77,6 @@ def _router(fields: Fields, num_experts: int, top_k: int) -> Router:
     )
 
 
-_DEEPSEEK_V3_1 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "tie_word_embeddings": False,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "scale_fmt": "ue8m0",
-    },
-}
-
 ARCHITECTURES = (
     Architecture(
         "deepseek_v3",
@@ -123,6 +91,5 @@ ARCHITECTURES = (
             "routed_scaling_factor": 2.5,
         },
         is_served=False,
-        examples={"DeepSeek-V3.1": Example("deepseek-ai/DeepSeek-V3.1", _DEEPSEEK_V3_1)},
     ),
 )

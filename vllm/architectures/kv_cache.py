@@ -1,5 +1,6 @@
 """What one layer keeps of a request between steps: the kinds of KV cache."""
 
+import math
 from dataclasses import dataclass
 
 from vllm.architectures.sharding import Dim
@@ -11,6 +12,10 @@ class FullAttentionSpec:
 
     kv_heads: Dim
     head_dim: int
+
+    def token_bytes(self, item_size: int, ranks: int) -> int:
+        """Of one token on one tensor-parallel rank, in numbers of item_size bytes."""
+        return 2 * self.kv_heads.per_rank(ranks) * self.head_dim * item_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,9 @@ class MLAAttentionSpec(FullAttentionSpec):
     """One latent for each token, of head_dim numbers, whose first value_dim are the values."""
 
     value_dim: int
+
+    def token_bytes(self, item_size: int, ranks: int) -> int:
+        return self.head_dim * item_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,11 @@ class RecurrentStateSpec:
         num_channels = sum(dim.per_rank(ranks) * dim.unit for dim in self.channels)
         state = (self.heads.per_rank(ranks), self.key_dim, self.value_dim)
         return (self.taps - 1, num_channels), state
+
+    def request_bytes(self, item_size: int, ranks: int) -> int:
+        """Of one request on one rank; item_size: of activations."""
+        kept, state = self.shapes(ranks)
+        return math.prod(kept) * item_size + 4 * math.prod(state)
 
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | RecurrentStateSpec

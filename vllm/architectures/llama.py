@@ -1,6 +1,6 @@
 """Llama and its like (SmolLM2, ...): plain attention and a gated MLP."""
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture, Example
+from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder
 from vllm.architectures.fields import Fields
@@ -25,26 +25,6 @@ DEFAULTS = CAUSAL_LM | {
     "eos_token_id": 2,
 }
 
-_LLAMA_3_1_8B_NVFP4 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-    "quantization_config": {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "ignore": ["lm_head"],
-    },
-}
 
 ARCHITECTURES = (
     Architecture(
@@ -60,8 +40,5 @@ ARCHITECTURES = (
             "mlp_bias": False,
         },
         nullable=frozenset({"head_dim", "num_key_value_heads"}),
-        examples={
-            "Llama-3.1-8B-NVFP4": Example("nvidia/Llama-3.1-8B-Instruct-FP4", _LLAMA_3_1_8B_NVFP4)
-        },
     ),
 )

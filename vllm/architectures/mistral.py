@@ -4,7 +4,7 @@ Mistral 3 around either (Devstral Small 2, Mistral Small 3.x)."""
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.architectures.architecture import Architecture, Composite, Example
+from vllm.architectures.architecture import Architecture, Composite
 from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder, QueryScaling
 from vllm.architectures.fields import Fields
@@ -41,30 +41,6 @@ def _rope_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
         "llama_4_scaling_beta": 0.1,
     }
 
-
-_DEVSTRAL_SMALL_2_24B = {
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "model_type": "mistral3",
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "ministral3",
-        "head_dim": 128,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "sliding_window": None,
-        "vocab_size": 131072,
-    },
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "weight_block_size": None,
-        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
-    },
-}
 
 ARCHITECTURES = (
     Architecture(
@@ -112,10 +88,5 @@ ARCHITECTURES = (
             ("language_model.lm_head.", "lm_head."),
         ),
         notice="Mistral3: serving the text model; images are not supported",
-        examples={
-            "Devstral-Small-2-24B": Example(
-                "mistralai/Devstral-Small-2-24B-Instruct-2512", _DEVSTRAL_SMALL_2_24B
-            )
-        },
     ),
 )

@@ -1,6 +1,6 @@
 """Qwen3 dense: no QKV bias, but an RMSNorm over each head of q and k before the rotation."""
 
-from vllm.architectures.architecture import Architecture, Example
+from vllm.architectures.architecture import Architecture
 from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, Decoder
 from vllm.architectures.fields import Fields
@@ -18,31 +18,6 @@ def _attention(fields: Fields, layer: int) -> Attention:
     )
 
 
-_QWEN3_8B_FP8 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    },
-}
-
 ARCHITECTURES = (
     Architecture(
         "qwen3",
@@ -52,6 +27,5 @@ ARCHITECTURES = (
         nullable=frozenset({"num_key_value_heads", "sliding_window", "layer_types"}),
         layer_types=layer_types,
         derives_layer_types=("max_window_layers",),
-        examples={"Qwen3-8B-FP8": Example("Qwen/Qwen3-8B-FP8", _QWEN3_8B_FP8)},
     ),
 )

@@ -4,7 +4,7 @@ and every few of them one of gated full attention."""
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite, Example
+from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
 from vllm.architectures.build import (
     AttentionKind,
     attention,
@@ -138,77 +138,6 @@ _NOTICE = (
     "multi-token prediction are skipped"
 )
 
-_EXAMPLE_TEXT = {
-    "model_type": "qwen3_5_moe_text",
-    "dtype": "bfloat16",
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_value_head_dim": 128,
-    "num_key_value_heads": 2,
-    "vocab_size": 248320,
-}
-_35B_A3B_FP8 = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "model_type": "qwen3_5_moe",
-    "tie_word_embeddings": False,
-    "text_config": _EXAMPLE_TEXT
-    | {
-        "hidden_size": 2048,
-        "linear_num_value_heads": 32,
-        "moe_intermediate_size": 512,
-        "num_attention_heads": 16,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "shared_expert_intermediate_size": 512,
-    },
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": [
-            "lm_head",
-            "model.visual",
-            "embed_tokens",
-            "mlp.gate",
-            "mlp.shared_expert_gate",
-            "linear_attn.conv1d",
-            "linear_attn.in_proj_a",
-            "linear_attn.in_proj_b",
-        ],
-    },
-}
-_397B_A17B_NVFP4 = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "model_type": "qwen3_5_moe",
-    "tie_word_embeddings": False,
-    "text_config": _EXAMPLE_TEXT
-    | {
-        "hidden_size": 4096,
-        "linear_num_value_heads": 64,
-        "moe_intermediate_size": 1024,
-        "num_attention_heads": 32,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "num_hidden_layers": 60,
-        "shared_expert_intermediate_size": 1024,
-    },
-    "quantization_config": {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "ignore": [
-            "lm_head",
-            "model.visual*",
-            "*.linear_attn*",
-            "*.self_attn*",
-            "*.mlp.shared_expert*",
-            "*.mlp.shared_expert_gate",
-        ],
-    },
-}
 
 ARCHITECTURES = (
     Architecture(
@@ -254,10 +183,6 @@ ARCHITECTURES = (
         ("Qwen3_5MoeForConditionalGeneration",),
         ("qwen3_5_moe_text",),
         notice=_NOTICE,
-        examples={
-            "Qwen3.5-35B-A3B-FP8": Example("Qwen/Qwen3.5-35B-A3B-FP8", _35B_A3B_FP8),
-            "Qwen3.5-397B-A17B-NVFP4": Example("nvidia/Qwen3.5-397B-A17B-NVFP4", _397B_A17B_NVFP4),
-        },
         **_CHECKPOINTS,
     ),
 )

@@ -1,6 +1,6 @@
 """Qwen3 mixture of experts: Qwen3's attention, and in most layers routed experts for the MLP."""
 
-from vllm.architectures.architecture import Architecture, Example
+from vllm.architectures.architecture import Architecture
 from vllm.architectures.build import AttentionKind, attention, decoder, dim, gated_mlp, moe
 from vllm.architectures.decoder import Attention, Decoder, FeedForward, MoE
 from vllm.architectures.fields import Fields
@@ -33,35 +33,6 @@ def _moe(fields: Fields) -> MoE:
     return moe(fields, dim(fields, "num_experts"), lambda n, k: Router(n, k, renormalises))
 
 
-_QWEN3_30B_A3B_FP8 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "mlp.gate"],
-    },
-}
-
 ARCHITECTURES = (
     Architecture(
         "qwen3_moe",
@@ -84,6 +55,5 @@ ARCHITECTURES = (
         nullable=frozenset({"sliding_window", "mlp_only_layers"}),
         # Published configs have the name that transformers had before version 5.
         renamed_fields={"num_local_experts": "num_experts"},
-        examples={"Qwen3-30B-A3B-FP8": Example("Qwen/Qwen3-30B-A3B-FP8", _QWEN3_30B_A3B_FP8)},
     ),
 )

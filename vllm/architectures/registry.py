@@ -1,10 +1,11 @@
 """All architectures: the built-in ones, and those of packages with the entry point
 `vllm.architectures`, whose value is one Architecture or Composite, or a tuple of them."""
 
-import copy
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Checkpointed, Composite
@@ -129,17 +130,29 @@ def _unknown_type(where: str, name: object, names: Iterable[str]) -> Exception:
     )
 
 
+# ---------------------------------------------------------------- examples
+
+# The part of public config.json files that decides kernels. Lists of modules that are not quantised
+# are shortened to the last parts of their names, which mean the same layers.
+_EXAMPLES = Path(__file__).parent / "examples"
+
+
+@cache
 def builtin_names() -> dict[str, str]:
-    """Short names of the models whose kernels can be listed without a download, and their names on
-    the Hugging Face hub."""
-    return {name: example.hub_name for one in known().values()
-            for name, example in one.examples.items()}  # fmt: skip
+    """Short names of models whose kernels can be listed without a download, and their names on the
+    Hugging Face hub."""
+    return {file.stem: _example(file)["hub_name"] for file in sorted(_EXAMPLES.glob("*.json"))}
 
 
 def builtin_config(name: str) -> dict[str, Any] | None:
     """The config of such a model, by its short or its hub name in any case; None for others."""
-    for one in known().values():
-        for short, example in one.examples.items():
-            if name.lower() in (short.lower(), example.hub_name.lower()):
-                return copy.deepcopy(dict(example.config))
+    for short, hub_name in builtin_names().items():
+        if name.lower() in (short.lower(), hub_name.lower()):
+            config: dict[str, Any] = _example(_EXAMPLES / f"{short}.json")["config"]
+            return config
     return None
+
+
+def _example(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found

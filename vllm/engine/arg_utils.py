@@ -23,7 +23,7 @@ from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.config.parallel import EXECUTOR_BACKENDS
-from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS
+from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
 from vllm.errors import ConfigError, did_you_mean
 from vllm.platforms.installed import installed_device
 
@@ -96,9 +96,10 @@ class EngineArgs:
         "--enable-prefix-caching.", type=int,
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
-    max_prompt_graph_tokens: int = _arg(
-        0, "Capture CUDA graphs also of steps with prompts, of up to so many tokens: the host then "
-        "launches them at once. Not run on hardware yet.", type=int,
+    max_prompt_graph_tokens: int | None = _arg(
+        None, "Largest step with prompts that a CUDA graph is captured for, in tokens; 0: none. "
+        "Default: 2048, or --max-num-batched-tokens where that is less, on a GPU with CUDA graphs.",
+        type=int,
     )  # fmt: skip
     debug_numerics: bool = _arg(
         False, "Check the output of every layer; when a request fails for NaN or infinity, name "
@@ -206,10 +207,7 @@ class EngineArgs:
             hf_overrides=self.hf_overrides,
             seed=self.seed,
         )
-        is_cpu = installed_device().kind == "cpu"
-        default_tokens = max(
-            CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS, self.max_num_seqs
-        )
+        parallel_config = self._parallel_config()
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
@@ -220,16 +218,8 @@ class EngineArgs:
                 enable_prefix_caching=self._wants_prefix_caching(model_config),
                 num_state_snapshots=self.num_state_snapshots,
             ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=(
-                    default_tokens
-                    if self.max_num_batched_tokens is None
-                    else self.max_num_batched_tokens
-                ),
-                max_prompt_graph_tokens=self.max_prompt_graph_tokens,
-            ),
-            parallel_config=self._parallel_config(),
+            scheduler_config=self._scheduler_config(model_config, parallel_config),
+            parallel_config=parallel_config,
             kernel_config=KernelConfig(
                 kernel=(self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ()),
                 linear_backend=self.linear_backend,
@@ -240,6 +230,26 @@ class EngineArgs:
                 max_requant_error=self.max_requant_error,
                 dump_decisions=self.dump_decisions and Path(self.dump_decisions),
             ),
+        )
+
+    def _scheduler_config(
+        self, model_config: ModelConfig, parallel_config: ParallelConfig
+    ) -> SchedulerConfig:
+        is_cpu = installed_device().kind == "cpu"
+        max_tokens = self.max_num_batched_tokens
+        if max_tokens is None:
+            max_tokens = CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS
+            max_tokens = max(max_tokens, self.max_num_seqs)
+        graph_tokens = self.max_prompt_graph_tokens
+        if graph_tokens is None:
+            is_eager = is_cpu or model_config.enforce_eager or parallel_config.needs_eager
+            # In lock-step, data-parallel ranks do not capture prompts.
+            is_captured = not (is_eager or parallel_config.is_in_lock_step)
+            graph_tokens = min(PROMPT_GRAPH_TOKENS, max_tokens) if is_captured else 0
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            max_prompt_graph_tokens=graph_tokens,
         )
 
     def _parallel_config(self) -> ParallelConfig:

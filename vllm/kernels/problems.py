@@ -4,9 +4,9 @@ Standard library only: the choices for any model on any chip can be listed witho
 or a GPU. Where the engine runs an architecture, names, order and problems equal its own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm.architectures.decoder import CachedAttention, Decoder, ExpertsSpec, Item
 from vllm.architectures.registry import describe, dtype_field, text_config
@@ -22,15 +22,21 @@ from vllm.kernels.select.problem import (
     comes_quantised,
 )
 
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.quantization import LayerFormat, QuantizationConfig
-
 MOE_LAYOUTS = ("standard", "batched")
 
 _MAX_RANKS = 1 << 12
 _ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _CACHE_FORMATS = (*_ITEM_SIZES, "fp8")
+
+LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
+
+
+class Quantization(Protocol):
+    """What a checkpoint's quantisation config says of a layer made of the weights `names`; None
+    where it is not quantised."""
+
+    def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
 
 
 # ---------------------------------------------------------------- one layer
@@ -39,7 +45,7 @@ _CACHE_FORMATS = (*_ITEM_SIZES, "fp8")
 def linear_problem(
     spec: LinearSpec,
     name: str,
-    regions: "list[Region]",
+    regions: list[Region],
     ranks: int,
     weight: WeightFormat,
     act: tuple[ActScheme, ...],
@@ -103,7 +109,7 @@ def attention_problems(
 
 def layer_problems(
     config: Mapping[str, Any],
-    quant_config: "QuantizationConfig | None",
+    quant_config: Quantization | None,
     *,
     dtype: str,
     kv_format: str,
@@ -142,7 +148,7 @@ class _Rank:
     weight_dtype: str
     kv_format: str
     moe_layout: str
-    quant_config: "QuantizationConfig | None"
+    quant_config: Quantization | None
 
     def problems(self, decoder: Decoder) -> Iterator[tuple[str, Problem]]:
         made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
@@ -166,7 +172,7 @@ class _Rank:
             return (moe_problem(item, self.tp, self.ep, weight, act, self.dtype, layout),)
         return attention_problems(item, self.tp, self.kv_format, self.dtype)
 
-    def _format(self, names: tuple[str, ...]) -> "LayerFormat":
+    def _format(self, names: tuple[str, ...]) -> LayerFormat:
         """Of a layer made of the checkpoint weights `names`; () for one never quantised."""
         found = self.quant_config.layer_format(names) if self.quant_config and names else None
         return found or (WeightFormat(self.weight_dtype), (ActScheme.NONE,))

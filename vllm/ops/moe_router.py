@@ -31,8 +31,8 @@ def route(
     Best first. Scores are softmax or sigmoid of the logits (`scoring`) in float32. Chosen are the
     best of score + bias (float32 [E]) out of the `topk_groups` best of `num_groups` equal groups:
     a group counts as its best expert, with a bias as the sum of its two best. Weights are the
-    scores without the bias, divided by their sum for a token (renormalise), times `routed_scale`. The
-    kept groups have at least `top_k` experts.
+    scores without the bias, divided by their sum in a token (renormalise), times `routed_scale`.
+    The kept groups have at least `top_k` experts.
     """
     wide = logits.float()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.interface import LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     e2m1_decode,
     pack_e2m1,
     unpack_e2m1,

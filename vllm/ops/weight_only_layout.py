@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm.kernels.interface import NVFP4_GROUP, LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     e2m1_decode,
     pack_e2m1,
     unpack_e2m1,

@@ -7,7 +7,7 @@ stand for.
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import scaled_fp8_quant
+from vllm.ops.fp8_quant import scaled_fp8_quant
 from vllm.ops.torch_library import register
 from vllm.ops.weight_only_layout import (
     PackedWeight,

@@ -34,6 +34,7 @@ FP8 = torch.float8_e4m3fn
 def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of capability 9.0")
+    pytest.importorskip("deep_gemm")
     torch.manual_seed(0)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, MARKS, needs_gpu
 
-from vllm._custom_ops import ScaleLayout
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant, QuantizedInput
@@ -19,6 +18,7 @@ from vllm.kernels.triton.moe import Experts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.utils.deep_gemm import pack_ue8m0
 from vllm.worker.numerics import _is_broken
 

@@ -15,6 +15,7 @@ from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import find_tables, missing_note
 from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import diff, json_report, question, text_report
+from vllm.kernels.report.report import Report
 from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
@@ -89,7 +90,7 @@ def run_explain(args: argparse.Namespace) -> int:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
     selection, variables = _select(args)
     refusal = _refusal(selection)
-    report = json_report.Report(selection.device, selection.libs, variables, selection.records)
+    report = Report(selection.device, selection.libs, variables, selection.records)
     if args.json:
         print(json.dumps(json_report.report(*report), indent=1))
     else:
@@ -220,7 +221,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> int:
     return 1 if found else 0
 
 
-def _read(path: Path) -> json_report.Report:
+def _read(path: Path) -> Report:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

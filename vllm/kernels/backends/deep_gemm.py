@@ -85,19 +85,22 @@ def prepare(
 
     arch: the chip to lay out for, None for the current one.
     """
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import requantised_ue8m0
-    from vllm.utils.deep_gemm import transform_sf_into_required_layout
+    import torch
 
-    if winner.is_lossy:
-        tensors = requantised_ue8m0(tensors)
+    from vllm.ops.fp8 import deepgemm_post_process_fp8_weight_block, requantised_ue8m0
+
     weight, scales = tensors.weight, tensors.scales
     assert scales is not None
-    *experts, n, k = weight.shape
-    num_groups = experts[0] if experts else None
-    scales = transform_sf_into_required_layout(
-        scales, n, k, (_BLOCK, _BLOCK), num_groups=num_groups, arch=arch
+    if scales.dtype == torch.int32:  # exponents, laid out before
+        return weight, scales
+    if winner.is_lossy:
+        tensors = requantised_ue8m0(tensors)
+        weight, scales = tensors.weight, tensors.scales
+    assert scales is not None
+    # Already re-quantised, in tensors of their own.
+    return deepgemm_post_process_fp8_weight_block(
+        weight, scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
     )
-    return weight, scales
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
@@ -154,8 +157,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _input_quant(winner: Candidate) -> "InputQuant":
     """x [M, K] -> float8_e4m3fn [M, K] and scales of 1x128 groups, laid out for the chip."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant
+    from vllm.ops.fp8_quant import ScaleLayout
 
     if winner.scales == Scales.UE8M0:
         return InputQuant(ScaleLayout.PACKED_UE8M0)

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
@@ -11,6 +10,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, compress
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
 from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MODEL_RULE
@@ -18,9 +18,6 @@ from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.machine import BUILD, Lib, Libs
-
-if TYPE_CHECKING:
-    from vllm.kernels.report.json_report import Report
 
 WIDTH = 100
 CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
@@ -209,7 +206,7 @@ def _candidate_lines(
 # ---------------------------------------------------------------- a page
 
 
-def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
+def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
     """Everything: where, what was chosen for how many layers, and each outcome with its rejected
     candidates. is_brief: without these."""
     outcomes = by_outcome(report.records)
@@ -228,7 +225,7 @@ def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: boo
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
-def _where(report: "Report", width: int) -> list[str]:
+def _where(report: Report, width: int) -> list[str]:
     rows = [("device", str(report.device)), ("libraries", libs_text(report.libs))]
     if report.env:
         rows.append(("variables", "  ".join(f"{k}={v}" for k, v in report.env.items())))

@@ -1,7 +1,6 @@
 """Gated delta-net: linear attention whose memory of a request is one state of a fixed size."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -85,11 +84,6 @@ class GatedDeltaNet(nn.Module):
             lambda tensor: target.data.copy_(change(tensor.float())),
             () if size == 1 else (slice(rank * count, (rank + 1) * count),),
         )
-
-    def slot_bytes(self) -> int:
-        """Of the states of one request."""
-        kept, state = self.cache_spec.shapes(self.group.size)
-        return math.prod(kept) * self.dtype.itemsize + 4 * math.prod(state)
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
         """Zeros; what a slot holds counts for nothing to a request that starts."""
