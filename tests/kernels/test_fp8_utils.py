@@ -11,7 +11,7 @@ from tests.kernels import e4m3
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.reason import Why
-from vllm.machine import Device, Libs
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     W8A8BlockFp8LinearOp,
@@ -263,7 +263,11 @@ def test_a_product_of_scales_that_do_not_fit_is_refused():
 def make_op(use_deep_gemm: bool | None, chip: str | None = None) -> W8A8BlockFp8LinearOp:
     """On this machine, or on a chip with DeepGEMM."""
     shapes = GroupShape(*BLOCK), GroupShape(1, 128)
-    elsewhere = (Device.parse(chip), Libs.parse("deep_gemm=2.6,torch,triton=3.4")) if chip else ()
+    elsewhere = (
+        (Device.parse(chip), Libs.of([Lib("deep_gemm", "2.6"), Lib("torch"), Lib("triton", "3.4")]))
+        if chip
+        else ()
+    )
     return W8A8BlockFp8LinearOp(*shapes, use_deep_gemm, *elsewhere)
 
 

@@ -77,16 +77,16 @@ def requant_error(tensors: LinearTensors) -> RequantError:
 
     Where all scales are powers of two that is none, and the weight is not read.
     """
-    assert tensors.scales is not None and tensors.format.scale == "block"
+    assert tensors.format.scale == "block"
     if tensors.is_cut:  # zeros around it change no block's largest value, nor any sum
         tensors, _ = padded_tensors(tensors)
-        assert tensors.scales is not None
-    block = tensors.format.block
-    represented = is_power_of_two(tensors.scales) | (tensors.scales == 0)
+    block, all_scales = tensors.format.block, tensors.scales
+    assert all_scales is not None
+    represented = is_power_of_two(all_scales) | (all_scales == 0)
     if bool(represented.all()):
         return RequantError(0.0, 0.0, is_exact=True)
     error, norm, worst = 0.0, 0.0, 0.0
-    for q, scales in _pieces(tensors.weight, tensors.scales, tensors.shard_rows, block[0]):
+    for q, scales in _pieces(tensors.weight, all_scales, tensors.shard_rows, block[0]):
         stored = dequantise_blocks(q, scales, block)
         recast = per_block_cast_to_fp8(stored, block, use_ue8m0=True)
         norm += _sum_of_squares(stored)

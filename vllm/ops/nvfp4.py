@@ -106,7 +106,8 @@ def swizzle_each(scales: Tensor) -> Tensor:
     count, num_rows, _ = scales.shape
     filling = (0, 0, 0, -num_rows % TILE_ROWS)
     padded = torch.nn.functional.pad(scales.view(torch.uint8), filling)
-    return swizzle_scales(padded.flatten(0, 1)).unflatten(0, (count, -1)).view(scales.dtype)
+    swizzled = swizzle_scales(padded.flatten(0, 1))
+    return swizzled.view(count, -1, swizzled.shape[1]).view(scales.dtype)
 
 
 def max_grouped_scale_rows(num_rows: int, num_experts: int) -> int:
@@ -152,9 +153,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 def nvfp4_dequantize(packed: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
     """float32 [M, K] of codes uint8 [M, K / 2] and row-major scales [M, K / 16]."""
-    values = e2m1_decode(unpack_e2m1(packed)).unflatten(1, (-1, GROUP))
     factors = scales.float() / global_scale.float().to(scales.device)
-    return (values * factors.unsqueeze(-1)).flatten(1)
+    return e2m1_decode(unpack_e2m1(packed)) * factors.repeat_interleave(GROUP, 1)
 
 
 def nvfp4_quantize_grouped(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vllm.config.policy import Wishes, make_policy, set_variables
+from vllm import envs
+from vllm.config.policy import KernelPreferences, make_policy
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
@@ -83,7 +84,9 @@ class W8A8BlockFp8LinearOp:
                 f"act_quant_group_shape: given {tuple(act_quant_group_shape)}; accepted: (1, 128)"
             )
         device = device or probe_device()
-        policy = make_policy(Wishes(use_deep_gemm=use_deep_gemm), set_variables(), "", device)
+        policy = make_policy(
+            KernelPreferences(use_deep_gemm=use_deep_gemm), envs.kernel_variables()
+        )
         self.selection = Selection(device, probe_libs() if libs is None else libs, policy)
         self._kernels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
