@@ -49,8 +49,8 @@ class FirstCalls:
 
     def of_weights(self, max_tokens: int, max_seqs: int, num_engines: int = 1) -> None:
         """Linear layers and experts, one layer per decision: with one token, the maximum, and at
-        the boundaries of each split range; kernels that compile at their first call, with every size
-        that compiles separately. max_tokens: of a step of one of `num_engines` data-parallel
+        the boundaries of each split range. Kernels that compile at their first call: with every
+        size that compiles separately. max_tokens: of a step of one of `num_engines` data-parallel
         ranks in lock-step."""
         self._settle()
         for layer in self._of_each_choice(Linear, FusedMoE):
