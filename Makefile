@@ -1,7 +1,9 @@
 # make serve   everything from an empty machine to a running server on port 8000
-# make test    the same set-up, then lint and all tests that need no GPU
+# make test    the same set-up, then all tests that need no GPU and are not slow; GPU tests up to
+#              their first use of one
+# make test-all   the tests marked `slow`, which `make test` leaves out
 # make build   the native library again after a change under csrc/, CPU kernels only
-# make lint    ruff, mypy, clang-format and the architecture lints
+# make lint    ruff, mypy, clang-format, the architecture lints and the import contracts
 # make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
 #                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
 # make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
@@ -21,19 +23,28 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
   -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm; print(vllm.__version__)')
 
-.PHONY: serve test test-build test-gpu lint build build-cuda format clean
+.PHONY: help serve test test-all test-build test-gpu lint build build-cuda format clean
+
+help:
+	@sed -n 's/^# \?//p;/^$$/q' Makefile
 
 serve: $(VENV)/.serve
 	$(BIN)/vllm serve --port $(PORT) $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/lint/architecture.py
+	$(BIN)/lint-imports --no-cache
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.test

@@ -1,17 +1,19 @@
 """Checkpoints that tests share, each written once a session; the same examples in every run."""
 
+import contextlib
 import os
 from pathlib import Path
 
-import hypothesis
 import pytest
-from tiny_models import build_model, make_tokenizer
 
-# A gate that draws new examples each time fails changes that have nothing to do with it. To look
-# for more: HYPOTHESIS_PROFILE=explore.
-hypothesis.settings.register_profile("gate", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("explore", deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
+with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest only
+    import hypothesis
+
+    # A gate that draws new examples each time fails changes that have nothing to do with it. To
+    # look for more: HYPOTHESIS_PROFILE=explore.
+    hypothesis.settings.register_profile("gate", derandomize=True, deadline=None)
+    hypothesis.settings.register_profile("explore", deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,6 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name, **changes) -> folder of a float32 checkpoint; made once."""
+    from tiny_models import build_model  # tests of kernels do without transformers
+
     made: dict[tuple, Path] = {}
 
     def make(name: str, **changes) -> Path:
@@ -40,6 +44,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory) -> Path:
     """A tiny Llama with a tokenizer and a chat template: text in, (random) text out."""
+    from tiny_models import build_model, make_tokenizer
+
     folder = tmp_path_factory.mktemp("text")
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)

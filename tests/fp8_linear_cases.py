@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs, Origin, Override, Policy
-from vllm.platforms.interface import DeviceCapability
+from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 
 SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")
 H100 = Device("cuda", DeviceCapability(9, 0))

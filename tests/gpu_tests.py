@@ -5,14 +5,15 @@
 
 Each file of tests is cut into parts that run in processes of their own; the parts that took longest
 in the results `--before` come first. FILE gets the machine, the versions, a line for each file, the
-names of what failed or was not run, and the slowest tests, with how much of them was the start of
-engines. It is written anew whenever a part ends, and when time is up or SIGTERM comes. Exit code 0:
-everything passed in time.
+names of what failed or was not run, why tests were skipped, and the slowest tests, with how much of
+them was the start of engines. It is written anew whenever a part ends, and when time is up or
+SIGTERM comes. Exit code 0: everything passed in time.
 
 Three processes run on four cores, and one for each 8 GiB of the GPUs at most; --jobs says another
 number. Of several GPUs each process sees all, in turn another one first: there it computes what
 takes one. Needs pytest, and of this repository the package with its library. As a plugin of pytest
-(`-p gpu_tests`) it keeps one part of the tests and writes down what becomes of each.
+(`-p gpu_tests`) it keeps one part of the tests and writes down what becomes of each. Without a GPU
+`tests/gpu_dry_run.py` runs the same files in the same way, up to their first use of one.
 """
 
 import argparse
@@ -61,6 +62,7 @@ COMPILING = (
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python", "transformers")
 GIB_PER_JOB = 8  # what one process takes of the GPUs at most, on average
 NUM_SLOWEST = 20
+JOB_VARIABLE = "GPU_TESTS"  # what a process has to do, for the plugin in it
 STOPPED = threading.Event()
 
 
@@ -70,7 +72,7 @@ STOPPED = threading.Event()
 @pytest.hookimpl(trylast=True)  # of those that are marked, ordered by what they share
 def pytest_collection_modifyitems(config, items) -> None:
     """Keeps one stretch of several, of all tests or of those that are named."""
-    job = json.loads(os.environ.get("GPU_TESTS", "{}"))
+    job = json.loads(os.environ.get(JOB_VARIABLE, "{}"))
     if not job:
         return
     index, count, only = job["index"], job["count"], job["only"]
@@ -80,28 +82,43 @@ def pytest_collection_modifyitems(config, items) -> None:
     items[:] = kept
 
 
+def pytest_collectreport(report) -> None:
+    """A file that cannot be imported, or that skips all of its tests."""
+    if report.skipped:
+        tell(test="all tests", kind="skipped", message=reason_of(report))
+    elif report.failed:
+        tell(unread=" ".join(report.longreprtext.split())[-300:])
+
+
 def pytest_collection_finish(session) -> None:
-    _tell(tests=[item.nodeid.partition("::")[2] for item in session.items])
+    tell(tests=[item.nodeid.partition("::")[2] for item in session.items])
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    _tell(begun=nodeid.partition("::")[2])
+    tell(begun=nodeid.partition("::")[2])
 
 
 def pytest_runtest_logreport(report) -> None:
     test = report.nodeid.partition("::")[2]
     if report.when == "call" or not report.passed:
         kind = report.outcome if report.when == "call" or report.skipped else "error"
-        crash = getattr(report.longrepr, "reprcrash", None)
-        message = str(crash.message if crash else report.longrepr if report.failed else "")
-        _tell(test=test, kind=kind, message=" ".join(message.split())[:300])
+        tell(test=test, kind=kind, message=reason_of(report))
     log = report.capstderr if report.when == "call" else ""
     start = sum(map(float, re.findall(r"Ready after ([\d.]+) s", log)))
-    _tell(timed=test, seconds=report.duration, start=start)
+    tell(timed=test, seconds=report.duration, start=start)
 
 
-def _tell(**event) -> None:
-    if job := json.loads(os.environ.get("GPU_TESTS", "{}")):
+def reason_of(report) -> str:
+    """Why a test failed or was skipped, in a line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = str(crash.message if crash else report.longrepr or "")
+    if isinstance(report.longrepr, tuple):  # (file, line, reason)
+        message = report.longrepr[2].partition(": ")[2]
+    return " ".join(message.split())[:300]
+
+
+def tell(**event) -> None:
+    if job := json.loads(os.environ.get(JOB_VARIABLE, "{}")):
         with open(job["events"], "a") as file:
             file.write(json.dumps(event) + "\n")
 
@@ -111,17 +128,20 @@ def _tell(**event) -> None:
 
 @dataclass
 class Outcome:
-    """wrong: by test (or part) why it did not pass. times: of tests, and of starts in them.
-    is_known: which tests there are."""
+    """skips: reasons. wrong: by test (or part) why it did not pass. times: of tests, and of starts
+    in them. unread: why the file could not be imported. is_known: which tests there are."""
 
     counts: Counter[str] = field(default_factory=Counter)
+    skips: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     wrong: dict[str, str] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
+    unread: str = ""
     is_known: bool = False
 
     def add(self, other: "Outcome") -> None:
         self.counts += other.counts
+        self.skips += other.skips
         self.seconds += other.seconds
         self.wrong |= other.wrong
         self.times |= other.times
@@ -141,15 +161,8 @@ class Job:
         events = folder / f"{self.file.stem}-{self.index}.jsonl"
         events.unlink(missing_ok=True)
         log = events.with_suffix(".log")
-        job = {"index": self.index, "count": self.count, "only": self.only, "events": str(events)}
-        words = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", "gpu", str(self.file)]
-        words += ["-p", "gpu_tests", "-p", "no:cacheprovider"]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        # Without that cuBLAS variable older torch refuses deterministic products.
-        env = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
-               **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
-               "GPU_TESTS": json.dumps(job),
-               "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
+        words = [sys.executable, "-m", "pytest", *self.pytest_words()]
+        env = self.environment(events) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
         begin = time.monotonic()
         if STOPPED.is_set() or begin >= end:
             wrong = {f"{self.name}, all tests": "not run"}
@@ -167,12 +180,24 @@ class Job:
         outcome = read_events(events, f"{name_of(self.file)}::")
         outcome.seconds = time.monotonic() - begin
         if process.returncode not in (0, 1, 5):
-            last = " ".join(log.read_text(errors="replace").split("\n")[-3:])
+            last = outcome.unread or " ".join(log.read_text(errors="replace").split("\n")[-3:])
             reason = "out of time" if is_late else f"exit code {process.returncode}"
             outcome.counts["unfinished parts"] += 1
             name = self.name if outcome.is_known else f"{self.name}, all tests"
-            outcome.wrong[name] = f"{reason}: {last.strip()[-200:]}"
+            outcome.wrong[name] = f"{reason}: {last.strip()[-300:]}"
         return outcome
+
+    def pytest_words(self) -> list[str]:
+        return ["-q", "-m", "gpu", str(self.file), "-p", "gpu_tests", "-p", "no:cacheprovider"]
+
+    def environment(self, events: Path) -> dict[str, str]:
+        """events: where the plugin writes."""
+        job = {"index": self.index, "count": self.count, "only": self.only, "events": str(events)}
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        # Without that cuBLAS variable older torch refuses deterministic products.
+        return {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+                JOB_VARIABLE: json.dumps(job),
+                "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -194,11 +219,14 @@ def read_events(file: Path, prefix: str) -> Outcome:
         waiting = event.get("tests", waiting)
         outcome.is_known |= "tests" in event
         begun = event.get("begun", begun)
+        outcome.unread = event.get("unread", outcome.unread)
         if "test" in event:
             outcome.counts[event["kind"]] += 1
             waiting = [name for name in waiting if name != event["test"]]
             if event["kind"] in ("failed", "error"):
                 outcome.wrong[prefix + event["test"]] = event["message"]
+            elif event["kind"] == "skipped":
+                outcome.skips[event["message"] or "no reason given"] += 1
         elif "timed" in event:
             times = outcome.times.setdefault(prefix + event["timed"], [0.0, 0.0])
             times[:] = times[0] + event["seconds"], times[1] + event["start"]
@@ -329,6 +357,7 @@ def report_of(outcomes: dict[str, Outcome]) -> Iterator[str]:
         engines = f", {start:.0f} s of them the start of engines" if start else ""
         yield f"{name}: {said(outcome.counts)}, {outcome.seconds:.0f} s{engines}"
         yield from (f"    {wrong}\t{reason}" for wrong, reason in outcome.wrong.items())
+        yield from (f"    {count} skipped: {reason}" for reason, count in outcome.skips.items())
     times = {name: t for outcome in outcomes.values() for name, t in outcome.times.items()}
     yield "\nslowest tests, in seconds, and of those the start of engines:"
     for name, (seconds, start) in sorted(times.items(), key=lambda t: -t[1][0])[:NUM_SLOWEST]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm.machine import DeviceCapability
 from vllm.platforms import libraries
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.platforms.interface import Platform
 from vllm.utils import deep_gemm
 
 STAND_INS = Path(__file__).parent / "stand_ins"

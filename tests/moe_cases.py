@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.activations import Activation, input_quant
 from vllm.kernels.interface import LinearTensors, MoEKernel, MoETensors, scale_shape
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy
+from vllm.machine import Device, Libs
 from vllm.ops import torch_ops
 from vllm.utils.torch_utils import dtype_of
 

@@ -6,12 +6,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm.version import __version__
+
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
     from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from vllm.sampling_params import PoolingParams, SamplingParams
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "vllm.entrypoints.llm",

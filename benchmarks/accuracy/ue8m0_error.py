@@ -34,17 +34,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select import registry
-from vllm.kernels.select.ledger import Ledger
+from vllm.kernels.report.ledger import Ledger
+from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, Libs, Origin, Override, Policy
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-    requant_error,
-)
+from vllm.machine import Device, Libs
+from vllm.ops.fp8 import requant_error
+from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8
 
 FLOAT32, UE8M0 = "emulation", "emulation-ue8m0"
 FORMAT = WeightFormat.parse("fp8-block")

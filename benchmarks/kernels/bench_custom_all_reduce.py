@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from gpu_results import write_results
 
-from vllm._custom_ops import ScaleLayout
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 from vllm.distributed.layout import Layout
 from vllm.kernels.activations import InputQuant
+from vllm.ops.fp8_quant import ScaleLayout
 
 DIM, ROWS, NUM_SUMS, NUM_REPLAYS = 4096, (1, 8, 32, 64, 128, 256), 72, 20
 
@@ -61,7 +61,7 @@ def measure(rank: int, address: tuple[str, int]) -> dict[int, dict[str, float]]:
 def ways(group, sums, rows: int) -> dict[str, Callable[[], object]]:
     from torch.distributed import _symmetric_memory as symmetric
 
-    from vllm.ops import usable_ops
+    from vllm.kernels.device_ops import usable_ops
 
     x = torch.randn(rows, DIM, device="cuda", dtype=torch.bfloat16)
     y, residual, weight = x.clone(), torch.zeros_like(x), torch.ones(DIM, device="cuda")

@@ -34,15 +34,17 @@ from moe_parts import layer_microseconds, make_layers, part_microseconds
 from torch import Tensor
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.activations import Activation, input_quant
 from vllm.kernels.evidence.tables import Entry, find_tables, read_table, timings_of, write_table
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.report.question import chip_of
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import BUILD, Decision, Device, Libs, Policy
+from vllm.machine import BUILD, Device, Libs
 from vllm.platforms.probe import probe_device, probe_libs
 from vllm.utils.math_utils import cdiv
 

@@ -25,12 +25,13 @@ from gpu_timing import copy_bandwidth, replay_microseconds
 from torch import Tensor
 
 from vllm._custom_ops import scaled_fp8_quant
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.backends.marlin import WIDE_BYTES, most_tokens
 from vllm.kernels.interface import LinearKernel, LinearTensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Candidate, Scales
 from vllm.ops.weight_only_layout import (
     PackedWeight,
     pack_weight,

@@ -91,7 +91,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.kernels.report.builtin_models import builtin_config
+    from vllm.architectures.registry import builtin_config
 
     (folder / "config.json").write_text(json.dumps(builtin_config(model)))
 
@@ -242,7 +242,11 @@ def cache_bytes_per_token(llm: Any) -> int:
     from vllm.model_executor.layers.attention import Attention
 
     modules = llm.llm_engine.core.runner.model.modules()
-    return sum(m.kernel.block_bytes(1) for m in modules if isinstance(m, Attention))
+    return sum(
+        m.cache_spec.token_bytes(m.kernel.dtype.itemsize, ranks=1)
+        for m in modules
+        if isinstance(m, Attention)
+    )
 
 
 if __name__ == "__main__":

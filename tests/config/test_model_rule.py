@@ -19,7 +19,7 @@ def config(model_type="qwen3_5_moe_text", **quantization) -> VllmConfig:
 
 
 def decided(given: VllmConfig) -> tuple:
-    return given.quant_config.use_deep_gemm, given.quant_config.deep_gemm_by_rule
+    return given.quant_config.use_deep_gemm, bool(given.quant_config.model_rule)
 
 
 @pytest.mark.parametrize("capability", [100, 103])

@@ -17,25 +17,26 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from entrypoints.serving import started_server
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-ROOT = Path(__file__).parents[2]
 # Sizes of real heads and whole scale blocks on each rank, so that the kernels are those of real
 # models.
 SIZES = {
@@ -152,9 +153,8 @@ def error(tmp_path):
     def measure(folder: Path, texts: list[Text]) -> float:
         whole, scores = tmp_path / "whole.json", tmp_path / "scores.json"
         whole.write_text(json.dumps([p + tokens for p, (tokens, _) in zip(prompts(), texts)]))
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-        subprocess.run([sys.executable, "-c", EXACT, folder, whole, scores], env=env, check=True)
+        words = [sys.executable, "-c", EXACT, folder, whole, scores]
+        subprocess.run(words, env=environment(**NO_GPU), check=True)
         exact = [score for row in json.loads(scores.read_text()) for score in row[-NUM_TOKENS:]]
         own = [logprob for _, logprobs in texts for logprob in logprobs]
         return sum(abs(a - b) for a, b in zip(own, exact, strict=True)) / len(own)
@@ -329,7 +329,7 @@ def expected_sum(call: int, num_rows: int) -> torch.Tensor:
 
 
 def eager_sums(sums, rank: int) -> str:
-    from vllm.ops import usable_ops
+    from vllm.kernels.device_ops import usable_ops
 
     weight = torch.rand(DIM, device="cuda")
     for call, num_rows in enumerate(ROWS * 5):
@@ -351,8 +351,8 @@ def eager_sums(sums, rank: int) -> str:
 
 def wrong_quantised(sums, x, total, weight) -> str:
     """Beside the quantising norm of what was added up before, in every layout."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant
+    from vllm.ops.fp8_quant import ScaleLayout
 
     for layout in ScaleLayout:
         for keeps_source in (False, True):
@@ -389,6 +389,7 @@ def test_short_sums_are_exact_in_any_order_of_arrival():
     listener = world.listen()
     address = listener.getsockname()[:2]
     store = world.host_store(listener)
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert pool.starmap(add_up, [(rank, address) for rank in range(2)]) == ["", ""]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, context) as pool:  # which does not wait for a rank that died
+        assert [*pool.map(add_up, range(2), [address] * 2)] == ["", ""]
     del store

@@ -113,6 +113,7 @@ def test_an_engine_that_cannot_load_is_named(experts, tmp_path):
         asyncio.run(start())
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_noticed_while_it_has_requests(experts):
     async def ask(llm: AsyncLLM) -> None:
         params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)

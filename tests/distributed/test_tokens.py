@@ -89,6 +89,7 @@ def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     assert seconds - 1 < time.monotonic() - begin < 3 * seconds
 
 
+@pytest.mark.slow
 def test_a_message_that_a_hanging_rank_does_not_take_ends_the_engine(checkpoint):
     llm = load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0)
     executor = llm.llm_engine.core.executor
@@ -106,7 +107,7 @@ import builtins, time
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         builtins.__import__ = original
         time.sleep(5)
     return module
@@ -114,6 +115,7 @@ builtins.__import__ = importing
 """
 
 
+@pytest.mark.slow
 def test_a_rank_may_read_for_longer_than_a_step_may_take(checkpoint, in_second_rank):
     """Also where ranks agree on what re-quantising costs, layer by layer."""
     in_second_rank(_SLOW)
@@ -128,11 +130,13 @@ def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     check(folder, alone={"quantization": "fp8"}, **options)
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     check(checkpoint("qwen3_5_moe"), **options, enable_expert_parallel=True)
 
 
+@pytest.mark.slow
 def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint):
     folder = checkpoint("qwen3_5_moe")
     check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
@@ -255,6 +259,7 @@ def test_a_rank_with_other_variables_is_named_with_them(checkpoint, in_second_ra
     assert '"VLLM_USE_DEEP_GEMM": "False"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_know_of_other_failures_do_not_choose_apart(
     checkpoint, in_second_rank, tmp_path, monkeypatch
 ):
@@ -280,7 +285,7 @@ import builtins, resource
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
         _, hardest = resource.getrlimit(resource.RLIMIT_AS)
@@ -290,6 +295,7 @@ builtins.__import__ = importing
 """
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_is_named(checkpoint, in_second_rank):
     in_second_rank(_LITTLE_MEMORY)
     options = {"load_format": "dummy", "hf_overrides": {"vocab_size": 1 << 20}}

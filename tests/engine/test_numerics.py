@@ -6,11 +6,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
-from vllm._custom_ops import ScaleLayout
 from vllm.core.request import EngineRequest, FinishReason
 from vllm.entrypoints.openai.errors import as_api_error
 from vllm.errors import NumericsError
 from vllm.kernels.activations import InputQuant
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.worker.numerics import NumericsWatch
 
 POISON = VOCAB - 1

@@ -10,14 +10,13 @@ import pytest
 from slowness import slowness
 
 from vllm import envs
-from vllm.config import policy
+from vllm.architectures.registry import builtin_names
 from vllm.entrypoints.cli.main import main
-from vllm.kernels.report.builtin_models import BUILTIN_NAMES
+from vllm.kernels import registry
 from vllm.kernels.report.docs import requant_error
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import dtype_of
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device
+from vllm.machine import Device
 
 from .serving import REPOSITORY, environment
 
@@ -134,14 +133,15 @@ def test_list_shows_every_backend_and_whether_its_code_is_here(run):
     _, out, _ = run("list", "--json")
     entries = json.loads(out)
     assert {(e["family"], e["backend"]) for e in entries} == {
-        (family, name) for family in registry.FAMILIES for name in registry.ORDER[family]
+        (family, name) for family in registry.FAMILIES for name in registry.backend_names(family)
     }
     built = [e for e in entries if e["is_built"]]
     assert set(registry.built().archs) == {
         f"{e['family']}/{e['backend']}/{weight}" for e in built for weight in e["formats"]
     }
     _, text, _ = run("list")
-    assert all(name in text for family in registry.FAMILIES for name in registry.ORDER[family])
+    for family in registry.FAMILIES:
+        assert all(name in text for name in registry.backend_names(family))
 
 
 def test_list_can_be_narrowed_to_a_family_and_a_chip(run):
@@ -160,7 +160,7 @@ def test_list_says_what_a_kernel_needs(run):
 # ---------------------------------------------------------------- explain
 
 
-@pytest.mark.parametrize("model", BUILTIN_NAMES)
+@pytest.mark.parametrize("model", builtin_names())
 @pytest.mark.parametrize("device", ["sm_90", "sm_100", "sm_121", "cpu:avx512"])
 def test_every_built_in_model_is_explained_on_every_kind_of_chip(run, model, device):
     code, out, _ = run("explain", model.upper(), "--device", device, "--libs", "all", "--json")
@@ -325,7 +325,7 @@ def test_the_committed_documentation_is_what_the_kernels_declare(run, tmp_path):
 
 def test_the_documentation_names_every_variable_and_marks_chips_that_nothing_ran_on():
     text = (REPOSITORY / "docs" / "kernels.md").read_text()
-    assert all(f"`{name}`" in text for name in policy.VARIABLES)
+    assert all(f"`{name}`" in text for name in envs.KERNEL_VARIABLES)
     assert "| sm_100 † |" in text and "| sm_121 † |" in text and "| sm_90 |" in text
     assert "not run on hardware" in text
 

@@ -181,6 +181,7 @@ builtins.__import__ = importing
 """
 
 
+@pytest.mark.slow
 def test_a_server_whose_kernels_fail_starts_again_with_others(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -32,9 +32,9 @@ HARNESS = Path(__file__).parent / "gsm8k" / "gsm8k_eval.py"
 BUDGET = Budget(max_kl=1e-5)
 NUM_TEXTS = 90  # 11,000 tokens
 BREAK_THE_RULE = """
-from vllm.kernels import rules
+from vllm.utils import deep_gemm
 
-rules.DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
+deep_gemm._DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
 """
 
 
@@ -93,6 +93,7 @@ def fp8_choices(server: RunningServer, family: str) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_held_out_problems_are_answered_as_well_as_after_training(data, tmp_path):
     with started_server(texts.MODEL, tmp_path / "log") as server:
         accuracy = score(server, data, tmp_path / "results.json", problems.NUM_HELD_OUT)

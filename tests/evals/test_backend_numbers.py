@@ -15,11 +15,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.evals.measure import Configuration, Job, measure
 from vllm.evals.paired import Budget, Position, compare
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.report import question
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Origin, Override, Policy
+from vllm.machine import Device
 
 NUM_TEXTS = 120
 CHIPS = ("sm_90", "sm_100", "sm_120", "sm_89")
@@ -106,18 +108,21 @@ def of_kind(*kinds: str) -> list[tuple[str, str, str]]:
     return [emulation for emulation in emulations() if emulation[0] in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "backend", "chip"), of_kind("fp8", "fp8 experts"))
 def test_float32_scales_keep_the_budget_and_ue8m0_breaks_it(kind, backend, chip):
     numbers = numbers_of(kind, backend, chip)
     assert bool(over_budget(kind, numbers, texts.MODEL, BUDGETS[kind])) == numbers.is_lossy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "backend", "chip"), of_kind("nvfp4"))
 def test_nvfp4_keeps_the_budget_of_its_activations(nvfp4_model, kind, backend, chip):
     numbers = numbers_of(kind, backend, chip)
     assert over_budget(kind, numbers, nvfp4_model, NVFP4_BUDGETS[numbers.act]) == []
 
 
+@pytest.mark.slow
 def test_four_bit_activations_break_the_budget_of_whole_ones(nvfp4_model):
     numbers = Numbers(GROUP16, False)
     assert over_budget("nvfp4", numbers, nvfp4_model, NVFP4_BUDGETS[FLOATS])

@@ -70,6 +70,7 @@ def run_lm_eval(tasks, output, model: str, model_args: str) -> dict[str, list[di
     return samples
 
 
+@pytest.mark.slow
 def test_loglikelihoods_and_generations_equal_those_of_transformers(
     tasks, text_checkpoint, tmp_path
 ):

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from entrypoints.serving import run_cli
 
+from vllm.entrypoints.cli.main import main
+
 TEXTS = ("the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs")
 
 
@@ -84,13 +86,13 @@ def test_a_mistake_is_named_before_anything_is_loaded(text_checkpoint, prompts, 
 @pytest.mark.parametrize(
     ("text", "message"), [("", "is empty"), ("\n \n", "is empty"), (None, "cannot be read")]
 )
-def test_prompts_that_are_none_are_named(text_checkpoint, tmp_path, text, message):
+def test_prompts_that_are_none_are_named(text_checkpoint, tmp_path, capsys, text, message):
     path = tmp_path / "prompts.txt"
     if text is not None:
         path.write_text(text)
-    done = run_paired(str(text_checkpoint), str(text_checkpoint), "--prompts", str(path))
-    assert done.returncode == 2
-    assert message in done.stderr
+    model = str(text_checkpoint)
+    assert main(["eval", "paired", "--a", model, "--b", model, "--prompts", str(path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_side_that_does_not_load_ends_with_its_own_message(text_checkpoint, prompts):

@@ -19,13 +19,14 @@ from vllm.kernels.jit.flashinfer import (
     build_module,
     check_large_module,
     copy_large_modules,
-    prebuilt_modules,
 )
-from vllm.kernels.jit.nvcc import write_whole
-from vllm.kernels.select.spec import Device, Libs
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Device, Libs
+from vllm.platforms.libraries import prebuilt_modules
+from vllm.utils.files import write_atomically
 
 H100 = Device.parse("sm_90")
-LIBS = Libs.parse("deep_gemm=0.1.3,triton=3.6.0,native=0.1.0")
+LIBS = Libs.of([parse_lib("deep_gemm=0.1.3"), parse_lib("triton=3.6.0"), parse_lib("native=0.1.0")])
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "chmod", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(tmp_path / "kernel", b"content")
+        write_atomically(tmp_path / "kernel", b"content")
     assert not list(tmp_path.iterdir())
 
 
@@ -132,7 +133,9 @@ def test_a_folder_that_is_no_bundle_is_an_error(tmp_path, text):
 def test_a_bundle_for_another_machine_is_told(bundle, monkeypatch, caplog, device, libs, told):
     monkeypatch.setenv("VLLM_KERNEL_BUNDLE", str(bundle))
     with caplog.at_level(logging.WARNING, "vllm"):
-        caches.warn_of_another_machine(Device.parse(device), Libs.parse(libs))
+        caches.warn_of_another_machine(
+            Device.parse(device), Libs.of(map(parse_lib, libs.split(",")))
+        )
     assert bool(caplog.records) == bool(told) and told in caplog.text
 
 

@@ -9,19 +9,14 @@ from torch.nn.functional import pad, silu
 
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select.fit import linear_fit, moe_fit
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    FP8,
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-)
 from vllm.ops.block_fit import (
     pad_weight,
     padded_tensors,
     refine_scales,
     refined_tensors,
 )
+from vllm.utils.fp8 import FP8, dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
 TP = (1, 2, 4, 8, 16, 32)
@@ -64,7 +59,7 @@ def wide(q: Tensor, scales: Tensor, block=BLOCK) -> Tensor:
 def test_a_refined_shard_is_the_shard_of_the_whole(n, k, tp, cuts_rows, seed):
     cut_n, cut_k = (tp, 1) if cuts_rows else (1, tp)
     problem = LinearProblem(n, k, FORMAT, cut_n=cut_n, cut_k=cut_k)
-    fit = linear_fit(problem, takes_any_block=True)
+    fit = problem.block_fit(True)
     fine = fit.block if fit else BLOCK
     q, scales = random_weight(n * cut_n, k * cut_k, seed=seed)
     whole = wide(q, scales)
@@ -87,7 +82,7 @@ def touched(part: tuple[int, int], axis: int) -> int:
 @given(n=sizes, k=sizes, tp=ranks, cuts_rows=st.booleans(), seed=seeds)
 def test_a_padded_shard_is_the_shard_of_the_whole_and_zeros(n, k, tp, cuts_rows, seed):
     cut_n, cut_k = (tp, 1) if cuts_rows else (1, tp)
-    fit = linear_fit(LinearProblem(n, k, FORMAT, cut_n=cut_n, cut_k=cut_k), takes_any_block=False)
+    fit = LinearProblem(n, k, FORMAT, cut_n=cut_n, cut_k=cut_k).block_fit(False)
     q, scales = random_weight(n * cut_n, k * cut_k, seed=seed)
     whole = wide(q, scales)
     extra = []
@@ -130,7 +125,7 @@ def test_18432_columns_over_32_ranks_are_576_each_in_blocks_of_64():
     problem = LinearProblem(256, 576, format, cut_k=32)
     q, scales = per_block_cast_to_fp8(torch.randn(256, 18432))
     whole = dequantise_blocks(q, scales)
-    refined, padded = (linear_fit(problem, any_block) for any_block in (True, False))
+    refined, padded = (problem.block_fit(any_block) for any_block in (True, False))
     assert refined.block == (128, 64) and padded.sizes == (256, 640)
     for rank in range(32):
         columns = span(576, rank)
@@ -165,7 +160,7 @@ def problem_of(tensors: LinearTensors) -> LinearProblem:
 @given(merged_layers())
 def test_refining_merged_parts_gives_one_plain_grid(layer):
     tensors, whole = layer
-    fit = linear_fit(problem_of(tensors), takes_any_block=True)
+    fit = problem_of(tensors).block_fit(True)
     refined = refined_tensors(tensors, fit.block if fit else BLOCK)
     assert torch.equal(wide(refined.weight, refined.scales, refined.format.block), whole)
     extra = refined.scales.nbytes - tensors.scales.nbytes
@@ -177,7 +172,7 @@ def test_refining_merged_parts_gives_one_plain_grid(layer):
 @given(merged_layers())
 def test_padding_merged_parts_gives_whole_blocks_and_the_rows_to_keep(layer):
     tensors, whole = layer
-    fit = linear_fit(problem_of(tensors), takes_any_block=False)
+    fit = problem_of(tensors).block_fit(False)
     padded, kept = padded_tensors(tensors)
     result = wide(padded.weight, padded.scales)
     assert torch.equal(result[kept][:, : whole.shape[1]], whole)
@@ -191,7 +186,7 @@ def test_padding_merged_parts_gives_whole_blocks_and_the_rows_to_keep(layer):
 @given(parts=st.lists(sizes, min_size=2, max_size=3), tp=ranks)
 def test_padding_merged_shards_costs_what_the_worst_rank_needs(parts, tp):
     problem = LinearProblem(sum(parts), 16, FORMAT, parts=tuple(parts), cut_n=tp)
-    fit = linear_fit(problem, takes_any_block=False)
+    fit = problem.block_fit(False)
     assume(fit is not None)
     grids = [torch.ones(cdiv(n * tp, 16), 1) for n in parts]
     worst = max(
@@ -216,7 +211,7 @@ def moe_parts(tp: int, inner: int, hidden: int, seed: int):
 @given(inner=sizes, hidden=sizes, tp=ranks, seed=seeds)
 def test_refined_experts_are_the_shards_of_the_whole(inner, hidden, tp, seed):
     problem = MoEProblem(3, 1, hidden, inner, FORMAT, cut=tp)
-    fit = moe_fit(problem, takes_any_block=True)
+    fit = problem.block_fit(True)
     rows, columns = fit.block if fit else BLOCK
     gate, up, down = moe_parts(tp, inner, hidden, seed)
     all_of = (0, hidden)
@@ -241,7 +236,7 @@ def test_refined_experts_are_the_shards_of_the_whole(inner, hidden, tp, seed):
 @settings(max_examples=40, deadline=None)
 @given(inner=sizes, hidden=st.sampled_from((16, 48)), tp=ranks, seed=seeds)
 def test_padded_experts_compute_the_same_without_touching_their_inputs(inner, hidden, tp, seed):
-    fit = moe_fit(MoEProblem(3, 1, hidden, inner, FORMAT, cut=tp), takes_any_block=False)
+    fit = MoEProblem(3, 1, hidden, inner, FORMAT, cut=tp).block_fit(False)
     gate, up, down = moe_parts(tp, inner, hidden, seed)
     x = torch.randint(-2, 3, (3, 4, hidden)).double()  # 4 tokens of each expert
     extra = []

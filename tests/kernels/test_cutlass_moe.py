@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import MoEKernel, MoETensors, scale_shape
-from vllm.kernels.select import registry
-from vllm.kernels.select.fit import moe_fit
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
-from vllm.kernels.select.spec import Candidate
-from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
+from vllm.ops.moe_router import route
+from vllm.utils.fp8 import dequantise_blocks
 
 FORMAT = WeightFormat.parse("fp8-block")
 # experts, top k, hidden, intermediate: whole blocks; blocks that end inside on both axes.
@@ -36,7 +35,7 @@ def kernel_of(tensors: MoETensors, top_k: int) -> MoEKernel:
     problem = MoEProblem(
         count, top_k, hidden, inner, FORMAT, (ActScheme.DYNAMIC_GROUP128,), dtype="bf16"
     )
-    winner = Candidate("cutlass", problem.act[0], fit=moe_fit(problem, takes_any_block=False))
+    winner = Candidate("cutlass", problem.act[0], fit=problem.block_fit(False))
     return registry.backend("cutlass").moe(problem, tensors, winner)
 
 

@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select import registry
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.machine import Device, Libs
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )
@@ -72,7 +76,7 @@ def test_products_are_those_of_the_quantised_numbers(parts, factors, num_tokens,
 
 @pytest.mark.parametrize(("parts", "fits"), [((64, 32, 32), True), ((72, 24, 32), False)])
 def test_parts_must_be_whole_rows_of_tiles(parts, fits):
-    device, libs = Device.parse("sm_100"), Libs.parse("native=1+100f")
+    device, libs = Device.parse("sm_100"), Libs.of([parse_lib("native=1+100f")])
     decision = select(problem_of(parts, 160), device, libs, Policy(), registry.specs("linear"))
     own = next(c for c in decision.candidates if c.backend == "cutlass")
     assert [reason.why for reason in own.reasons] == ([] if fits else [Why.SHAPE])

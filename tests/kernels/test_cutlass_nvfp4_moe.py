@@ -11,12 +11,15 @@ from torch import Tensor
 
 from vllm import _custom_ops as ops
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, Libs, Policy, Why
-from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.machine import Device, Libs
+from vllm.ops.moe_router import route
+from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
     nvfp4_quantize,
@@ -175,7 +178,7 @@ def test_families_100_and_120_compute_experts_natively(device, archs, dtype, inn
     problem = MoEProblem(
         8, 2, 256, inner, WeightFormat.parse("nvfp4"), (ActScheme.NVFP4_GROUP16,), dtype=dtype
     )
-    libs = Libs(Libs.parse(f"native=1+{archs}").libs | {registry.built()})
+    libs = Libs.of([parse_lib(f"native=1+{archs}"), registry.built()])
     decision = select(problem, Device.parse(device), libs, Policy(), registry.specs("moe"))
     own = next(c for c in decision.candidates if c.backend == "cutlass")
     assert sorted({reason.why for reason in own.reasons}) == why

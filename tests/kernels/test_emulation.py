@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from tests.kernels import e4m3
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearKernel, LinearTensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Origin, Override, Policy
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-)
+from vllm.machine import Device, Libs
+from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
 FORMAT = WeightFormat("fp8", "block", (128, 128))

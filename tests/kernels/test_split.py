@@ -6,9 +6,8 @@ import pytest
 import torch
 from selection_cases import ask, linear, moe, timed
 
-from vllm.kernels import make_kernel
+from vllm.kernels import make_kernel, registry
 from vllm.kernels.jit import ready
-from vllm.kernels.select import registry
 
 
 @pytest.fixture

@@ -10,10 +10,14 @@ import torch
 from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Why
+from vllm.machine import Device, Libs
 from vllm.ops.weight_only_layout import (
     e5m3_decode,
     e5m3_encode,
@@ -232,7 +236,7 @@ def test_experts_are_packed_one_by_one():
 
 
 def whys(problem, backend="marlin", device="sm_90", libs="native=0.1+90a,triton=3.6"):
-    libs = Libs.parse(libs)
+    libs = Libs.of(map(parse_lib, libs.split(",")))
     specs = registry.specs(problem.family)
     decision = select(problem, Device.parse(device), libs, Policy(), specs)
     (found,) = [c for c in decision.candidates if c.backend == backend]

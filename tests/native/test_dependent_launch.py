@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from slow import quick
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = sorted(
@@ -13,6 +14,7 @@ SOURCES = sorted(
     for path in CSRC.rglob("*.cu")
     if "wait_for_inputs();" in path.read_text()
 )
+QUICK = ("layers/norm.cu", "quantization/w8a8/group_quant.cu")
 # Of memory that other kernels share; parameters and shared memory are a kernel's own.
 ACCESS = re.compile(r"\s(ld|ldu|st|atom|red|cp)\.(?!param|shared|local|const)[\w.:]+ ")
 WAIT, LET_NEXT_START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -35,7 +37,7 @@ def test_files_of_such_kernels_are_known():
     assert {"layers/norm.cu", "layers/sampling.cu", "quantization/w8a8/row_quant.cu"} <= {*SOURCES}
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", quick(SOURCES, QUICK))
 def test_a_kernel_waits_before_it_touches_memory_and_before_it_lets_the_next_one_start(
     source, tmp_path
 ):

@@ -8,11 +8,11 @@ import sys
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
 
-from vllm.kernels.select.spec import Device, Lib
-from vllm.platforms import libraries
+from vllm.kernels.backends import humming
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Lib
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,
-    TRIALS,
     installed_libs,
     is_usable,
     library_state,
@@ -54,7 +54,7 @@ def test_an_error_at_import_is_kept_with_the_version(folder):
     write_distribution(folder, "lib-raises", "0.1.7")
     found = library_state("lib_raises", ("lib-raises",))
     assert found.broken == "version 0.1.7, AssertionError: dim == 2 or dim == 3"
-    assert Lib.parse(str(found)) == found
+    assert parse_lib(str(found)) == found
 
 
 def test_the_cause_of_an_error_is_kept_with_it(folder):
@@ -132,7 +132,6 @@ def test_the_torch_that_runs_is_listed(folder):
 
 
 def test_humming_without_a_compiler_is_broken_and_says_what_it_needs(folder, monkeypatch):
-    monkeypatch.setattr(libraries, "installed_device", lambda: Device.parse("sm_90"))
-    monkeypatch.setattr(libraries, "find_nvcc", lambda: None)
+    monkeypatch.setattr(humming, "find_nvcc", lambda: None)
     with pytest.raises(RuntimeError, match="it compiles with nvcc, which is not here"):
-        TRIALS["humming"](sys, ())
+        humming.TRIALS["humming"].run(sys, ())

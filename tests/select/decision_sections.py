@@ -16,9 +16,10 @@ from selection_cases import (
     timed,
 )
 
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Decision, Timings
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ if __name__ == "__main__":
 from decision_sections import SECTIONS, Section
 
 from vllm.errors import ConfigError
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Candidate, Decision, Reason, Why
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.reason import Reason, Why
 
 FILE = Path(__file__).with_suffix(".txt")
 COMMAND = "python tests/select/decisions.py > tests/select/decisions.txt"
@@ -34,17 +35,16 @@ _LETTERS = {
 _HEADER = f"""\
 Decisions of kernel selection. Written by: {COMMAND}
 
-One row: what is asked, what is chosen, how, and one cell for every candidate in default order.
-chosen  none: nothing can serve it; REFUSED: the forced backend cannot; ERROR: a contradiction
-act     how the chosen kernel quantises activations; none is weight-only
-scales  form of scales the chosen kernel takes
-fit     refined or padded scale blocks, where shards cut them
-by      1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
+First one row per question: what is asked | what is chosen | what else could run, in order.
+chosen  backend, activation scheme (none is weight-only), form of scales, refined or padded partial
+        scale blocks, and by whom:
+        1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
         (y: the one who decided yielded to the next kernel)
-cells   # chosen  . could run  else every kind of reason against it:
+        none: nothing can serve it; REFUSED: the override's backend cannot; ERROR: a contradiction
+Then by backend the questions that it is rejected for, with every kind of reason (for another
+format, F alone), where no override asks for another:
         {"  ".join(f"{letter} {why.value}" for why, letter in _LETTERS.items())}
-        (of a kernel for other formats, F alone)
-Rows that differ in one column alone are merged. All reasons and origins follow at the end.
+Rejections that differ in one column alone are merged. The texts of all reasons and origins follow.
 
 libs    none: torch, triton and our native library; deep_gemm: with the original DeepGEMM as well;
         deep_gemm+sm120: with one that carries SM120 kernels; flashinfer: with FlashInfer;
@@ -53,9 +53,9 @@ libs    none: torch, triton and our native library; deep_gemm: with the original
         no native: all but ours
 """
 
-Row = tuple[tuple[str, ...], tuple[str, ...]]
-_MAX_CELL = 48
-_CHOICE = ("chosen", "act", "scales", "fit", "by")
+Row = tuple[tuple[str, ...], str]
+_MAX_CELL = 60
+_OF_OVERRIDES = " asks for "
 
 
 class Book:
@@ -73,7 +73,7 @@ class Book:
             if candidate.fit is not None:
                 self.fits.add(candidate.fit.text)
             for reason in candidate.reasons:
-                backend = "(others)" if " asks for " in reason.text else candidate.backend
+                backend = "(others)" if _OF_OVERRIDES in reason.text else candidate.backend
                 family = decision.problem.family
                 self.reasons.add((family, backend, reason.why.value, reason.text))
 
@@ -81,22 +81,33 @@ class Book:
         yield from _titled("Origins", (f"{rank}  {text}" for rank, text in sorted(self.origins)))
         yield from _titled("Errors", sorted(self.errors))
         yield from _titled("Fits", sorted(self.fits))
-        yield from _titled("Reasons", _aligned(sorted(self.reasons, key=_place)))
+        yield from _titled("Reasons", map("  ".join, sorted(self.reasons, key=_place)))
 
 
 def _place(reason: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
     """Reasons stand in the order of families and of their backends."""
     family, backend = reason[:2]
-    names = registry.ORDER[family]
+    names = registry.backend_names(family)
     at = names.index(backend) if backend in names else len(names)
     return registry.FAMILIES.index(family), at, reason
 
 
 def table() -> str:
+    """The whole file."""
     book = Book()
     lines = [_HEADER]
+    rejected: dict[tuple[str, str], list[str]] = {}
     for section in SECTIONS:
-        lines += _titled(section.title, _section_lines(section, book))
+        rows, rejections = answers(section, book)
+        head = f"{' | '.join(section.columns)} | chosen | could run"
+        lines += _titled(section.title, (head, *(" | ".join((*key, row)) for key, row in rows)))
+        for backend, found in rejections.items():
+            for position in reversed(range(len(section.columns))):
+                found = _merged(found, position)
+            own = rejected.setdefault((section.family, backend), [])
+            own += [f"{section.title}", *("  " + " | ".join((*key, why)) for key, why in found)]
+    for (family, backend), own in rejected.items():
+        lines += _titled(f"Rejected: {family} {backend}", own)
     lines += book.lines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -107,42 +118,36 @@ def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
     yield ""
 
 
-def _section_lines(section: Section, book: Book) -> Iterator[str]:
-    names = registry.ORDER[section.family]
+def answers(section: Section, book: Book) -> tuple[list[Row], dict[str, list[Row]]]:
+    """A row for each question, and by backend the kinds of reasons against it."""
     rows: list[Row] = []
+    rejections: dict[str, list[Row]] = {}
     for key in product(*section.columns.values()):
         try:
             decision = section.ask(*key)
         except ConfigError as error:
             book.errors.add(str(error))
-            rows.append((key, ("ERROR", *[""] * (len(_CHOICE) - 1 + len(names)))))
+            rows.append((key, "ERROR |"))
             continue
-        if decision is not None:
-            book.note(decision)
-            rows.append((key, (*_choice(decision), *_cells(decision, names))))
-    for position in reversed(range(len(section.columns))):
-        rows = _merged(rows, position)
-    heads = [name.replace("_", "-").split("-") for name in names]
-    first = (*section.columns, *_CHOICE, *(head[0] for head in heads))
-    second = (*[""] * (len(section.columns) + len(_CHOICE)), *("-".join(h[1:]) for h in heads))
-    titles = [first, second] if any(second) else [first]
-    yield from _aligned([*titles, *((*key, *result) for key, result in rows)])
+        if decision is None:
+            continue
+        book.note(decision)
+        free = [c for c in decision.candidates if not c.reasons and c.backend != decision.chosen]
+        rows.append((key, f"{_choice(decision)} | {' '.join(c.backend for c in free)}"))
+        for candidate in decision.candidates:
+            is_out = any(_OF_OVERRIDES in reason.text for reason in candidate.reasons)
+            if not is_out and (letters := _letters(candidate.reasons)):
+                rejections.setdefault(candidate.backend, []).append((key, letters))
+    return rows, rejections
 
 
-def _choice(decision: Decision) -> tuple[str, ...]:
-    by = f"{decision.origin.rank}{'y' * decision.origin.text.endswith('fell back')}"
+def _choice(decision: Decision) -> str:
+    by = f"by {decision.origin.rank}{'y' * decision.origin.text.endswith('fell back')}"
     if decision.chosen is None:
-        return ("REFUSED" if decision.origin.rank <= 4 else "none", "", "", "", by)
+        return f"{'REFUSED' if decision.origin.rank <= 4 else 'none'} {by}"
     winner: Candidate = decision.winner
     fit = winner.fit.how if winner.fit is not None else ""
-    return decision.chosen, str(winner.act), winner.scales, fit, by
-
-
-def _cells(decision: Decision, names: Iterable[str]) -> Iterator[str]:
-    by_name = {candidate.backend: candidate for candidate in decision.candidates}
-    for name in names:
-        reasons = by_name[name].reasons
-        yield "#" if name == decision.chosen else _letters(reasons) or "."
+    return " ".join(filter(None, (decision.chosen, str(winner.act), winner.scales, fit, by)))
 
 
 def _letters(reasons: Iterable[Reason]) -> str:
@@ -173,12 +178,6 @@ def _joined(values: list[str]) -> Iterator[str]:
         else:
             line += f",{value}"
     yield line
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column), default=0) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
 def main(arguments: list[str], write: Callable[[str], object] = sys.stdout.write) -> int:

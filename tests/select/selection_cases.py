@@ -8,9 +8,12 @@ from functools import cache
 from typing import Any
 
 from vllm import envs
-from vllm.config.policy import Wishes, make_policy
+from vllm.config.policy import KernelPreferences, make_policy
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -19,7 +22,7 @@ from vllm.kernels.select.problem import (
     Problem,
 )
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import NATIVE, Decision, Device, Lib, Libs, Policy, Timings
+from vllm.machine import NATIVE, Device, Lib, Libs
 
 DEVICES = ("75", "80", "89", "90", "100", "103", "110", "120", "121", "cpu")
 MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "llama")
@@ -90,7 +93,7 @@ def kv_quant(cache: str = "bf16", **changes: Any) -> KVQuantProblem:
 class Asked:
     """Wishes of flags and configs, and values of the variables that are set."""
 
-    wishes: Wishes
+    preferences: KernelPreferences
     env: dict[str, Any]
 
 
@@ -106,8 +109,7 @@ def parse_wishes(text: str) -> Asked:
             env[name] = envs.VARIABLES[name].parse(value)
         elif word.startswith("use_deep_gemm="):
             value = word.partition("=")[2]
-            given["use_deep_gemm"] = value == "True"
-            given["deep_gemm_by_rule"] = value == "rule"
+            given["use_deep_gemm"] = {"True": True, "False": False, "rule": None}[value]
         elif word == "--kernel":
             given["kernels"] += (next(words),)
         elif word.endswith("-backend"):
@@ -119,7 +121,7 @@ def parse_wishes(text: str) -> Asked:
         else:
             assert word == "--require-native", word
             given["require_native"] = True
-    return Asked(Wishes(**given), env)
+    return Asked(KernelPreferences(**given), env)
 
 
 def parse_device(name: str) -> Device:
@@ -128,7 +130,7 @@ def parse_device(name: str) -> Device:
 
 def policy_of(wishes: str = "-", model: str = "llama", device: str = "100") -> Policy:
     asked = parse_wishes(wishes)
-    return make_policy(asked.wishes, asked.env, model, parse_device(device))
+    return make_policy(asked.preferences.for_device(model, parse_device(device)), asked.env)
 
 
 def ask(

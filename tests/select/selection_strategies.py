@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from selection_cases import DEVICES, FORMATS, MODELS, attention, kv_quant, linear, moe
 
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import NATIVE, Lib, Libs
+from vllm.machine import NATIVE, Lib, Libs
 
 devices = st.sampled_from(DEVICES)
 models = st.sampled_from(MODELS)

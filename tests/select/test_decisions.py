@@ -6,7 +6,12 @@ import sys
 import time
 
 import decisions
+import pytest
+from decision_sections import SECTIONS
 from slowness import slowness
+
+from vllm.kernels import registry
+from vllm.utils.entry_points import extensions
 
 HOW = f"read every changed row, then: {decisions.COMMAND}"
 
@@ -21,7 +26,7 @@ def test_the_table_is_quick_to_make_and_short_enough_to_read():
     start = time.perf_counter()
     lines = decisions.table().splitlines()
     assert time.perf_counter() - start < 5 * slowness()
-    assert len(lines) <= 4000
+    assert len(lines) <= 12000  # one row per question, and what each backend is rejected for
 
 
 def test_the_command_checks_it_without_torch():
@@ -31,3 +36,44 @@ def test_the_command_checks_it_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
     check = subprocess.run([sys.executable, decisions.__file__, "--check"], cwd=root)
     assert check.returncode == 0, HOW
+
+
+_ADDED = """
+from dataclasses import replace
+from vllm.kernels.backends import torch
+
+SPECS = tuple(replace(spec, backend="added") for spec in torch.SPECS if spec.family == "linear")
+BEFORE = {"linear": "cpu"}
+"""
+
+
+@pytest.fixture
+def added_backend(tmp_path, monkeypatch):
+    """A backend of another package, which takes what torch's takes and is preferred to `cpu`."""
+    (tmp_path / "added_kernels.py").write_text(_ADDED)
+    info = tmp_path / "added_kernels-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: added-kernels\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\nadded = added_kernels\n")
+    caches = (extensions, registry.backend_names, registry.specs, registry.built)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        for cache in caches:
+            cache.cache_clear()
+        yield "added"
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_backend_changes_only_the_rows_in_which_it_could_run(request):
+    def rows() -> dict[tuple, str]:
+        answers = ((s.title, decisions.answers(s, decisions.Book())[0]) for s in SECTIONS)
+        return {(title, key): row for title, found in answers for key, row in found}
+
+    before = rows()
+    name = request.getfixturevalue("added_backend")
+    after = rows()
+    changed = [key for key in before if before[key] != after[key]]
+    assert before.keys() == after.keys()
+    assert all(name in after[key].split() for key in changed)
+    assert 0 < len(changed) < len(before) / 2

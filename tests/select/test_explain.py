@@ -13,10 +13,11 @@ from selection_strategies import models, problems, some_libs, wishes
 from vllm.errors import ConfigError
 from vllm.kernels.report import diff, json_report, text_report
 from vllm.kernels.report.html_report import html_page
-from vllm.kernels.report.json_report import Report, parse_report, report
-from vllm.kernels.report.layer_groups import compress, stories
-from vllm.kernels.select.ledger import Entry, Ledger
-from vllm.kernels.select.spec import Libs
+from vllm.kernels.report.json_report import parse_report, report
+from vllm.kernels.report.layer_groups import by_outcome, compress
+from vllm.kernels.report.ledger import Entry, Ledger
+from vllm.kernels.report.report import Report
+from vllm.machine import Libs
 
 texts = st.text(max_size=20)
 errors = st.floats(0, 10, allow_nan=False)
@@ -208,10 +209,10 @@ def test_a_page_names_every_choice_and_no_line_is_wider_than_the_terminal(values
     records = [(f"model.layers.{i}.x", d) for i, (_, d) in enumerate(values.records)]
     page = text_report.page(values._replace(records=records, env={}), width)
     assert all(len(line) <= width for line in page.splitlines())
-    for story in stories(records):
-        assert f"{story.chosen or 'NO KERNEL'} for {story.num_layers} {story.family}" in page
-        assert story.origin.text in unwrapped(page)
-        for candidate in story.candidates:
+    for outcome in by_outcome(records):
+        assert f"{outcome.chosen or 'NO KERNEL'} for {outcome.num_layers} {outcome.family}" in page
+        assert outcome.origin.text in unwrapped(page)
+        for candidate in outcome.candidates:
             for reason in candidate.reasons:
                 assert len(reason.text) > 60 or reason.text in unwrapped(page)
 
@@ -241,9 +242,9 @@ def test_a_page_says_what_the_model_rule_is_about_only_where_it_decided():
         assert "overrides the rule" not in unwrapped(text_report.page(unaffected))
 
 
-def test_layers_that_differ_in_sizes_alone_are_one_story():
-    told = stories(one_report(linear(), linear(n=8192), linear("bf16")).records)
-    assert [len(story.groups) for story in told] == [2, 1]
+def test_layers_that_differ_in_sizes_alone_are_one_outcome():
+    outcomes = by_outcome(one_report(linear(), linear(n=8192), linear("bf16")).records)
+    assert [len(outcome.groups) for outcome in outcomes] == [2, 1]
 
 
 def test_a_table_shows_all_reasons_against_every_candidate():
@@ -340,8 +341,8 @@ def test_other_libraries_are_told_but_are_no_change_of_a_layer():
     assert "no deep_gemm" in diff.page(before, after, [], 100)
 
 
-def test_what_was_measured_and_what_was_not_are_two_stories():
+def test_what_was_measured_and_what_was_not_are_two_outcomes():
     timings = timed(deep_gemm=(1, 8192), cutlass=(1, 0))
     measured, other = ask(linear(), "90", timings=timings), ask(linear(n=8192), "90")
     assert measured.candidates == other.candidates
-    assert [s.origin.rank for s in stories([("a", measured), ("b", other)])] == [6, 7]
+    assert [s.origin.rank for s in by_outcome([("a", measured), ("b", other)])] == [6, 7]

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from selection_cases import linear, moe
 
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.select.fit import linear_fit, moe_fit
 
 BLOCKS = st.sampled_from([8, 16, 32])
 SIZES = st.integers(1, 80)
@@ -49,13 +48,13 @@ def test_a_weight_without_a_fit_has_a_plain_grid_on_every_rank(parts, k, block, 
     problem = fp8_linear(parts, k, block, cut_n, cut_k)
     rows = [is_plain(merged_ids(parts, cut_n, rank, block), block) for rank in range(cut_n)]
     columns = [is_plain(block_ids(k, cut_k, rank, block), block) for rank in range(cut_k)]
-    if linear_fit(problem, takes_any_block=True) is None:
+    if problem.block_fit(True) is None:
         assert all(rows) and all(columns)
 
 
 @given(PARTS, SIZES, BLOCKS, CUTS, CUTS)
 def test_refined_scales_are_those_of_the_whole_weight(parts, k, block, cut_n, cut_k):
-    fit = linear_fit(fp8_linear(parts, k, block, cut_n, cut_k), takes_any_block=True)
+    fit = fp8_linear(parts, k, block, cut_n, cut_k).block_fit(True)
     if fit is None:
         return
     assert fit.how == "refined" and fit.sizes == (sum(parts), k)
@@ -68,7 +67,7 @@ def test_refined_scales_are_those_of_the_whole_weight(parts, k, block, cut_n, cu
 
 @given(PARTS, SIZES, BLOCKS, CUTS, CUTS)
 def test_padded_sizes_are_whole_blocks_on_the_rank_that_touches_most(parts, k, block, cut_n, cut_k):
-    fit = linear_fit(fp8_linear(parts, k, block, cut_n, cut_k), takes_any_block=False)
+    fit = fp8_linear(parts, k, block, cut_n, cut_k).block_fit(False)
     if fit is None:
         return
     rows = max(len(set(merged_ids(parts, cut_n, rank, block))) for rank in range(cut_n))
@@ -84,7 +83,7 @@ def test_a_moe_pads_gate_up_and_down_alike(size, block, cut, cut_experts):
     problem = replace(
         moe(), weight=weight, intermediate=size, cut=cut, num_experts=10, cut_experts=cut_experts
     )
-    fit = moe_fit(problem, takes_any_block=False)
+    fit = problem.block_fit(False)
     if size % block == 0:
         assert fit is None
         return
@@ -96,14 +95,14 @@ def test_a_moe_pads_gate_up_and_down_alike(size, block, cut, cut_experts):
 
 def test_a_shard_of_576_rows_is_served_both_ways():
     shard = linear(n=576, cut_n=32)
-    assert linear_fit(shard, takes_any_block=True).block == (64, 128)
-    assert linear_fit(shard, takes_any_block=False).sizes == (640, 4096)
+    assert shard.block_fit(True).block == (64, 128)
+    assert shard.block_fit(False).sizes == (640, 4096)
 
 
 def test_merged_shards_of_576_192_and_192_rows_keep_nine_rows_of_scales():
     merged = linear(n=960, k=128, parts=(576, 192, 192))
-    assert linear_fit(merged, takes_any_block=False).sizes == ((5 + 2 + 2) * 128, 128)
+    assert merged.block_fit(False).sizes == ((5 + 2 + 2) * 128, 128)
 
 
 def test_a_partial_last_block_of_a_whole_weight_needs_nothing():
-    assert linear_fit(linear(n=576, k=4160), takes_any_block=False) is None
+    assert linear(n=576, k=4160).block_fit(False) is None

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm.kernels.select.ledger import Entry, Ledger
+from vllm.kernels.report.ledger import Entry, Ledger
 
 TO_UE8M0 = "fp8-block float32 -> ue8m0"
 
@@ -67,5 +67,5 @@ def test_an_entry_cannot_be_changed():
 
 
 def test_the_ledger_needs_no_torch():
-    code = "import sys, vllm.kernels.select.ledger; assert 'torch' not in sys.modules"
+    code = "import sys, vllm.kernels.report.ledger; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

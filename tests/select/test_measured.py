@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from selection_cases import LIBS, TOKENS, ask, linear, moe, timed
 from selection_strategies import devices, excluding, linears, models, some_libs
 
+from vllm.kernels import registry
 from vllm.kernels.evidence.splits import (
     MAX_PARTS,
     MEAN_COST_OF_LEAVING_OUT,
@@ -17,14 +18,16 @@ from vllm.kernels.evidence.splits import (
     REACH,
     TOLERANCE,
     WORST_COST_OF_LEAVING_OUT,
+    Timings,
     best_split,
     expected,
 )
-from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.json_report import parse_report, report
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import expectation_of, outcome, page
-from vllm.kernels.select import registry
 from vllm.kernels.select.problem import AttentionProblem
-from vllm.kernels.select.spec import Device, Libs, Quarantined, Reason, Timings, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.machine import Device, Libs, Quarantined
 
 LISTED = "qwen3_5_moe_text"
 ALWAYS, NEVER = (1, 8192), (1, 0)
@@ -314,7 +317,7 @@ def test_a_page_and_the_json_tell_the_table_what_to_expect_and_the_regret():
 
 
 def quarantined(backend: str, problem, why: Why = Why.LIBRARY) -> Libs:
-    entry = Quarantined(backend, problem.size_key, Reason(why, "killed by SIGSEGV"))
+    entry = Quarantined(backend, problem.size_key, why, "killed by SIGSEGV")
     return replace(LIBS["all"], quarantined=frozenset({entry}))
 
 
@@ -431,7 +434,7 @@ def test_of_two_that_compile_the_dearer_is_left_out_first():
 
 
 def test_a_kernel_for_few_tokens_is_not_the_first_that_must_be_measured():
-    failed = Quarantined("cutlass", linear().size_key, Reason(Why.LIBRARY, "hung"))
+    failed = Quarantined("cutlass", linear().size_key, Why.LIBRARY, "hung")
     libs = replace(LIBS["none"], quarantined=frozenset({failed}))
     decision = ask(linear(), "90", libs, timings=timed(skinny=(1, 8), marlin=(9, 8192)))
     assert (decision.chosen, decision.origin.rank) == ("triton", 7)  # which nobody measured

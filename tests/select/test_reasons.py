@@ -6,18 +6,13 @@ import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, whys
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.select import select, version_key
-from vllm.kernels.select.spec import (
-    BUILD,
-    NATIVE,
-    KernelSpec,
-    Lib,
-    Libs,
-    Policy,
-    Reason,
-    Why,
-    serves,
-)
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import BUILD, NATIVE, Lib, Libs
+from vllm.utils.versions import version_key
 
 # A kernel with one requirement of each kind, and a problem that breaks them all.
 STRICT = KernelSpec(
@@ -65,7 +60,7 @@ def test_a_kernel_that_meets_everything_has_no_reason():
     ],
 )
 def test_a_library_is_absent_broken_too_old_or_fine(text, expected):
-    assert kinds(MILD, linear(), libs=Libs.of([Lib.parse(text)])) == expected
+    assert kinds(MILD, linear(), libs=Libs.of([parse_lib(text)])) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,7 +98,7 @@ def test_a_family_is_a_set_of_chips_and_never_an_order(devices, accepted):
 )
 def test_code_for_an_architecture_runs_on_the_chips_its_suffix_says(arch, chips):
     every = ("75", "80", "86", "89", "90", "100", "103", "110", "120", "121", "cpu")
-    assert [chip for chip in every if serves(arch, parse_device(chip))] == chips
+    assert [chip for chip in every if parse_device(chip).runs(arch)] == chips
 
 
 def test_our_own_kernel_needs_code_for_the_chip_in_this_build():

@@ -8,7 +8,7 @@ import pytest
 from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, timed, whys
 
 from vllm.errors import ConfigError
-from vllm.kernels.select.spec import Lib, Libs
+from vllm.machine import Lib, Libs
 
 QWEN3_5 = "qwen3_5_moe_text"
 # What each expert-free layer of Qwen3.5-35B-A3B-FP8 asks for, and its experts.

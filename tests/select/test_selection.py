@@ -4,7 +4,7 @@ import pytest
 from selection_cases import LIBS, linear, moe, parse_device, policy_of
 
 from vllm.errors import ConfigError
-from vllm.kernels.select.spec import NoKernelError
+from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.selection import Selection
 
 DOWN, UP = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"

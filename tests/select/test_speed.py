@@ -3,7 +3,7 @@
 from selection_cases import LIBS, linear, moe, parse_device, policy_of, timed
 from slowness import seconds_elsewhere
 
-from vllm.kernels.select import registry
+from vllm.kernels import registry
 from vllm.kernels.select.select import select
 
 MAX_MICROSECONDS = 50

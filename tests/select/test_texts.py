@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import DEVICES, policy_of
 
-from vllm.config.policy import FLAGS, Wishes, make_policy
+from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, Lib, Libs
+from vllm.kernels import registry
+from vllm.kernels.registry import FLAGS
+from vllm.kernels.report.question import parse_lib
+from vllm.machine import Device, Lib, Libs
 
 
 @pytest.mark.parametrize(
@@ -75,11 +77,11 @@ LIBRARIES = st.one_of(
 
 @given(LIBRARIES)
 def test_libraries_round_trip(lib):
-    assert Lib.parse(str(lib)) == lib
+    assert parse_lib(str(lib)) == lib
 
 
 def test_a_library_may_be_pinned_as_pip_does():
-    assert Lib.parse("flashinfer==0.6.13") == Lib("flashinfer", "0.6.13")
+    assert parse_lib("flashinfer==0.6.13") == Lib("flashinfer", "0.6.13")
 
 
 @given(st.permutations([Lib("a", "1"), Lib("b"), Lib("c", broken="x")]))
@@ -98,9 +100,9 @@ def test_no_libraries_have_a_text_too():
 @pytest.mark.parametrize("family", sorted(FLAGS))
 def test_an_unknown_backend_is_refused_with_the_known_ones_and_the_nearest(family):
     wanted = registry.backend_names(family)[0]
-    wishes = Wishes(backends=((family, wanted + "x"),))
+    preferences = KernelPreferences(backends=((family, wanted + "x"),))
     with pytest.raises(ConfigError, match="unknown backend") as caught:
-        make_policy(wishes, {}, "llama", Device.parse("sm_90"))
+        make_policy(preferences, {})
     text = str(caught.value)
     assert FLAGS[family] in text and f"did you mean {wanted}?" in text
     assert all(name in text for name in registry.backend_names(family))
@@ -121,7 +123,7 @@ def test_a_kernel_wish_for_an_unknown_backend_is_refused():
 def test_variables_with_backend_names_are_checked_too():
     for variable in ("VLLM_LINEAR_BACKEND", "VLLM_NVFP4_GEMM_BACKEND"):
         with pytest.raises(ConfigError, match=variable):
-            make_policy(Wishes(), {variable: "cutlas"}, "llama", Device.parse("sm_90"))
+            make_policy(KernelPreferences(), {variable: "cutlas"})
 
 
 @pytest.mark.parametrize("spelling", ["deep_gemm", "DeepGEMM", "deep-gemm", "DEEPGEMM"])

@@ -6,7 +6,8 @@ import pytest
 from selection_cases import LIBS, SCHEMES, ask, linear, moe, parse_device, policy_of
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.spec import NoKernelError, Why
+from vllm.kernels.select.decision import NoKernelError
+from vllm.kernels.select.reason import Why
 from vllm.kernels.selection import Selection
 
 CHIPS = ("75", "80", "89", "90", "100", "103", "110", "120", "121")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from vllm import LLM, SamplingParams
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure
 from vllm.kernels.evidence.tables import Entry, Table, user_folder, write_table
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.select import registry
 from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 
 

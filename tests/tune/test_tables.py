@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import LIBS, ask, linear, moe
 
-from vllm.config.policy import Wishes, make_policy
+from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import (
     SHIPPED,
     TOKENS,
@@ -29,10 +30,9 @@ from vllm.kernels.evidence.tables import (
 )
 from vllm.kernels.report.question import GPUS, chip_of, device_of
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select import registry
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import BUILD, Device, Libs
+from vllm.machine import BUILD, Device, Libs
 from vllm.platforms.cpu import num_cores
 from vllm.platforms.installed import installed_chip, memory_gb_per_s
 
@@ -368,10 +368,10 @@ def test_regret_is_3_percent_on_average_and_10_at_worst(without):
     for own in map(read_table, SHIPPED_FILES):
         for problem in shipped_problems(own):
             specs = registry.specs(problem.family)
-            policy = make_policy(Wishes(), {}, "llama", own.chip.device)
+            policy = make_policy(KernelPreferences(), {})
             decision = select(
                 problem, own.chip.device, libs_without(_WITHOUT[without]), policy, specs,
-                timings=own.timings(problem),
+                evidence=own.timings(problem),
             )  # fmt: skip
             choice = expectation_of(decision)
             if choice is None:

@@ -12,6 +12,7 @@ from selection_cases import LIBS, ask, linear
 
 from vllm.errors import ConfigError
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import (
     Failure,
     add_failure,
@@ -22,12 +23,13 @@ from vllm.kernels.evidence.quarantine import (
 )
 from vllm.kernels.evidence.tables import TOKENS, Chip, Table, read_table
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.report.question import device_of, libs_of
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Candidate, Device, Lib, Libs
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.tuning import trials, tune
 from vllm.kernels.tuning.tune import Limits, Run, plan, without_done
 from vllm.kernels.tuning.workers import MACHINE, Channel, Job, JobError, StoppedError, Worker, _work
+from vllm.machine import Device, Lib, Libs
+from vllm.platforms.installed import installed_device
+from vllm.platforms.probe import installed_kernel_libs
 from vllm.worker.cuda_graph import bucket_sizes
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")
@@ -89,6 +91,7 @@ def _enter_some(first: int) -> None:
         add_failure(failure(backend=f"kernel{first + i}"))
 
 
+@pytest.mark.slow
 def test_processes_that_enter_failures_at_once_lose_none():
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=_enter_some, args=(first,)) for first in (0, 10, 20, 30)]
@@ -432,10 +435,10 @@ def test_a_failure_of_an_unknown_kind_is_refused():
 
 
 def test_what_is_in_quarantine_here_is_explained_so():
-    device = device_of(None)
-    libs = libs_of(None, device)
+    device = installed_device()
+    libs = installed_kernel_libs(device)
     (spec,) = (s for s in registry.specs("linear") if s.backend == "cpu")
     version = version_of(spec, libs, device)
     add_failure(failure(backend="cpu", device=str(device), version=version))
-    (found,) = libs_of(None, device).quarantined
+    (found,) = installed_kernel_libs(device).quarantined
     assert not libs.quarantined and found.backend == "cpu"

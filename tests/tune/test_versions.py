@@ -5,14 +5,17 @@ import json
 import pytest
 from selection_cases import ask, linear, timed
 
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure, with_quarantine
 from vllm.kernels.evidence.tables import Chip, Entry, Table
 from vllm.kernels.evidence.versions import is_same, stale_lines, version_of, versions_here
-from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.json_report import parse_report, report
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import page
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs, Policy
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
+from vllm.machine import NATIVE, Device, Lib, Libs
 from vllm.platforms import native
 from vllm.platforms.libraries import native_lib
 
@@ -73,7 +76,7 @@ def test_build_ids_are_read_from_the_manifest_and_survive_as_text(tmp_path, monk
     finally:
         native.manifest.cache_clear()
     assert found.builds == tuple(f"{name}:abcdef01" for name in KERNELS)
-    assert Lib.parse(str(found)) == found
+    assert parse_lib(str(found)) == found
 
 
 @pytest.mark.parametrize(

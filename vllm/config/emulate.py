@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.config.policy import FLAGS, Wishes, make_policy
+from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
+from vllm.kernels import registry
+from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import question
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import RANK_FLAG, Device, Origin
+from vllm.kernels.select.policy import RANK_FLAG, Origin
 from vllm.kernels.selection import Selection
+from vllm.machine import Device
 
 PREFIX = "emulate:"
 _FAMILIES = ("linear", "moe")
@@ -47,16 +49,17 @@ class Emulated:
         return cls(device, registry.check_backend_name(family, name, source) if at else None)
 
 
-def emulate(here: Selection, wishes: Wishes, env: Mapping[str, Any], model_type: str) -> None:
+def emulate(
+    here: Selection, preferences: KernelPreferences, env: Mapping[str, Any], model_type: str
+) -> None:
     """Gives `here` a selection for each family that is to be emulated."""
-    for family, text in wishes.backends:
+    for family, text in preferences.backends:
         emulated = Emulated.parse(family, text)
         if emulated is None:
             continue
         asked = [(family, emulated.backend)] if emulated.backend else []
-        policy = make_policy(
-            replace(wishes, backends=tuple(asked)), env, model_type, emulated.device
-        )
+        there = replace(preferences, backends=tuple(asked)).for_device(model_type, emulated.device)
+        policy = make_policy(there, env)
         origin = Origin(RANK_FLAG, f"{FLAGS[family]} {text}")
         own = tuple(
             replace(override, origin=origin) if override.origin.rank == RANK_FLAG else override
@@ -69,7 +72,7 @@ def emulate(here: Selection, wishes: Wishes, env: Mapping[str, Any], model_type:
         )
 
 
-def not_emulated(wishes: Wishes) -> Wishes:
-    """The wishes that are this device's own."""
-    kept = tuple((f, text) for f, text in wishes.backends if not text.startswith(PREFIX))
-    return replace(wishes, backends=kept)
+def not_emulated(preferences: KernelPreferences) -> KernelPreferences:
+    """The preferences for this device itself."""
+    kept = tuple((f, text) for f, text in preferences.backends if not text.startswith(PREFIX))
+    return replace(preferences, backends=kept)

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.config.emulate import Emulated
-from vllm.config.policy import FLAGS, Wishes
+from vllm.config.policy import KernelPreferences
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.registry import FLAGS
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -60,14 +61,14 @@ class KernelConfig:
         }
         return tuple((family, name) for family, name in given.items() if name is not None)
 
-    def wishes(self, quant_config: "QuantizationConfig | None") -> Wishes:
+    def preferences(self, quant_config: "QuantizationConfig | None") -> KernelPreferences:
         """What was asked for, as `make_policy` takes it."""
-        return Wishes(
+        return KernelPreferences(
             kernels=self.kernel,
             backends=self._backends(),
             on_unmet=self.on_unmet,
             require_native=self.require_native,
             max_requant_error=self.max_requant_error,
             use_deep_gemm=quant_config.use_deep_gemm if quant_config is not None else None,
-            deep_gemm_by_rule=quant_config is not None and quant_config.deep_gemm_by_rule,
+            model_rule=quant_config.model_rule if quant_config is not None else "",
         )

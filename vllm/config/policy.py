@@ -5,46 +5,38 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels.select import registry, rules
-from vllm.kernels.select.spec import (
+from vllm.kernels import registry
+from vllm.kernels.registry import FLAGS
+from vllm.kernels.select.policy import (
     RANK_CONFIG,
     RANK_FLAG,
     RANK_LAYER,
     RANK_MODEL_RULE,
     RANK_VARIABLE,
-    Device,
     Exclusion,
     Origin,
     Override,
     Policy,
-    Why,
 )
+from vllm.kernels.select.reason import Why
+from vllm.machine import Device
+from vllm.utils.deep_gemm import should_auto_disable_deep_gemm
 
-# The variables a policy is made of.
-VARIABLES = (
-    "VLLM_USE_DEEP_GEMM",
-    "VLLM_MOE_USE_DEEP_GEMM",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_NVFP4_GEMM_BACKEND",
-    "VLLM_TEST_FORCE_FP8_MARLIN",
-    "VLLM_LINEAR_BACKEND",
-)
 _FP8 = frozenset({"fp8-tensor", "fp8-channel", "fp8-block"})
 _FP8_BLOCK = frozenset({"fp8-block"})
 # Reasons that a single layer gives by itself; the others hold for the whole machine.
 _OF_THE_LAYER = frozenset({Why.SHAPE, Why.FORMAT, Why.DTYPE})
-FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class KernelPreferences:
     """What a user set. kernels: PATTERN=BACKEND texts. backends: by family. use_deep_gemm: of the
-    quantisation config, None where nobody decided; deep_gemm_by_rule: the model rule decided it.
+    quantisation config, None where nobody decided. model_rule: where the model rule decided it,
+    its reason.
     """
 
     kernels: tuple[str, ...] = ()
@@ -53,34 +45,47 @@ class Wishes:
     require_native: bool = False
     max_requant_error: float | None = None
     use_deep_gemm: bool | None = None
-    deep_gemm_by_rule: bool = False
+    model_rule: str = ""
+
+    def for_device(self, model_type: str, device: Device) -> "KernelPreferences":
+        """With the model rule decided for another chip than the one of the configuration."""
+        if self.use_deep_gemm is not None and not self.model_rule:
+            return self
+        rule = model_rule(model_type, device)
+        return replace(self, use_deep_gemm=False if rule else None, model_rule=rule)
 
 
-def set_variables() -> dict[str, Any]:
-    """The VARIABLES that are set in the environment, with their values."""
-    return {name: envs.read(name) for name in VARIABLES if envs.is_set(name)}
+def model_rule(model_type: str, device: Device) -> str:
+    """Why this model is not served by DeepGEMM on this chip; "" where it may be."""
+    if not should_auto_disable_deep_gemm(model_type, device):
+        return ""
+    return f"model rule: {model_type} loses accuracy with DeepGEMM's E8M0 scales on {device.family}"
 
 
-def make_policy(wishes: Wishes, env: Mapping[str, Any], model_type: str, device: Device) -> Policy:
-    """`env`: values of the VARIABLES that are set. ConfigError for what contradicts itself."""
-    overrides = [*_layer_overrides(wishes), *_flag_overrides(wishes), *_variable_overrides(env)]
+def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:
+    """env: `envs.kernel_variables()`. ConfigError for what contradicts itself."""
+    overrides = [
+        *_layer_overrides(preferences),
+        *_flag_overrides(preferences),
+        *_variable_overrides(env),
+    ]
     exclusions = _variable_exclusions(env)
-    overrides += _config_overrides(wishes, exclusions)
-    exclusions += _config_exclusions(wishes, env, model_type, device)
+    overrides += _config_overrides(preferences, exclusions)
+    exclusions += _config_exclusions(preferences, env)
     _refuse_contradictions(overrides, exclusions)
     return Policy(
         overrides=tuple(overrides),
         exclusions=tuple(exclusions),
-        falls_back=wishes.on_unmet == "fallback",
-        requires_native=wishes.require_native,
+        falls_back=preferences.on_unmet == "fallback",
+        requires_native=preferences.require_native,
         e8m0=env.get("VLLM_USE_DEEP_GEMM_E8M0"),
-        max_requant_error=wishes.max_requant_error,
+        max_requant_error=preferences.max_requant_error,
     )
 
 
-def _layer_overrides(wishes: Wishes) -> list[Override]:
+def _layer_overrides(preferences: KernelPreferences) -> list[Override]:
     overrides = []
-    for text in wishes.kernels:
+    for text in preferences.kernels:
         pattern, equals, name = text.rpartition("=")
         if not equals or not pattern:
             raise ConfigError(
@@ -98,14 +103,14 @@ def _layer_overrides(wishes: Wishes) -> list[Override]:
     return overrides
 
 
-def _flag_overrides(wishes: Wishes) -> list[Override]:
+def _flag_overrides(preferences: KernelPreferences) -> list[Override]:
     return [
         Override(
             family,
             registry.check_backend_name(family, name, FLAGS[family]),
             Origin(RANK_FLAG, f"{FLAGS[family]} {name}"),
         )
-        for family, name in wishes.backends
+        for family, name in preferences.backends
     ]
 
 
@@ -147,8 +152,8 @@ def _deep_gemm_variables(env: Mapping[str, Any]) -> dict[str, tuple[str, bool | 
     return {"linear": both, "moe": both if moe[1] is None else moe}
 
 
-def _config_overrides(wishes: Wishes, stronger: list[Exclusion]) -> list[Override]:
-    if not wishes.use_deep_gemm:
+def _config_overrides(preferences: KernelPreferences, stronger: list[Exclusion]) -> list[Override]:
+    if not preferences.use_deep_gemm:
         return []
     origin = Origin(RANK_CONFIG, "use_deep_gemm = True in the quantisation config")
     excluded = {exclusion.family for exclusion in stronger}
@@ -159,20 +164,13 @@ def _config_overrides(wishes: Wishes, stronger: list[Exclusion]) -> list[Overrid
     ]
 
 
-def _config_exclusions(
-    wishes: Wishes, env: Mapping[str, Any], model_type: str, device: Device
-) -> list[Exclusion]:
-    """What the quantisation config or the model rule excludes, where no variable speaks."""
-    if wishes.use_deep_gemm is False and not wishes.deep_gemm_by_rule:
-        origin = Origin(RANK_CONFIG, "use_deep_gemm = False in the quantisation config")
-    elif wishes.use_deep_gemm is not True and rules.deep_gemm_is_excluded(model_type, device):
-        origin = Origin(
-            RANK_MODEL_RULE,
-            f"model rule: {model_type} loses accuracy with DeepGEMM's E8M0 scales on "
-            f"{device.family}",
-        )
-    else:
+def _config_exclusions(preferences: KernelPreferences, env: Mapping[str, Any]) -> list[Exclusion]:
+    """What the quantisation config excludes, where no variable speaks."""
+    if preferences.use_deep_gemm is not False:
         return []
+    origin = Origin(RANK_CONFIG, "use_deep_gemm = False in the quantisation config")
+    if preferences.model_rule:
+        origin = Origin(RANK_MODEL_RULE, preferences.model_rule)
     said = {family for family, (_, value) in _deep_gemm_variables(env).items() if value is not None}
     return [
         Exclusion(family, "deep_gemm", origin) for family in ("linear", "moe") if family not in said
@@ -180,7 +178,7 @@ def _config_exclusions(
 
 
 def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:
-    """Two wishes of one rank for one layer: neither is stronger, so neither is obeyed."""
+    """Two preferences of one rank for one layer contradict each other."""
     for i, first in enumerate(overrides):
         for second in overrides[i + 1 :]:
             same = (first.family, first.origin.rank, first.pattern) == (

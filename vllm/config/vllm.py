@@ -12,9 +12,10 @@ from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig, check_parallel
+from vllm.config.policy import model_rule
 from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import get_logger
-from vllm.utils.deep_gemm import is_deep_gemm_supported, should_auto_disable_deep_gemm
+from vllm.utils.deep_gemm import current_device, is_deep_gemm_supported
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -43,8 +44,8 @@ class VllmConfig:
 
             object.__setattr__(self, "quant_config", quantization_config_of(self.model_config))
         object.__setattr__(self, "quant_config", self._with_model_rule())
-        if self.model_config.hf_config is not None:
-            check_parallel(self.parallel_config, self.model_config.hf_text_config)
+        if self.model_config.decoder is not None:
+            check_parallel(self.parallel_config, self.model_config.decoder)
 
     @property
     def snapshot_slots(self) -> range:
@@ -64,7 +65,9 @@ class VllmConfig:
         quant, model_type = self.quant_config, self.model_config.model_type
         if quant is None or not quant.can_use_deep_gemm or quant.use_deep_gemm is not None:
             return quant
-        if envs.is_set("VLLM_USE_DEEP_GEMM") or not should_auto_disable_deep_gemm(model_type):
+        if envs.is_set("VLLM_USE_DEEP_GEMM"):
+            return quant
+        if not (rule := model_rule(model_type, current_device())):
             return quant
         if is_deep_gemm_supported():
             logger.info(
@@ -74,7 +77,7 @@ class VllmConfig:
                 model_type,
             )
         decided = copy.copy(quant)
-        decided.use_deep_gemm, decided.deep_gemm_by_rule = False, True
+        decided.use_deep_gemm, decided.model_rule = False, rule
         return decided
 
 

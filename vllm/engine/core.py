@@ -11,9 +11,9 @@ from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
 from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
-from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
+from vllm.errors import GrammarError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
 from vllm.logger import get_logger

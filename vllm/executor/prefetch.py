@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from vllm.kernels import registry
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.select import registry
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.installed import installed_device
 from vllm.platforms.libraries import working_libs

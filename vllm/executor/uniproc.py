@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.emulate import emulate, not_emulated
-from vllm.config.policy import make_policy, set_variables
+from vllm.config.policy import make_policy
 from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_custom_all_reduce
@@ -133,12 +134,12 @@ def use_device(index: int, num_neighbours: int) -> None:
 
 def make_selection(config: VllmConfig) -> Selection:
     device = probe_device()
-    wishes = config.kernel_config.wishes(config.quant_config)
-    variables, model_type = set_variables(), config.model_config.model_type
-    policy = make_policy(not_emulated(wishes), variables, model_type, device)
+    preferences = config.kernel_config.preferences(config.quant_config)
+    variables, model_type = envs.kernel_variables(), config.model_config.model_type
+    policy = make_policy(not_emulated(preferences), variables)
     tables = find_tables(probe_chip())
     if note := missing_note(probe_chip()):
         logger.warning("%s; vllm kernels tune measures here", note)
     selection = Selection(device, probe_libs(), policy, tables)
-    emulate(selection, wishes, variables, model_type)
+    emulate(selection, preferences, variables, model_type)
     return selection

@@ -12,15 +12,15 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import (
+from vllm.kernels.interface import LinearKernel, MoEKernel
+from vllm.ops.fp8_quant import (
     ScaleLayout,
     empty_groups,
     per_token_group_fp8_quant,
     rms_norm_group_quant,
     silu_and_mul_group_quant,
 )
-from vllm.kernels.interface import LinearKernel, MoEKernel
-from vllm.model_executor.layers.quantization.utils.fp8_utils import MIN_AMAX
+from vllm.utils.fp8 import MIN_AMAX
 
 GROUP_SIZE = 128
 

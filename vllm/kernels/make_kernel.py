@@ -6,10 +6,10 @@ which serves what is not compiled yet (`vllm.kernels.jit`).
 
 from typing import TYPE_CHECKING
 
+from vllm.kernels import registry
 from vllm.kernels.jit import ready
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Decision
 
 if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors

@@ -7,27 +7,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllm.config.policy import set_variables
+from vllm import envs
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report
-from vllm.kernels.report.side_effects import event_lines, waits
-from vllm.kernels.select import registry
-from vllm.kernels.select.ledger import Ledger
+from vllm.kernels.report.ledger import Ledger
+from vllm.kernels.report.side_effects import side_effect_lines, waits
+from vllm.kernels.select.decision import Decision, NoKernelError
+from vllm.kernels.select.policy import RANK_FLAG, RANK_VARIABLE, Origin, Policy
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.select import is_meant, select
-from vllm.kernels.select.spec import (
-    RANK_FLAG,
-    RANK_VARIABLE,
-    Decision,
-    Device,
-    Libs,
-    NoKernelError,
-    Origin,
-    Policy,
-)
+from vllm.kernels.select.select import select
 from vllm.logger import get_logger
+from vllm.machine import Device, Libs
 
 logger = get_logger(__name__)
 
@@ -135,7 +128,7 @@ class Selection:
             asked.setdefault(override.origin, []).extend(
                 (override.backend, decision)
                 for layer, decision in self.records
-                if is_meant(override, layer, decision.problem, specs)
+                if override.applies_to(layer, decision.problem, specs)
             )
         return asked
 
@@ -147,7 +140,7 @@ class Selection:
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
         return json_report.report(
-            self.device, self.libs, set_variables(), self.records, self.ledger
+            self.device, self.libs, envs.kernel_variables(), self.records, self.ledger
         )
 
     def dump(self, file: Path) -> None:
@@ -160,7 +153,7 @@ class Selection:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
         for line in json_report.log_lines(self.records):
             logger.info("%s", line)
-        for line in event_lines(self.records):
+        for line in side_effect_lines(self.records):
             logger.warning("%s", line)
         if line := stale_summary(self.records):
             logger.warning("%s", line)

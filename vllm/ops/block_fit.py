@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm.formats.partial_blocks import Fit
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoETensors
-from vllm.kernels.select.fit import Fit
 from vllm.utils.math_utils import cdiv
 
 Span = tuple[int, int]

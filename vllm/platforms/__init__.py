@@ -3,7 +3,8 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.machine import DeviceCapability
+from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
     current_platform: Platform

@@ -5,7 +5,8 @@ from functools import cache
 
 import torch
 
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.machine import DeviceCapability
+from vllm.platforms.interface import Platform
 
 # The CUDA context and the libraries' own workspaces, which torch's allocator does not count.
 _CONTEXT_BYTES = (1 << 30) * 3 // 4

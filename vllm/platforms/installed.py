@@ -8,9 +8,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from vllm.kernels.evidence.tables import Chip
-from vllm.kernels.select.spec import Device
+from vllm.machine import Device, DeviceCapability
 from vllm.platforms.cpu import num_cores
-from vllm.platforms.interface import DeviceCapability
 
 # CUdevice_attribute values of the driver API; the clock is in kHz, the width of the bus in bits.
 _NUM_SMS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76

@@ -1,32 +1,8 @@
 """What a platform is. Standard library only, so that selection can be explained anywhere."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class DeviceCapability(NamedTuple):
-    """CUDA compute capability; comparable with a plain tuple."""
-
-    major: int
-    minor: int
-
-    def to_int(self) -> int:
-        """`major * 10 + minor`: 90 for 9.0, 121 for 12.1."""
-        return self.major * 10 + self.minor
-
-    @property
-    def family(self) -> int:
-        """`capability // 10 * 10`: 12.1 belongs to family 120 and never to family 100."""
-        return self.major * 10
-
-    @classmethod
-    def parse(cls, capability: "int | tuple[int, int]") -> "DeviceCapability":
-        """From 90, 121 or (9, 0)."""
-        if isinstance(capability, tuple):
-            return cls(*capability)
-        return cls(*divmod(capability, 10))
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
+from vllm.machine import DeviceCapability
 
 
 class Platform:

@@ -7,15 +7,14 @@ from functools import cache
 
 from vllm import envs
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import with_quarantine
 from vllm.kernels.evidence.tables import Chip
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NATIVE, Device, Lib, Libs
 from vllm.logger import get_logger
+from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 from vllm.platforms import native
 from vllm.platforms.cpu import cpu_name
 from vllm.platforms.installed import installed_chip, visible_gpu
-from vllm.platforms.interface import DeviceCapability
 from vllm.platforms.libraries import installed_libs, native_lib, working_libs
 
 logger = get_logger(__name__)
@@ -72,6 +71,13 @@ def device_name() -> str:
     if probe_device().kind == "cuda":
         return str(torch.cuda.get_device_name())
     return cpu_name()
+
+
+def installed_kernel_libs(device: Device) -> Libs:
+    """As `probe_libs`, from package metadata alone: nothing is imported or tried."""
+    native = native_lib()
+    found = [*installed_libs().libs, registry.built(), *([native] if native else [])]
+    return with_quarantine(Libs.of(found), device)
 
 
 def probe_libs() -> Libs:

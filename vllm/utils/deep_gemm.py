@@ -11,12 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.architectures.architecture import Architecture
+from vllm.architectures.registry import known
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.backends.deep_gemm import LINEAR
-from vllm.kernels.select import rules
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, Policy, Scales
+from vllm.machine import Device, Libs
 from vllm.platforms.libraries import library_state
 from vllm.utils.math_utils import cdiv, round_up
 
@@ -24,13 +28,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-        per_block_cast_to_fp8 as per_block_cast_to_fp8,
-    )
+    from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
-_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = rules.DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES
+# Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
+# DeepGEMM needs on capability family 100; their own files say what was measured.
+_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
+    name
+    for name, one in known().items()
+    if isinstance(one, Architecture) and one.ue8m0_requant_loses_accuracy
+)
 
-# The least that DeepGEMM serves wherever it serves anything.
+LINEAR = next(spec for spec in registry.specs("linear") if spec.backend == "deep_gemm")
+# The smallest problem that DeepGEMM serves wherever it serves anything.
 _SMALLEST = LinearProblem(
     LINEAR.n_align, LINEAR.k_align, WeightFormat.parse("fp8-block"), (ActScheme.DYNAMIC_GROUP128,)
 )
@@ -38,8 +47,9 @@ _SMALLEST = LinearProblem(
 
 def __getattr__(name: str) -> Any:
     if name == "per_block_cast_to_fp8":
-        module = import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
-        return module.per_block_cast_to_fp8
+        from vllm.utils import fp8
+
+        return fp8.per_block_cast_to_fp8
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -66,9 +76,15 @@ def is_deep_gemm_e8m0_used() -> bool:
     return DeepGemmQuantScaleFMT.from_oracle() is not DeepGemmQuantScaleFMT.FLOAT32
 
 
-def should_auto_disable_deep_gemm(model_type: str | None) -> bool:
-    """Whether the model rule keeps DeepGEMM from this model: a listed type on family 100 alone."""
-    return model_type is not None and rules.deep_gemm_is_excluded(model_type, _current_device())
+def should_auto_disable_deep_gemm(model_type: str | None, device: Device | None = None) -> bool:
+    """Whether the model rule keeps DeepGEMM from this model: a listed type on family 100 alone.
+
+    Hopper takes float32 scales and loses nothing; 12.x is another family. device: None for the
+    current one.
+    """
+    if model_type not in _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES:
+        return False
+    return (device or current_device()).family == "sm_10x"
 
 
 def should_use_deepgemm_for_fp8_linear(
@@ -113,7 +129,7 @@ class DeepGemmQuantScaleFMT(Enum):
 
 def _judge(policy: Policy) -> Candidate | None:
     """What the selector says of DeepGEMM on this machine, for a problem it takes; None on a CPU."""
-    device = _current_device()
+    device = current_device()
     if device.kind == "cpu":
         return None  # nothing to import a GPU library for
     lib = library_state("deep_gemm")
@@ -121,7 +137,7 @@ def _judge(policy: Policy) -> Candidate | None:
     return select(_SMALLEST, device, libs, policy, (LINEAR,)).candidates[0]
 
 
-def _current_device() -> Device:
+def current_device() -> Device:
     """The GPU of this process; the CPU where torch is absent or hidden."""
     try:
         from vllm.platforms import current_platform
@@ -174,7 +190,7 @@ def get_mk_alignment_for_contiguous_layout() -> list[int]:
 @cache
 def _library_gemm(*names: str) -> Callable[..., None]:
     # On Hopper the library would otherwise round float32 scales to powers of two.
-    takes_float32 = dict(LINEAR.scales).get(_current_device().family) == Scales.FLOAT32
+    takes_float32 = dict(LINEAR.scales).get(current_device().family) == Scales.FLOAT32
     return partial(_library_function(*names), disable_ue8m0_cast=takes_float32)
 
 
@@ -267,7 +283,7 @@ def transform_sf_into_required_layout(
     *row_sizes, columns = recipe
     rows = row_sizes[0 if is_sfa else -1]
     _check_scales(sf, (mn, k), (rows, columns), num_groups)
-    arch = arch or _current_device()
+    arch = arch or current_device()
     form = dict(LINEAR.scales).get(arch.family)
     if form is None:
         known = ", ".join(sorted(LINEAR.devices))

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from vllm.distributed.all2all import NaiveAll2All
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.errors import ConfigError, KernelFailedError, VllmError, is_of_machine
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import LIFT, Failure, add_failure, path_of_file
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import NVCC, running
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import COMPILERS, Decision, Why
+from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import COMPILERS
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention

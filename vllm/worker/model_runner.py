@@ -12,12 +12,12 @@ from vllm.config import VllmConfig
 from vllm.core.outputs import SchedulerOutput, TokenLogprobs
 from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
+from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention, planners
 from vllm.model_executor.model_loader import load_model
-from vllm.ops import usable_ops
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
@@ -32,11 +32,16 @@ from vllm.worker.cuda_graph import (
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
-from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
+from vllm.worker.kv_cache import (
+    allocate_kv_cache,
+    allocate_states,
+    copy_states,
+    fit_max_model_len,
+    state_layers,
+)
 from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
-from vllm.worker.state_cache import allocate_states, copy_states, state_layers
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 

@@ -10,7 +10,6 @@ the CPU rounds activations as the kernels do.
 
 import gc
 import json
-import os
 import random
 import subprocess
 import sys
@@ -20,19 +19,22 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.report.question import libs_of
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate, NoKernelError
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Candidate, Device, Libs, NoKernelError, Policy, Scales
+from vllm.machine import Device, Libs
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 # Sizes of real heads and whole scale blocks, so that the kernels are those of real models.
 SIZES = {
     "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
@@ -156,14 +158,14 @@ def ways(folder: Path, options: dict) -> Iterator[tuple[str, list[Text]]]:
 
 
 def check(folder: Path, options: dict, reader_options: dict, file: Path) -> None:
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    paths.append(os.environ.get("PYTHONPATH", ""))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     code = "import sys, test_architectures_on_gpu as t; t.read_on_the_cpu(*sys.argv[1:])"
     words = [sys.executable, "-c", code, folder, json.dumps(reader_options), file]
-    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        words, env=environment(**NO_GPU), stdin=subprocess.PIPE, text=True
+    ) as reader:
         try:
-            reader.communicate(json.dumps(dict(ways(folder, options))), timeout=240)
+            texts = dict(ways(folder, options))
+            reader.communicate(json.dumps(texts), timeout=240)
         finally:
             reader.kill()
     assert reader.returncode == 0
@@ -172,7 +174,7 @@ def check(folder: Path, options: dict, reader_options: dict, file: Path) -> None
     for name, reading in readings.items():
         print(f"{name}: {reading}")
     rounded = readings.pop("the CPU in bfloat16")
-    assert len(readings) == 3
+    assert readings.keys() == texts.keys()
     for name, reading in readings.items():
         assert 0 < reading.error <= MOST_TIMES * rounded.error, name
         assert 1 - reading.share <= MOST_TIMES * (1 - rounded.share) + 0.02, name

@@ -2,27 +2,26 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from machines import write_distribution, write_package
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.report.question import GPUS
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NoKernelError
+from vllm.kernels.select.decision import NoKernelError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.platforms.probe import probe_chip
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 # Its layers have sizes of Qwen3-30B-A3B and of the shared expert of Qwen3.5-35B-A3B, for which
 # this build ships measurements.
 SIZES = {
@@ -58,8 +57,7 @@ def predicted(folder: str, wishes: str) -> tuple[dict, int]:
              "--device", chip, "--json"]  # fmt: skip
     for word in wishes.split() if wishes != "-" else []:
         words += ["--env", word] if word.startswith("VLLM_") else [word]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    env = environment(**NO_GPU)
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert done.returncode == 2 or done.stdout, done.stderr
     return json.loads(done.stdout or "{}"), done.returncode
@@ -152,16 +150,15 @@ def test_the_engine_starts_beside_a_library_that_faults_or_hangs(folder, tmp_pat
     dump = str(tmp_path / "d")
     script = f"""
 from vllm import LLM, SamplingParams
-from vllm.platforms import trial
-trial.TIMEOUT_SECONDS = 20.0
+from vllm.platforms import libraries
+libraries.TRIAL_SECONDS = 20.0
 if __name__ == "__main__":
     llm = LLM({folder!r}, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
               num_gpu_blocks_override=100, enforce_eager=True, dump_decisions={dump!r})
     params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
     llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
 """
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    env = environment(tmp_path, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
     (tmp_path / "start.py").write_text(script)
     done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True,
                           text=True, env=env, timeout=240)  # fmt: skip

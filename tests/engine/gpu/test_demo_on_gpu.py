@@ -5,23 +5,21 @@ Needs the demo model under VLLM_CACHE_ROOT (`make serve` makes it), or what it i
 
 import gc
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from safetensors.torch import load_file, save_file
 
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.demo import demo_model_path
 from vllm.errors import CheckpointError
-from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
+from vllm.utils.fp8 import dequantise_blocks
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 NUM_TOKENS = 32
 # Two tokens tie when they are nearer than this, in nats. bf16: logits between 16 and 32 are rounded
 # to multiples of an eighth. FP8: rounding the activations to FP8 at all moves one pair of tokens in
@@ -71,19 +69,24 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def of_the_cpu(folders, tmp_path_factory) -> dict[str, dict]:
-    """`texts` and `scores`, once with FP8 activations as the GPU has them, once with float32."""
+def of_the_cpu(folders, tmp_path_factory) -> Iterator[Callable[[str], dict]]:
+    """of_the_cpu(kind): `texts` and `scores`, once with FP8 activations as the GPU has them, once
+    with float32. Computed in processes of their own from the first test on."""
     options = {"bf16": ["{}"], "fp8": ['{"linear_backend": "emulation"}', "{}"]}
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    paths.append(os.environ.get("PYTHONPATH", ""))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-    running, files = [], {}
+    running, files = {}, {}
     for kind, folder in folders.items():
         files[kind] = tmp_path_factory.mktemp("cpu") / "texts.json"
         words = [sys.executable, "-c", ON_THE_CPU, folder, files[kind], *options[kind]]
-        running.append(subprocess.Popen(words, env=env))
-    assert [process.wait(240) for process in running] == [0, 0]
-    return {kind: json.loads(file.read_text()) for kind, file in files.items()}
+        running[kind] = subprocess.Popen(words, env=environment(**NO_GPU))
+
+    def read(kind: str) -> dict:
+        assert running[kind].wait(240) == 0
+        return json.loads(files[kind].read_text())
+
+    yield read
+    for process in running.values():
+        process.kill()
+        process.wait()
 
 
 def engine(folder: str, **options) -> LLM:
@@ -150,8 +153,9 @@ def num_ties(expected: list[dict], texts: list[dict], tie: float) -> int:
 def test_greedy_texts_are_those_of_the_cpu(kind, options, folders, of_the_cpu):
     """With a cached prefix too. FP8: what the GPU thinks of the CPU's texts differs by less than
     twice what rounding the activations does at all."""
-    expected, scores = of_the_cpu[kind]["texts"], torch.tensor(of_the_cpu[kind]["scores"])
     llm = engine(folders[kind], **options)
+    of_cpu = of_the_cpu(kind)
+    expected, scores = of_cpu["texts"], torch.tensor(of_cpu["scores"])
     ties = [num_ties(expected, greedy(llm), TIE[kind]) for _ in range(2)]
     gap = (logprobs(llm, expected) - scores[0]).abs().mean()
     limit = 2 * (scores[1] - scores[0]).abs().mean() if kind == "fp8" else 0.05

@@ -13,9 +13,10 @@ import torch
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.backends import deep_gemm as backend
 from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, Libs, Policy
+from vllm.machine import Device, Libs
 from vllm.platforms.libraries import library_state
 from vllm.utils import deep_gemm
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT, calc_diff
@@ -33,6 +34,7 @@ FP8 = torch.float8_e4m3fn
 def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of capability 9.0")
+    pytest.importorskip("deep_gemm")
     torch.manual_seed(0)
 
 

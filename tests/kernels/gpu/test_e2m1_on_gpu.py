@@ -25,6 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
+    torch.cuda.init()  # before minutes of compiling for a GPU that does not work
     path = tmp_path_factory.mktemp("e2m1") / "exhaustive"
     subprocess.run([nvcc, "-std=c++20", "-O3", "-arch=native", SOURCE, "-o", path], check=True)
     return path

@@ -14,19 +14,17 @@ from weight_only_cases import make_linear, make_moe
 pytest.importorskip("flashinfer")
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Policy
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_token_group_quant_fp8,
-)
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )
 from vllm.platforms.probe import probe_device, probe_libs
+from vllm.utils.fp8 import dequantise_blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,11 +40,6 @@ PRODUCT, EXPERTS = {"fp8-block": 6e-3, "nvfp4": 2e-2}, {"fp8-block": 0.03, "nvfp
 
 def test_the_library_has_a_place_for_every_argument() -> None:
     assert flashinfer_calls.refused() == []
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def winner_of(problem, backend):

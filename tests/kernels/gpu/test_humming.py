@@ -5,10 +5,11 @@ import pytest
 import torch
 from weight_only_cases import make_linear, wide_of
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Candidate, Scales
 from vllm.ops.scale_rounding import requantised
 from vllm.platforms.libraries import library_state
 from vllm.utils.torch_utils import SHORT_NAMES
@@ -25,11 +26,6 @@ def library():
     found = library_state("humming") if torch.cuda.is_available() else None
     if found is None or found.broken:
         pytest.skip(f"needs a GPU and humming-kernels: {found}")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def made(name, shards, k, dtype=torch.bfloat16, bias=False):

@@ -6,9 +6,9 @@ import torch
 from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate
 from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,
@@ -29,11 +29,6 @@ def library():
     if not torch.cuda.is_available() or "marlin_gemm" not in native.gpu_archs():
         pytest.skip("needs a GPU and a library with marlin_gemm")
     return native.load()
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def powers_of_two(shape, low, high):

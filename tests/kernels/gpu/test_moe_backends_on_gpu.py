@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_cases import Case, Inputs, check, generate, judged
 
-from vllm.kernels.select.spec import Candidate
+from vllm.kernels.select.decision import Candidate
 from vllm.platforms.probe import probe_device, probe_libs
 
 pytestmark = [

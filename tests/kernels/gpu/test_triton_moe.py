@@ -7,7 +7,7 @@ import pytest
 from moe_cases import Case, check, generate
 from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
-from vllm.kernels.select.spec import Candidate
+from vllm.kernels.select.decision import Candidate
 
 pytestmark = MARKS
 CASES = [case for case in generate(60, seed=1) if case.num_tokens <= 31]

@@ -9,10 +9,10 @@ import torch
 from weight_only_cases import FP8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoETensors
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate
 from vllm.ops.weight_only_layout import (
     pack_experts,
     pack_weight,
@@ -35,11 +35,6 @@ def library():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with products of FP8")
     return native.load()
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def powers_of_two(shape, low, high):

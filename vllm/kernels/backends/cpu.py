@@ -3,6 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -10,7 +11,9 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,12 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

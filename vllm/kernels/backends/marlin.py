@@ -15,8 +15,11 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.kernels.select.problem import KVQuantProblem, Problem
-from vllm.kernels.select.spec import NATIVE, KernelSpec, Reason, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from vllm.ops.paged_attention import CacheWriter

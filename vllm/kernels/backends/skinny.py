@@ -7,10 +7,14 @@ They serve at most 16 tokens, so they run as the first part of a split (kernels/
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
 from vllm.kernels.backends import channel_scales
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem
-from vllm.kernels.select.spec import NATIVE, Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,9 +83,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     if problem.format in channel_scales.FORMATS:
         gemm = native.load().skinny_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
 
     gemm = native.load().skinny_fp8_block_gemm
 

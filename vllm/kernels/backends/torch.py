@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
-from vllm.kernels.select.spec import Candidate, KernelSpec
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

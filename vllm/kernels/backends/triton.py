@@ -4,8 +4,10 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
+from vllm.formats.partial_blocks import Axis
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.select.fit import Axis
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -13,7 +15,8 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.spec import Candidate, KernelSpec, Reason, Scales, Why
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,10 +98,10 @@ MAKES = {"moe": _HALF | {"fp8-block"}}
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored; each call quantises x [M, K] and multiplies."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizingKernel
     from vllm.kernels.triton.linear import fp8_block_gemm
     from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, block = tensors.weight, tensors.scales, tensors.format.block

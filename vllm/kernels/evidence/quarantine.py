@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from vllm import __version__
 from vllm.errors import ConfigError
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import user_folder, write_whole
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, Libs, Quarantined, Reason, Why
+from vllm.kernels.select.reason import Why
+from vllm.machine import Device, Libs, Quarantined
+from vllm.version import __version__
 
 FILE_NAME = "quarantine.json"
 LIFT = "vllm kernels quarantine --clear"
@@ -106,7 +107,7 @@ def _place(failure: Failure) -> tuple[str, str, str]:
 def with_quarantine(libs: Libs, device: Device) -> Libs:
     """`libs` with what the file says of this chip and these versions."""
     found = frozenset(
-        Quarantined(f.backend, f.size_key, Reason(Why(f.why), _text(f)))
+        Quarantined(f.backend, f.size_key, f.why, _text(f))
         for f in read_failures()
         if f.release == __version__
         and Device.parse(f.device).arch == device.arch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, inf, log
 
-from vllm.kernels.select.spec import Parts, Timings
+from vllm.kernels.select.decision import Evidence, Parts
 
 MAX_PARTS = 5
 # A backend this close to the fastest counts as fast: nothing is split for noise.
@@ -21,6 +21,32 @@ PART_COST = 0.045
 # Kernels that compile when the engine starts are left out as long as that costs no more than this
 # over the measured token counts: seconds of every cold start are not spent for a few percent.
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """What was measured for one problem on one kind of chip.
+
+    us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
+    says; None where that was not measured. source: which table says so, and how old it is. stale:
+    (backend, what was measured, what is here) where that is another version or build.
+    """
+
+    source: str
+    tokens: tuple[int, ...]
+    us: tuple[tuple[str, tuple[float | None, ...]], ...]
+    stale: tuple[tuple[str, str, str], ...] = ()
+
+    def best_split(
+        self,
+        able: "Able",
+        m_range: tuple[int, int],
+        compiling: tuple[str, ...] = (),
+        alone: tuple[str, ...] = (),
+    ) -> Parts:
+        """See `best_split` below."""
+        return best_split(self, able, m_range, compiling, alone)
+
 
 Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
@@ -94,7 +120,7 @@ def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _columns(timings: Timings, m_range: tuple[int, int]) -> list[int]:
+def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
     """Measured token counts that a call of `m_range` may run with: up to the first that holds its
     most, as calls are padded upwards."""
     low, high = m_range
@@ -170,7 +196,7 @@ class Expected:
 
 
 def expected(
-    timings: Timings, parts: Parts, able: Collection[str], m_range: tuple[int, int]
+    timings: Evidence, parts: Parts, able: Collection[str], m_range: tuple[int, int]
 ) -> Expected | None:
     """What the choice `parts` takes; None where nothing of it was measured. able: backends that
     could have been chosen; those of `parts` always count."""

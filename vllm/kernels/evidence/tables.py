@@ -15,11 +15,11 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import ConfigError
+from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
-from vllm.kernels.jit import nvcc
-from vllm.kernels.select.fit import linear_fit
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import Device, Timings
+from vllm.machine import Device
+from vllm.utils.files import write_atomically
 
 SHIPPED = Path(__file__).parent / "tuned"
 
@@ -134,7 +134,7 @@ def is_measurable(problem: LinearProblem | MoEProblem) -> bool:
     if isinstance(problem, MoEProblem):
         is_whole = problem.cut == problem.cut_experts == 1
         return is_whole and problem.layout == "standard"
-    return problem.weight.scale != "block" or linear_fit(problem, takes_any_block=False) is None
+    return problem.block_fit(takes_any_block=False) is None
 
 
 def timings_of(
@@ -288,7 +288,7 @@ def write_table(path: Path, table: Table) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     try:
-        nvcc.write_whole(path, text.encode())
+        write_atomically(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 

@@ -7,9 +7,11 @@ our own kernels the build id too, since their code changes within a version.
 from collections.abc import Iterable
 from functools import lru_cache
 
-from vllm.kernels.report.layer_groups import Record
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import Device, KernelSpec, Lib, Libs, Why, serves
+from vllm.kernels import registry
+from vllm.kernels.select.decision import Record
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import Device, Lib, Libs
 
 
 def version_of(spec: KernelSpec, libs: Libs, device: Device) -> str:
@@ -29,7 +31,7 @@ def _builds(lib: Lib, spec: KernelSpec, device: Device) -> Iterable[str]:
     archs = [carried.rpartition("/") for carried in lib.archs]
     for kernel, _, build in (known.partition(":") for known in lib.builds):
         own = [arch for name, _, arch in archs if name == kernel and arch[0].isdigit()]
-        runs = device.kind == "cpu" or any(serves(arch, device) for arch in own)
+        runs = device.kind == "cpu" or any(device.runs(arch) for arch in own)
         if kernel in spec.native and runs:
             yield build
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from vllm.kernels import registry
 from vllm.kernels.jit.monitor import Compilation
 from vllm.kernels.jit.nvcc_cache import CompiledCall, Memory
-from vllm.kernels.select import registry
+from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Candidate, Decision
 from vllm.logger import get_logger
 from vllm.platforms.cpu import memory_limit, num_cores
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm.kernels import registry
 from vllm.kernels.report.question import arch_key, runs_on
 from vllm.kernels.report.text_report import columns
-from vllm.kernels.select import registry
-from vllm.kernels.select.spec import NATIVE, Device, KernelSpec, Lib
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE, Device, Lib
 
 DECLARED_ONLY = "declared only"
 
@@ -106,7 +107,7 @@ def text(found: Iterable[Entry], width: int) -> str:
     ] if tables else []  # fmt: skip
     lines = []
     for family, rows in tables.items():
-        lines += ["", f"{family}, best liked first"]
+        lines += ["", f"{family}, in order of preference"]
         previous = ""
         for backend, *rest in rows:
             lines += columns(["" if backend == previous else backend, *rest], widths, width)

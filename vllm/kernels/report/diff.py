@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.kernels.report.json_report import Report
 from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
-from vllm.kernels.select.spec import Decision
+from vllm.kernels.select.decision import Decision
 
 Detail = tuple[str, str, str]
 """(what, before or "", after or "")"""

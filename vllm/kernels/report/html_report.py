@@ -4,12 +4,13 @@ from collections.abc import Iterable
 from html import escape
 
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.json_report import Report
-from vllm.kernels.report.layer_groups import by_decision, compress, stories
+from vllm.kernels.report.layer_groups import by_decision, by_outcome, compress
 from vllm.kernels.report.page_style import SCRIPT, STYLE
-from vllm.kernels.report.side_effects import event_lines
+from vllm.kernels.report.report import Report
+from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.report.text_report import KINDS, NO_KERNEL, libs_text, notes, verdict
-from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.policy import DEFAULT_ORDER
 
 
 def html_page(report: Report, title: str) -> str:
@@ -22,7 +23,7 @@ def html_page(report: Report, title: str) -> str:
         facts["variables"] = ", ".join(f"{name}={value}" for name, value in report.env.items())
     rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     records = report.records
-    texts = [*notes(stories(records)), *event_lines(records), *stale_lines(records)]
+    texts = [*notes(by_outcome(records)), *side_effect_lines(records), *stale_lines(records)]
     said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
     grids = "".join(_grid(family, decided) for family, decided in families.items())
     return (

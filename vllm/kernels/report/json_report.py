@@ -7,16 +7,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.evidence.splits import Expected
-from vllm.kernels.report.layer_groups import Record, by_decision
-from vllm.kernels.report.side_effects import event
+from vllm.kernels.evidence.splits import Expected, Timings
+from vllm.kernels.report.layer_groups import by_decision
+from vllm.kernels.report.ledger import Entry, Ledger
+from vllm.kernels.report.question import parse_lib
+from vllm.kernels.report.report import Report
+from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation, log_lines, outcome, table
-from vllm.kernels.select.fit import Fit
-from vllm.kernels.select.ledger import Entry, Ledger
+from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -24,39 +29,15 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.spec import (
-    Candidate,
-    Decision,
-    Device,
-    Lib,
-    Libs,
-    Origin,
-    Reason,
-    Scales,
-    Timings,
-    Why,
-)
+from vllm.kernels.select.reason import Reason, Why
+from vllm.machine import Device, Libs
 
-__all__ = ["Report", "log_lines", "outcome", "parse_report", "report", "table"]
+__all__ = ["log_lines", "outcome", "parse_report", "report", "table"]
 
 _PROBLEMS: dict[str, type[Problem]] = {
     problem.family: problem
     for problem in (LinearProblem, MoEProblem, AttentionProblem, KVQuantProblem)
 }
-
-
-class Report(NamedTuple):
-    """What a report tells: `report(*parse_report(json)) == json`.
-
-    env: variables that were set, as text. records: layers with their decisions. ledger: what was
-    re-quantised at load; None where nothing was loaded.
-    """
-
-    device: Device
-    libs: Libs
-    env: Mapping[str, str]
-    records: list[Record]
-    ledger: Ledger | None = None
 
 
 # ---------------------------------------------------------------- to JSON
@@ -96,7 +77,7 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "chosen": decision.chosen,
         **({"emulated": str(decision.device)} if decision.is_emulated else {}),
         "origin": {"rank": decision.origin.rank, "text": decision.origin.text},
-        **({"event": text} if (text := event(decision)) else {}),
+        **({"event": text} if (text := side_effect(decision)) else {}),
         "candidates": [_candidate_json(candidate) for candidate in decision.candidates],
         **_timings_json(decision),
     }
@@ -159,7 +140,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
     ]
     return Report(
         device,
-        Libs.of(node.parsed(Lib.parse) for node in root["libs"].items()),
+        Libs.of(node.parsed(parse_lib) for node in root["libs"].items()),
         {name: root["env"][name].text() for name in root["env"].fields()},
         records,
         _ledger(root["ledger"]) if "ledger" in root.fields() else None,

@@ -1,13 +1,14 @@
-"""Layers put together for people: equal decisions, equal stories, and names as patterns."""
+"""Layers grouped for display: by equal decision, by equal outcome, and names as patterns."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
+from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.spec import Candidate, Decision, Origin, Timings, Why
+from vllm.kernels.select.reason import Why
 
-Record = tuple[str, Decision]
 Row = tuple[str, ...]
 
 
@@ -17,7 +18,7 @@ class Group:
 
     layers: tuple[str, ...]
     problem: Problem
-    timings: Timings | None = None
+    timings: Evidence | None = None
 
     @property
     def patterns(self) -> list[str]:
@@ -25,11 +26,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Story:
+class OutcomeGroup:
     """Groups whose problems differ but whose outcome and candidates, reasons included, do not.
 
     A candidate that does not take the weight's format keeps that reason alone: what sizes or
-    libraries say of it besides would tell stories apart that are one to a reader. kernel: as
+    libraries say of it besides would separate outcomes that are one to a reader. kernel: as
     of a Decision.
     """
 
@@ -65,22 +66,22 @@ def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
     return grouped
 
 
-def stories(records: Iterable[Record]) -> list[Story]:
+def by_outcome(records: Iterable[Record]) -> list[OutcomeGroup]:
     """In order of first use."""
-    told: dict[_Plot, list[Group]] = {}
+    outcomes: dict[_Outcome, list[Group]] = {}
     for decision, layers in by_decision(records).items():
         candidates = tuple(map(_without_moot_reasons, decision.candidates))
         family, kernel = decision.problem.family, decision.kernel
         key = (family, decision.chosen, kernel, decision.origin, candidates)
         group = Group(tuple(layers), decision.problem, decision.timings)
-        told.setdefault(key, []).append(group)
+        outcomes.setdefault(key, []).append(group)
     return [
-        Story(chosen, kernel, origin, candidates, tuple(groups))
-        for (_, chosen, kernel, origin, candidates), groups in told.items()
+        OutcomeGroup(chosen, kernel, origin, candidates, tuple(groups))
+        for (_, chosen, kernel, origin, candidates), groups in outcomes.items()
     ]
 
 
-_Plot = tuple[str, str | None, str | None, Origin, tuple[Candidate, ...]]
+_Outcome = tuple[str, str | None, str | None, Origin, tuple[Candidate, ...]]
 
 
 def _without_moot_reasons(candidate: Candidate) -> Candidate:

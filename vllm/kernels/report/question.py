@@ -10,12 +10,12 @@ from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.evidence.quarantine import with_quarantine
+from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
-from vllm.kernels.select import registry
 from vllm.kernels.select.problem import LinearProblem, Problem
-from vllm.kernels.select.spec import NATIVE, Device, KernelSpec, Lib, Libs
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import NATIVE, Device, Lib, Libs
 
 # Chips that exist, and GPUs that have them.
 CHIPS = {
@@ -55,7 +55,7 @@ _LAYER = re.compile(
     r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
     r"(?::(?P<m>\d+(?:,\d+)*))?"
 )
-# Activation schemes of a format, best liked first, where no checkpoint says which.
+# Activation schemes of a format, in order of preference, where no checkpoint says which.
 _ACT_SCHEMES = {
     "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
@@ -67,12 +67,8 @@ _ACT_SCHEMES = {
 # ---------------------------------------------------------------- chip and libraries
 
 
-def device_of(text: str | None) -> Device:
-    """The chip `text` names; None for this machine's. ConfigError for one that does not exist."""
-    if text is None:
-        from vllm.platforms.installed import installed_device
-
-        return installed_device()
+def device_of(text: str) -> Device:
+    """The chip `text` names. ConfigError for one that does not exist."""
     known = [*CPUS, *CHIPS, *GPUS]
     try:
         device = Device.parse(_arch_of_gpu(text) or text)
@@ -104,24 +100,18 @@ def _plain_name(gpu: str) -> str:
     return re.sub(r"^(nvidia)?(geforce)?(rtx|jetson|dgx)?", "", letters)
 
 
-def libs_of(text: str | None, device: Device) -> Libs:
-    """The libraries of `text`: `all`, `none`, or names with versions; None for what is installed.
+def libs_of(text: str, device: Device) -> Libs:
+    """The libraries of `text`: `all`, `none`, or names with versions.
 
     Named ones come on top of torch, triton and our native kernels for every chip.
     """
-    if text is None:
-        from vllm.platforms.libraries import installed_libs, native_lib
-
-        native = native_lib()
-        here = Libs.of([*installed_libs().libs, registry.built(), *([native] if native else [])])
-        return with_quarantine(here, device)
     every = _every_lib(device)
     if text == "all":
         return Libs.of(every.values())
     libs = {name: every[name] for name in ("torch", "triton", NATIVE)}
     if text != "none":
         for item in text.split(","):
-            lib = Lib.parse(item.strip())
+            lib = parse_lib(item.strip())
             if lib.name not in every:
                 raise ConfigError(
                     f"--libs {text!r}: unknown library {lib.name!r}: it takes {', '.join(every)} "
@@ -132,13 +122,24 @@ def libs_of(text: str | None, device: Device) -> Libs:
     return Libs.of(libs.values())
 
 
-def chip_of(text: str | None, device: Device) -> Chip:
-    """`device`, which `text` names, with the numbers that measurements depend on: those of this
-    machine's where it is None, of the GPU that it names, or of the first of that architecture."""
-    if text is None:
-        from vllm.platforms.installed import installed_chip
+def parse_lib(text: str) -> Lib:
+    """From `deep_gemm=2.6+sm120`, `flashinfer==0.6.13`, `deep_gemm=broken: its error`."""
+    name, _, rest = text.partition("=")
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ConfigError(
+            f"{text!r} is no library: it takes a name with an optional version and what it "
+            f"carries, as deep_gemm==2.6+sm120"
+        )
+    if rest.startswith("broken:"):
+        return Lib(name, broken=rest.removeprefix("broken:").strip())
+    version, *items = rest.lstrip("=").split("+")
+    archs = tuple(item for item in items if ":" not in item)
+    return Lib(name, version, archs, builds=tuple(item for item in items if ":" in item))
 
-        return installed_chip(device)
+
+def chip_of(text: str, device: Device) -> Chip:
+    """`device`, which `text` names, with the numbers that measurements depend on: those of the GPU
+    that it names, or of the first of that architecture."""
     named = GPUS.get(_plain_name(text))
     return named or next((c for c in GPUS.values() if c.device == device), Chip(device))
 
@@ -205,17 +206,17 @@ def _shard(text: str, size: int, ranks: int) -> int:
 
 def read_model(model: str) -> dict[str, Any]:
     """The config.json of a folder, of a file, or of a built-in name. ConfigError otherwise."""
-    from vllm.kernels.report.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
+    from vllm.architectures.registry import builtin_config, builtin_names
 
     path = Path(model).expanduser()
     if path.is_file() or path.is_dir():
         return _read_config(path / "config.json" if path.is_dir() else path)
     config = builtin_config(model)
     if config is None:
-        lower = (name.lower() for name in (*BUILTIN_NAMES, *HUB_NAMES.values()))
+        lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
         raise ConfigError(
             f"model {model!r} is neither a folder or config.json here nor a built-in name "
-            f"({', '.join(BUILTIN_NAMES)}){did_you_mean(model.lower(), lower)}"
+            f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
         )
     return config
 

@@ -1,26 +1,27 @@
-"""What a choice costs beyond its kernel, on a GPU: weights made for quantised arithmetic that are
-widened instead (native to weight-only), steps that no CUDA graph can hold, and emulations that
-serve because nothing else can."""
+"""Side effects of a decision on a GPU: dequantised weights (native to weight-only), steps that
+cannot be captured in a CUDA graph, emulation where no kernel can run."""
 
 from collections.abc import Iterable
 
 from vllm.formats.weight_format import ActScheme
-from vllm.kernels.report.layer_groups import Record, compress
-from vllm.kernels.select import registry
+from vllm.kernels import registry
+from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.spec import DEFAULT_ORDER, Candidate, Decision, Why
+from vllm.kernels.select.reason import Why
 
 
-def event(decision: Decision) -> str:
-    """What happened, and what kept the better kernels away; "" where nothing did.
+def side_effect(decision: Decision) -> str:
+    """The side effect and what rejected the preferred kernels; "" where there is none.
 
-    Only GPUs have native kernels and graphs: on a CPU there is nothing to lose.
+    CPUs have neither native kernels nor CUDA graphs, so no side effects.
     """
     if decision.device.kind == "cpu" or decision.chosen is None:
         return ""
     if waits(decision):
-        return _waiting(decision)
-    return _emulating(decision) or _crossing(decision)
+        return _not_captured(decision)
+    return _emulated(decision) or _dequantised(decision)
 
 
 def waits(decision: Decision) -> bool:
@@ -30,7 +31,7 @@ def waits(decision: Decision) -> bool:
     return any(spec.waits for spec in registry.winning_specs(decision))
 
 
-def _waiting(decision: Decision) -> str:
+def _not_captured(decision: Decision) -> str:
     problem = decision.problem
     return (
         f"no CUDA graphs: {problem.family} {problem.dtype} by {decision.chosen}, for which the "
@@ -39,11 +40,11 @@ def _waiting(decision: Decision) -> str:
 
 
 def _reasons(decision: Decision) -> str:
-    """What keeps each of the better kernels away."""
+    """The first reason against each preferred kernel."""
     return "; ".join(f"{c.backend}: {c.reasons[0].text}" for c in _before(decision) if c.reasons)
 
 
-def _emulating(decision: Decision) -> str:
+def _emulated(decision: Decision) -> str:
     is_emulation = any(spec.is_emulation for spec in registry.winning_specs(decision))
     if not is_emulation or decision.is_emulated or _decider(decision):
         return ""
@@ -54,7 +55,7 @@ def _emulating(decision: Decision) -> str:
     )
 
 
-def _crossing(decision: Decision) -> str:
+def _dequantised(decision: Decision) -> str:
     problem = decision.problem
     if not isinstance(problem, LinearProblem | MoEProblem) or problem.act[0] is ActScheme.NONE:
         return ""
@@ -79,19 +80,19 @@ def _why(decision: Decision) -> str:
 
 
 def _decider(decision: Decision) -> str:
-    """Who asked for the chosen kernel; "" where nobody did."""
+    """The origin of the choice; "" for the default order."""
     return decision.origin.text if decision.origin.rank < DEFAULT_ORDER.rank else ""
 
 
 def _before(decision: Decision) -> tuple[Candidate, ...]:
-    """What would have been liked better."""
+    """The candidates that are preferred to the chosen one."""
     return decision.candidates[: decision.candidates.index(decision.winner)]
 
 
-def event_lines(records: Iterable[Record]) -> list[str]:
-    """One line per distinct event, with the layers it covers."""
+def side_effect_lines(records: Iterable[Record]) -> list[str]:
+    """One line per distinct side effect, with the layers it covers."""
     layers_of: dict[str, list[str]] = {}
     for layer, decision in records:
-        if text := event(decision):
+        if text := side_effect(decision):
             layers_of.setdefault(text, []).append(layer)
     return [f"{text} ({', '.join(compress(layers))})" for text, layers in layers_of.items()]

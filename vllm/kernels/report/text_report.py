@@ -3,45 +3,35 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.layer_groups import Record, Story, compress, stories
-from vllm.kernels.report.side_effects import event_lines
-from vllm.kernels.select import registry
+from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, compress
+from vllm.kernels.report.report import Report
+from vllm.kernels.report.side_effects import side_effect_lines
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
+from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MODEL_RULE
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import (
-    BUILD,
-    COMPILERS,
-    DEFAULT_ORDER,
-    RANK_MODEL_RULE,
-    Candidate,
-    Decision,
-    Lib,
-    Libs,
-    Scales,
-    Timings,
-    Why,
-)
-
-if TYPE_CHECKING:
-    from vllm.kernels.report.json_report import Report
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import COMPILERS
+from vllm.machine import BUILD, Lib, Libs
 
 WIDTH = 100
 CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
 # What a verdict's kind means.
 KINDS: dict[str, str] = {
     CHOSEN: "serves these layers",
-    COULD_RUN: "nothing against it, later in the order",
-    Why.DEVICE: "not on this chip",
+    COULD_RUN: "can run, but comes later in the order",
+    Why.DEVICE: "does not run on this chip",
     Why.LIBRARY: "a library or our own code is missing, too old or broken",
-    Why.FORMAT: "does not take the weight's format",
-    Why.SHAPE: "does not take the sizes",
-    Why.DTYPE: "does not compute in this type",
-    Why.POLICY: "asked not to, or another is asked for",
-    Why.NUMERICS: "would compute something else, or lose accuracy",
+    Why.FORMAT: "does not support the weight's format",
+    Why.SHAPE: "does not support the sizes",
+    Why.DTYPE: "does not support the dtype",
+    Why.POLICY: "excluded by a flag, a variable or a rule, or another is requested",
+    Why.NUMERICS: "different arithmetic, or loss of accuracy",
 }
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
@@ -130,7 +120,7 @@ def expectation(
     candidates: Sequence[Candidate],
     chosen: str | None,
     problem: Problem,
-    timings: Timings | None,
+    timings: Evidence | None,
 ) -> Expected | None:
     """What the chosen kernel is expected to take, beside all that policy alone keeps away; of one
     that quantises activations, beside those that do too: another arithmetic is asked for by name.
@@ -216,26 +206,26 @@ def _candidate_lines(
 # ---------------------------------------------------------------- a page
 
 
-def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
-    """Everything: where, what was chosen for how many layers, and each story with its rejects.
-    is_brief: no stories."""
-    told = stories(report.records)
+def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
+    """Everything: where, what was chosen for how many layers, and each outcome with its rejected
+    candidates. is_brief: without these."""
+    outcomes = by_outcome(report.records)
     paragraphs = [_where(report, width)]
-    if len(told) > 1 or is_brief:
-        paragraphs.append(_summary(told, width, bold))
-    events = [f"Event: {line}" for line in event_lines(report.records)]
+    if len(outcomes) > 1 or is_brief:
+        paragraphs.append(_summary(outcomes, width, bold))
+    events = [f"Event: {line}" for line in side_effect_lines(report.records)]
     events += [f"Note: {line}" for line in stale_lines(report.records)]
-    paragraphs += [columns([text], [], width) for text in (*notes(told), *events)]
+    paragraphs += [columns([text], [], width) for text in (*notes(outcomes), *events)]
     if is_brief:
-        told = []
-    name_width = max((len(c.backend) for story in told for c in story.candidates), default=0)
-    paragraphs += [_story(story, name_width, width, bold) for story in told]
-    if any(r.why is Why.FORMAT for story in told for c in story.candidates for r in c.reasons):
+        outcomes = []
+    name_width = max((len(c.backend) for one in outcomes for c in one.candidates), default=0)
+    paragraphs += [_outcome_lines(one, name_width, width, bold) for one in outcomes]
+    if any(r.why is Why.FORMAT for one in outcomes for c in one.candidates for r in c.reasons):
         paragraphs.append(columns([_MOOT], [], width))
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
-def _where(report: "Report", width: int) -> list[str]:
+def _where(report: Report, width: int) -> list[str]:
     rows = [("device", str(report.device)), ("libraries", libs_text(report.libs))]
     if report.env:
         rows.append(("variables", "  ".join(f"{k}={v}" for k, v in report.env.items())))
@@ -256,13 +246,13 @@ def _lib_text(lib: Lib) -> str:
     return f"{lib.name} {lib.version}".rstrip() + archs
 
 
-def _summary(told: Sequence[Story], width: int, bold: bool) -> list[str]:
+def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[str]:
     """Stories that differ in sizes and reasons alone share a line."""
     counts: dict[tuple[str, str, str], int] = {}
-    for story in told:
-        serves = f"{story.family} {', '.join(story.formats)}"
-        key = (story.kernel or NO_KERNEL, serves, story.origin.text)
-        counts[key] = counts.get(key, 0) + story.num_layers
+    for one in outcomes:
+        serves = f"{one.family} {', '.join(one.formats)}"
+        key = (one.kernel or NO_KERNEL, serves, one.origin.text)
+        counts[key] = counts.get(key, 0) + one.num_layers
     rows = [
         (chosen, f"{count:>6}", serves, origin)
         for (chosen, serves, origin), count in counts.items()
@@ -273,9 +263,9 @@ def _summary(told: Sequence[Story], width: int, bold: bool) -> list[str]:
     return first + [line for row in rows for line in columns(row, widths, width)]
 
 
-def notes(told: Sequence[Story]) -> list[str]:
+def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     """What the reader should know beyond the reasons: what the model rule is about."""
-    rule = next((s.origin for s in told if s.origin.rank == RANK_MODEL_RULE), None)
+    rule = next((s.origin for s in outcomes if s.origin.rank == RANK_MODEL_RULE), None)
     if rule is None:
         return []
     return [
@@ -285,44 +275,48 @@ def notes(told: Sequence[Story]) -> list[str]:
     ]
 
 
-def _story(story: Story, name_width: int, width: int, bold: bool) -> list[str]:
-    plural = "s" * (story.num_layers > 1)
-    title = f"{story.kernel or 'NO KERNEL'} for {story.num_layers} {story.family} layer{plural}"
+def _outcome_lines(one: OutcomeGroup, name_width: int, width: int, bold: bool) -> list[str]:
+    plural = "s" * (one.num_layers > 1)
+    title = f"{one.kernel or 'NO KERNEL'} for {one.num_layers} {one.family} layer{plural}"
     lines = [_strong(title, bold)]
-    lines += _indented(columns(["why", why(story)], [3], width - 2))
-    lines += _indented(_group_lines(story, width - 2))
+    lines += _indented(columns(["why", why(one)], [3], width - 2))
+    lines += _indented(_group_lines(one, width - 2))
     candidates = _candidate_lines(
-        story.candidates, story.chosen, story.groups[0].problem, width - 2, name_width
+        one.candidates,
+        one.chosen,
+        one.groups[0].problem,
+        width - 2,
+        name_width,
     )
     return [*lines, *_indented(candidates)]
 
 
-def why(story: Story) -> str:
+def why(one: OutcomeGroup) -> str:
     """Who decided, what came before in the default order, and what cut scale blocks cost."""
-    text = f"{story.origin.text} (rank {story.origin.rank} of {DEFAULT_ORDER.rank})"
+    text = f"{one.origin.text} (rank {one.origin.rank} of {DEFAULT_ORDER.rank})"
     names = [
         candidate.backend
-        for candidate in story.candidates
+        for candidate in one.candidates
         if all(reason.why is not Why.FORMAT for reason in candidate.reasons)
     ]
-    if story.chosen is None:
+    if one.chosen is None:
         text += ": no candidate can run, or the one that is asked for cannot"
-    elif story.origin == DEFAULT_ORDER:
-        before = names[: names.index(story.chosen)]
+    elif one.origin == DEFAULT_ORDER:
+        before = names[: names.index(one.chosen)]
         listed = ", ".join(before) if len(before) < 3 else f"the {len(before)}"
         text += f": {listed} before it cannot run" if before else f": first of {len(names)}"
-    fit = next((c.fit for c in story.candidates if c.backend == story.chosen), None)
+    fit = next((c.fit for c in one.candidates if c.backend == one.chosen), None)
     if fit is None:
         return text
-    total = size_text(fit.extra_bytes * story.num_layers)
-    layers = f" in all {story.num_layers} layers" if story.num_layers > 1 else ""
+    total = size_text(fit.extra_bytes * one.num_layers)
+    layers = f" in all {one.num_layers} layers" if one.num_layers > 1 else ""
     return f"{text}\ncut scale blocks are {fit.how}: {total} a rank{layers}"
 
 
-def _group_lines(story: Story, width: int) -> list[str]:
+def _group_lines(one: OutcomeGroup, width: int) -> list[str]:
     """Layers, how many, and what they ask: in columns where that fits, else in two lines each.
     Where that was measured, what the choice is expected to take."""
-    groups = story.groups
+    groups = one.groups
     rows = [(group.patterns, f"{len(group.layers)} x", asks(group.problem)) for group in groups]
     names = max(len(name) for patterns, _, _ in rows for name in patterns)
     counts = max(len(count) for _, count, _ in rows)
@@ -334,7 +328,7 @@ def _group_lines(story: Story, width: int) -> list[str]:
             lines += columns([number, "\n".join(patterns), text], [counts, names], width)
         else:
             lines += columns([number, "\n".join([*patterns, f"  {text}"])], [counts], width)
-        choice = expectation(story.candidates, story.chosen, group.problem, group.timings)
+        choice = expectation(one.candidates, one.chosen, group.problem, group.timings)
         if choice is not None:
             lines += columns(["", f"  {expectation_text(choice)}"], [counts], width)
     return lines

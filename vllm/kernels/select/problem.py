@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import ActScheme, WeightFormat
 
 
@@ -15,7 +16,7 @@ def comes_quantised(name: str) -> bool:
 class LinearProblem:
     """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
 
-    act: the activation schemes the checkpoint allows, best liked first. dtype: of x and y.
+    act: the activation schemes the checkpoint allows, in order of preference. dtype: of x and y.
     m_range: token counts to expect. parts: rows of the weights merged into this one (QKV,
     gate-up), () for a single weight. cut_n, cut_k: in how many ranks' shards the rows and the
     columns were cut. requant_error: relative Frobenius error that scales of another form (UE8M0 of
@@ -42,6 +43,13 @@ class LinearProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    def block_fit(self, takes_any_block: bool) -> Fit | None:
+        """How a kernel of fixed or of any blocks takes partial ones; None where there are none."""
+        if self.weight.scale != "block":
+            return None
+        rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
+        return linear_fit(rows, columns, self.weight.block, takes_any_block)
 
     @property
     def size_key(self) -> str:
@@ -82,6 +90,14 @@ class MoEProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    def block_fit(self, takes_any_block: bool) -> Fit | None:
+        """As of a LinearProblem."""
+        if self.weight.scale != "block":
+            return None
+        num_experts = -(-self.num_experts // self.cut_experts)
+        inner = Axis((self.intermediate,), self.cut)
+        return moe_fit(inner, self.hidden, num_experts, self.weight.block, takes_any_block)
 
     @property
     def size_key(self) -> str:

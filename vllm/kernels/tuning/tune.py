@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure
 from vllm.kernels.evidence.tables import TOKENS, Entry, Table, is_measurable, write_table
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.select import registry
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import Device, KernelSpec, Libs, Policy
+from vllm.kernels.select.spec import KernelSpec
 from vllm.kernels.tuning.workers import MACHINE, Job, JobError, StoppedError, Worker
+from vllm.machine import Device, Libs
 
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 _CHECKS_SHARE = 0.5

@@ -13,8 +13,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.select.spec import Candidate
 
 
 @dataclass(frozen=True, slots=True)

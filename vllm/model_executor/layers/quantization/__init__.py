@@ -29,8 +29,8 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 class QuantizationConfig(ABC):
     """How a checkpoint's weights are quantised, and which layers are not.
 
-    use_deep_gemm: None is automatic, True and False are decided; deep_gemm_by_rule: it was the
-    model rule that decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
+    use_deep_gemm: None is automatic, True and False are decided; model_rule: the reason, where the
+    model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
     """
 
@@ -38,7 +38,7 @@ class QuantizationConfig(ABC):
     is_checkpoint_quantized: bool
     can_use_deep_gemm: bool = False
     use_deep_gemm: bool | None = None
-    deep_gemm_by_rule: bool = False
+    model_rule: str = ""
     has_cache_scales: bool = True
 
     @classmethod

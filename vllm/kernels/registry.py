@@ -1,0 +1,165 @@
+"""The backends of each problem family, in default order of preference.
+
+A backend is a module: a file in `backends/` and a line here, or a module of another package that
+an entry point names (group `vllm.kernel_backends`). Importing it needs the standard library only;
+what it is built on is imported when its kernels are made. A backend is named `provider` or
+`provider-path` (flashinfer-cutlass); its module or entry point is named after the provider.
+
+The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`),
+and optionally MAKES (formats that a maker takes, by backend and family or by family) and BEFORE
+(by family, the built-in backend that it is preferred to; without it, it comes last).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import BUILD, Lib
+from vllm.utils.entry_points import extensions
+
+ENTRY_POINTS = "vllm.kernel_backends"
+
+_BUILT_IN: dict[str, tuple[str, ...]] = {
+    "linear": (
+        "deep_gemm",
+        # Of scales of rows and tensors; there ours are faster for few tokens alone, by measurement.
+        "scaled_mm",
+        "cutlass",
+        "skinny",
+        "flashinfer-deepgemm",
+        "triton",
+        # Never run here: after ours of the same arithmetic, before those that do not quantise x.
+        "flashinfer-cutlass",
+        "flashinfer-trtllm",
+        "marlin-w4a8",
+        "marlin",
+        "humming",
+        "cpu",
+        "torch",
+        "emulation",
+        "emulation-ue8m0",
+    ),
+    "moe": (
+        "deep_gemm",
+        "cutlass",
+        "triton",
+        "flashinfer-cutlass",
+        "flashinfer-trtllm",
+        "marlin-w4a8",
+        "marlin",
+        "cpu",
+        "torch",
+    ),
+    # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
+    "attention": ("triton", "flashinfer", "cpu", "torch"),
+    "kv_quant": ("rotary", "triton", "cpu", "torch"),
+}
+FAMILIES = tuple(_BUILT_IN)
+# The flags of `vllm serve` and `vllm kernels explain`, by family.
+FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
+
+
+@cache
+def backend_names(family: str) -> tuple[str, ...]:
+    """In order of preference; the values that the family's flag takes."""
+    names = list(_BUILT_IN[family])
+    for module in extensions(ENTRY_POINTS).values():
+        before = getattr(module, "BEFORE", {}).get(family)
+        place = names.index(before) if before in names else len(names)
+        own = (spec.backend for spec in module.SPECS if spec.family == family)
+        names[place:place] = [name for name in dict.fromkeys(own) if name not in names]
+    return tuple(names)
+
+
+def backend(name: str) -> ModuleType:
+    """The module of backend `name`."""
+    provider = name.partition("-")[0]
+    found: ModuleType | None = extensions(ENTRY_POINTS).get(provider)
+    return found or import_module(f"vllm.kernels.backends.{provider}")
+
+
+def maker(decision: Decision, name: str | None = None) -> ModuleType:
+    """The module that makes the kernel of a decision, or of the part `name` of a split."""
+    if decision.is_emulated:
+        return backend("emulation")
+    return backend(name or decision.winner.backend)
+
+
+@cache
+def specs(family: str) -> tuple[KernelSpec, ...]:
+    """Every kernel of the family, in order of preference."""
+    return tuple(
+        spec
+        for name in backend_names(family)
+        for spec in backend(name).SPECS
+        if spec.backend == name and spec.family == family
+    )
+
+
+def spec_of(decision: Decision, name: str) -> KernelSpec | None:
+    """Of the kernel of backend `name` for the format of this problem."""
+    own = (spec for spec in specs(decision.problem.family) if spec.backend == name)
+    return next((spec for spec in own if decision.problem.format in spec.formats), None)
+
+
+def winning_specs(decision: Decision) -> list[KernelSpec]:
+    """Of the chosen kernel, or of each part of a split."""
+    winner = decision.winner
+    names = [name for _, name in winner.parts] or [winner.backend]
+    return [spec for name in names if (spec := spec_of(decision, name)) is not None]
+
+
+def has_code(spec: KernelSpec) -> bool:
+    """Whether this build can run the kernel: its backend has a maker for the family, and for one of
+    its formats where the maker takes only some."""
+    module = backend(spec.backend)
+    makes = getattr(module, "MAKES", {})
+    made = makes.get(f"{spec.backend}/{spec.family}", makes.get(spec.family, spec.formats))
+    return hasattr(module, spec.family) and not spec.formats.isdisjoint(made)
+
+
+def used_libs() -> set[str]:
+    """Libraries that a kernel with code in this build is made of."""
+    every = (spec for family in FAMILIES for spec in specs(family) if has_code(spec))
+    return {name for spec in every for name, _ in spec.libs}
+
+
+@cache
+def built() -> Lib:
+    """The kernels whose code is in this build, as the library `build`."""
+    names = (
+        f"{family}/{spec.backend}/{weight_format}"
+        for family in FAMILIES
+        for spec in specs(family)
+        if has_code(spec)
+        for weight_format in sorted(spec.formats)
+    )
+    return Lib(BUILD, archs=tuple(names))
+
+
+def find_backend(family: str, name: str) -> str | None:
+    """The backend meant by `name`; case and separators do not matter (DEEPGEMM, deep-gemm)."""
+    wanted = _bare(name)
+    return next((known for known in backend_names(family) if _bare(known) == wanted), None)
+
+
+def check_backend_name(family: str, name: str, source: str) -> str:
+    """The backend meant by `name`, or ConfigError naming `source` and what it accepts."""
+    found = find_backend(family, name)
+    if found is None:
+        raise unknown_backend(f"{source} {name!r}", name, backend_names(family))
+    return found
+
+
+def unknown_backend(what: str, name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{what}: unknown backend {name!r}: it takes {', '.join(known)}{did_you_mean(name, known)}"
+    )
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

@@ -1,0 +1,101 @@
+"""What was decided: every candidate with its reasons, the chosen one, and who decided."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm.errors import VllmError
+from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
+from vllm.formats.weight_format import ActScheme
+from vllm.kernels.select.policy import Origin
+from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.reason import Reason
+from vllm.machine import Device
+
+Parts = tuple[tuple[int | None, str], ...]
+"""A split by M: (largest M, backend), ascending; the last has None for no limit."""
+
+
+class Evidence(Protocol):
+    """Measurements of one problem on one kind of chip (`kernels/evidence/splits.py`)."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def us(self) -> tuple[tuple[str, tuple[float | None, ...]], ...]: ...
+    @property
+    def stale(self) -> tuple[tuple[str, str, str], ...]: ...
+    def best_split(
+        self,
+        able: tuple[tuple[str, int | None], ...],
+        m_range: tuple[int, int],
+        compiling: tuple[str, ...],
+        alone: tuple[str, ...],
+    ) -> Parts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel that was considered; no reasons against it means it could run.
+
+    scales: the form of block scales it would take, "" where that does not matter. fit: how it
+    takes partial scale blocks. parts: of a split.
+    """
+
+    backend: str
+    act: ActScheme | None
+    reasons: tuple[Reason, ...] = ()
+    scales: str = ""
+    fit: Fit | None = None
+    parts: Parts = ()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its scale form may re-round weights that are quantised already."""
+        return self.scales not in ("", Scales.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The choice for one problem, with every candidate in order of preference.
+
+    timings: measurements of this problem on this chip, None where there are none. is_emulated:
+    `device` is not at hand; the numbers of the chosen kernel are computed on what is.
+    """
+
+    problem: Problem
+    device: Device
+    chosen: str | None
+    origin: Origin
+    candidates: tuple[Candidate, ...] = ()
+    timings: Evidence | None = None
+    is_emulated: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        """The chosen backend as shown to people: with the chip whose numbers it emulates."""
+        is_emulated = self.is_emulated and self.chosen is not None
+        return f"{self.chosen} of {self.device}, emulated" if is_emulated else self.chosen
+
+    @property
+    def winner(self) -> Candidate:
+        """The chosen candidate; only where there is one."""
+        return next(c for c in self.candidates if c.backend == self.chosen)
+
+
+Record = tuple[str, Decision]
+"""A layer's name and what was decided for it."""
+
+
+class NoKernelError(VllmError):
+    """No kernel can serve a problem, or the override's backend cannot."""
+
+    def __init__(self, message: str, decision: Decision):
+        super().__init__(message)
+        self.decision = decision
+
+    def __reduce__(self) -> tuple[type["NoKernelError"], tuple[str, Decision]]:
+        """Keeps the decision when the error is sent to another process."""
+        return type(self), (str(self), self.decision)

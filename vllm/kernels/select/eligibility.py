@@ -1,0 +1,163 @@
+"""What speaks against a kernel: the machine, the problem's sizes, and numerics."""
+
+from collections.abc import Iterable, Iterator
+
+from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Scales
+from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import BUILD, NATIVE, Device, Libs
+from vllm.utils.versions import version_key
+
+
+def machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason]:
+    """What the chip and the libraries say against `spec`, whatever the problem."""
+    reasons = []
+    if device.family not in spec.devices and device.arch not in spec.devices:
+        reasons.append(Reason(Why.DEVICE, f"runs on {names(spec.devices)}, not on {device}"))
+    build = libs.get(BUILD)
+    made = {f"{spec.family}/{spec.backend}/{weight_format}" for weight_format in spec.formats}
+    if build is not None and made.isdisjoint(build.archs):
+        reasons.append(Reason(Why.LIBRARY, "backend not in this build"))
+    for name, minimum in spec.libs:
+        reasons += _lib_reasons(name, minimum, libs)
+    reasons += missing_code(spec, device, libs)
+    if spec.native_archs and not reasons:
+        reasons += _native_reasons(spec, device, libs)
+    return reasons
+
+
+def missing_code(spec: KernelSpec, device: Device, libs: Libs) -> Iterator[Reason]:
+    """What libraries that work here lack of what `spec` needs of them on this chip."""
+    here = {lib.name: lib for lib in libs.libs if not lib.broken}
+    for family, name, arch in spec.carries:
+        if family == device.family and name in here and arch not in here[name].archs:
+            version = here[name].version or "(any version)"
+            yield Reason(Why.DEVICE, f"{name} {version} carries no {arch} kernels")
+    for chips, name, module in spec.prebuilt:
+        is_meant = chips in (device.family, device.arch) and name in here
+        if is_meant and module not in here[name].archs:
+            command = f"python -m vllm.kernels.jit.{name} {module}"
+            yield Reason(Why.LIBRARY, f"{name} has no {module} yet: {command} builds it")
+
+
+def _lib_reasons(name: str, minimum: str, libs: Libs) -> Iterator[Reason]:
+    lib = libs.get(name)
+    if lib is None:
+        yield Reason(Why.LIBRARY, f"{name} is not installed")
+    elif lib.broken:
+        yield Reason(Why.LIBRARY, f"{name} is broken: {lib.broken}")
+    elif minimum and lib.version and version_key(lib.version) < version_key(minimum):
+        yield Reason(Why.LIBRARY, f"{name} {lib.version} is older than {minimum}")
+
+
+def _native_reasons(spec: KernelSpec, device: Device, libs: Libs) -> Iterable[Reason]:
+    """Our own CUDA kernel must have been compiled for an architecture that runs on the chip."""
+    native = libs.get(NATIVE)
+    if native is None or native.broken:
+        return _lib_reasons(NATIVE, "", libs)
+    wanted = [arch for arch in sorted(spec.native_archs) if device.runs(arch)]
+    carried = {f"{kernel}/{arch}" for kernel in spec.native for arch in wanted}
+    if not carried.isdisjoint(native.archs) or not set(wanted).isdisjoint(native.archs):
+        return ()
+    text = f"this build has no {' or '.join(wanted)} code of {' or '.join(spec.native)}"
+    return (Reason(Why.LIBRARY, text if wanted else f"has no code for {device}"),)
+
+
+def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[Reason]:
+    """How this kernel failed here before, for this very problem."""
+    keys = [problem.size_key]
+    if isinstance(problem, LinearProblem):
+        # Entries from before activation schemes were in the key hold for all of them.
+        keys.append(problem.size_key.rpartition(" ")[0])
+    own = (q for q in libs.quarantined if q.backend == spec.backend and q.size_key in keys)
+    return [Reason(Why(q.why), q.text) for q in own]
+
+
+def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
+    """Every requirement of `spec` on sizes that the problem does not meet."""
+    reasons: list[Reason] = []
+    if isinstance(problem, LinearProblem):
+        reasons += _linear_reasons(spec, problem, fit)
+    elif isinstance(problem, MoEProblem):
+        reasons += _moe_reasons(spec, problem, fit)
+    return reasons + (spec.check(problem) if spec.check is not None else [])
+
+
+def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> Iterator[Reason]:
+    if problem.bias and not spec.takes_bias:
+        yield Reason(Why.SHAPE, "takes no bias")
+    if spec.max_tokens is not None and problem.m_range[1] > spec.max_tokens:
+        text = f"serves up to {spec.max_tokens} tokens, not {problem.m_range[1]}"
+        yield Reason(Why.SHAPE, text)
+    takes_groups = problem.weight.scale == "group" and problem.format in spec.formats
+    if takes_groups and problem.k % problem.weight.block[1]:
+        text = f"K = {problem.k} is not whole groups of {problem.weight.block[1]}"
+        yield Reason(Why.SHAPE, text)
+    yield from _block_reasons(spec, problem.weight)
+    n, k = fit.sizes if fit is not None else (problem.n, problem.k)
+    for axis, size, align in (("N", n, spec.n_align), ("K", k, spec.k_align)):
+        if size % align:
+            yield Reason(Why.SHAPE, f"{axis} = {size} is not a multiple of {align}")
+
+
+def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> Iterator[Reason]:
+    if problem.layout not in spec.layouts:
+        yield Reason(Why.SHAPE, f"takes {names(spec.layouts)} activations, not {problem.layout}")
+    yield from _block_reasons(spec, problem.weight)
+    inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
+    for name, size in (("hidden", hidden), ("intermediate", inner)):
+        if size % spec.k_align:
+            yield Reason(Why.SHAPE, f"{name} = {size} is not a multiple of {spec.k_align}")
+
+
+def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> Iterator[Reason]:
+    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+        accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
+        text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
+        yield Reason(Why.FORMAT, text)
+
+
+def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:
+    """Whether it multiplies as the checkpoint intends: no emulation, and not weight-only where
+    activations are to be quantised."""
+    wants_quantised = problem.act[0] is not ActScheme.NONE
+    return not spec.is_emulation and not (wants_quantised and act is ActScheme.NONE)
+
+
+def scale_form(spec: KernelSpec, device: Device, e8m0: bool | None) -> str:
+    """The form of scales this kernel would take on this chip under this policy."""
+    forms = dict(spec.scales)
+    form = forms.get(device.family) or forms.get("*") or ""
+    if form == Scales.FLOAT32 and e8m0 and _depends_on_chip(spec):
+        return Scales.FLOAT32_CEIL_UE8M0
+    return form
+
+
+def _depends_on_chip(spec: KernelSpec) -> bool:
+    """Whether VLLM_USE_DEEP_GEMM_E8M0 speaks to this kernel: its scale form depends on the chip."""
+    return "*" not in dict(spec.scales)
+
+
+def requant_reasons(
+    spec: KernelSpec, problem: Problem, device: Device, policy: Policy, scales: str
+) -> Iterator[Reason]:
+    """What speaks against re-quantising the weight to scales of the form `scales`."""
+    if scales == Scales.UE8M0 and policy.e8m0 is False and _depends_on_chip(spec):
+        text = f"takes UE8M0 scales only on {device.family}, and VLLM_USE_DEEP_GEMM_E8M0=0"
+        yield Reason(Why.NUMERICS, text)
+        return
+    assert isinstance(problem, LinearProblem | MoEProblem)
+    limit, error = policy.max_requant_error, problem.requant_error
+    if limit is None or error is None or error <= limit:
+        return
+    form = "scales of the activations' type" if scales == Scales.ACTIVATION else "UE8M0"
+    text = f"re-quantising to {form} costs {error:.2%}, more than --max-requant-error {limit:.2%}"
+    yield Reason(Why.NUMERICS, text)
+
+
+def names(values: Iterable[str]) -> str:
+    return ", ".join(sorted(values))
