@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.entrypoints.cli.http_client import HttpClient, HttpError
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError
+from vllm.utils.http_client import HttpClient, HttpError
 
 _METRICS = {
     "ttft": "Time to first token",
@@ -86,10 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--percentile-metrics {unknown[0]!r}: it takes {', '.join(_METRICS)}")
     percentiles = _percentiles_of(args.metric_percentiles)
     _check(args)
-    try:
-        timings, duration, model = asyncio.run(_run(args))
-    except HttpError as error:
-        raise VllmError(f"{_base_url(args)}: {error}") from error
+    timings, duration, model = asyncio.run(_run(args))
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
@@ -130,12 +127,14 @@ def check_writable(flag: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: it takes a file in a folder that exists")
 
 
-def _base_url(args: argparse.Namespace) -> str:
-    return args.base_url or f"http://{args.host}:{args.port}"
-
-
 async def _run(args: argparse.Namespace) -> tuple[list[Timing], float, str]:
-    client = HttpClient.of(_base_url(args), args.api_key or envs.VLLM_API_KEY)
+    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    api_key = args.api_key or envs.VLLM_API_KEY
+    async with HttpClient(base_url, api_key, keeps_connections=True) as client:
+        return await _drive(client, args)
+
+
+async def _drive(client: HttpClient, args: argparse.Namespace) -> tuple[list[Timing], float, str]:
     model = args.model or await client.first_model()
     jobs = _jobs(args, await _token_pool(client, model, args.seed))
     fields = {"model": model, "temperature": args.temperature, "ignore_eos": args.ignore_eos}
