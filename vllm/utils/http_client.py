@@ -22,7 +22,7 @@ class HttpClient:
     """One server; used as `async with`.
 
     base_url: http where it names no scheme; paths are appended to it. read_timeout: seconds without
-    a byte, None for no limit. uses_proxy: obeys HTTP_PROXY and the like. keeps_connections: reuses
+    a byte, None for no limit. uses_proxy: by HTTP_PROXY and the like. keeps_connections: reuses
     them, which costs a third less CPU time per request than opening one for each, and fails where
     a server closes one at the moment it is reused.
     """

@@ -1,4 +1,4 @@
-"""`vllm bench serve`: load on a running server, and what its users would have seen."""
+"""`vllm bench serve`: load on a running server, with throughput and latency as clients see them."""
 
 import argparse
 import asyncio
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass
 class Timing:
-    """One request as its client saw it; all in seconds. gaps: between its events."""
+    """One request as measured by the client, in seconds. gaps: between its events."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -122,7 +122,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """ConfigError, before anything is measured, for what cannot be written afterwards."""
+    """ConfigError for a file that cannot be written, before anything is measured."""
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ConfigError(f"{flag} {path}: it takes a file in a folder that exists")
 

@@ -48,7 +48,7 @@ def add_parser(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="A variable to set, as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    _add_wishes(parser.add_argument_group("wishes, as of vllm serve"))
+    _add_overrides(parser.add_argument_group("overrides, as for vllm serve"))
     shown = parser.add_argument_group("how it is shown")
     shown.add_argument("--brief", action="store_true", help="Only what was chosen for how many "
                        "layers, who decided, and what to know of it.")  # fmt: skip
@@ -57,7 +57,7 @@ def add_parser(kinds: Any) -> None:
     parser.set_defaults(run=run_explain)
 
 
-def _add_wishes(group: Any) -> None:
+def _add_overrides(group: Any) -> None:
     text = group.add_argument
     text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
          help="The backend of layers whose name matches; repeatable.")  # fmt: skip
@@ -95,13 +95,13 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
-    """The selection after every layer has asked, and the variables that were set."""
+    """The selection with a decision for every layer, and the variables that were set."""
     for text in args.env:
         _set_variable(text)
     device = question.device_of(args.device)
     libs = question.libs_of(args.libs, device)
     problems, model_type, quant_config = _problems(args, device)
-    wishes = KernelConfig(
+    preferences = KernelConfig(
         kernel=tuple(args.kernel),
         on_unmet=args.on_unmet,
         require_native=args.require_native,
@@ -109,12 +109,12 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
     ).wishes(quant_config)
     variables = set_variables()
-    policy = make_policy(not_emulated(wishes), variables, model_type, device)
+    policy = make_policy(not_emulated(preferences), variables, model_type, device)
     chip = question.chip_of(args.device, device)
     selection = Selection(device, libs, policy, find_tables(chip))
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    emulate(selection, wishes, variables, model_type)
+    emulate(selection, preferences, variables, model_type)
     for name, problem in problems:
         selection.decide(name, problem)
     return selection, json_report.variable_texts(variables)
@@ -182,8 +182,8 @@ def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> A
 
 
 def _refusal(selection: Selection) -> str:
-    """What makes the engine refuse to start: a layer without a kernel, or a wish that no layer
-    can follow; "" for nothing. ConfigError for a wish that means no layer."""
+    """Why the engine would refuse to start: a layer without a kernel, or an override that no layer
+    can run; "" where it would start. ConfigError for an override that matches no layer."""
     if any(decision.chosen is None for _, decision in selection.records):
         return 'there are layers without a kernel: NO KERNEL above, "chosen": null in JSON'
     try:
