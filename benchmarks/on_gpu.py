@@ -149,7 +149,7 @@ PARTS = (
         "tests/gpu_tests.py tests/distributed/test_nccl_on_gpus.py --out {out}/tests_nccl.txt",
         num_gpus=2,
     ),
-    Part("peer_sum", 40, "benchmarks/kernels/bench_peer_sum.py --out {out}", num_gpus=2),
+    Part("peer_sum", 40, "benchmarks/kernels/bench_custom_all_reduce.py --out {out}", num_gpus=2),
 )
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import scaled_fp4_quant_grouped
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.fp4_ops import scaled_fp4_quant_grouped
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
     swizzle_each,

@@ -40,7 +40,7 @@ def test_a_part_that_takes_long_is_run_by_its_name_alone() -> None:
 
 
 def test_models_that_are_measured_are_known_by_name() -> None:
-    from vllm.kernels.report.builtin_models import builtin_config
+    from vllm.architectures.registry import builtin_config
 
     scripts = [part.command.split() for part in PARTS if "serving/" in part.command]
     assert len(scripts) > 5

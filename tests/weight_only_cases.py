@@ -4,7 +4,7 @@ import torch
 
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode, unpack_e2m1
+from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]

@@ -6,21 +6,31 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm.version import __version__
+
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
+    from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+    from vllm.sampling_params import PoolingParams, SamplingParams
 
 _MODULES = {
     "LLM": "vllm.entrypoints.llm",
     "SamplingParams": "vllm.sampling_params",
+    "PoolingParams": "vllm.sampling_params",
     "RequestOutput": "vllm.outputs",
+    "PoolingRequestOutput": "vllm.outputs",
     "CompletionOutput": "vllm.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

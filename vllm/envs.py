@@ -96,8 +96,8 @@ VARIABLES: dict[str, Variable] = {
         _positive_float,
         lambda: 5.0,
         "a number of seconds above 0",
-        "How long a start waits, with its weights loaded, for kernels that others can stand in "
-        "for; those not ready by then are compiled while it serves.",
+        "How long a start waits, with its weights loaded, for kernels that a prebuilt kernel can "
+        "replace meanwhile; those not ready by then are compiled while it serves.",
     ),
     "VLLM_LOGGING_LEVEL": Variable(
         _choice(*_LEVELS), lambda: "info", "one of " + ", ".join(_LEVELS), "Log level."
@@ -125,27 +125,27 @@ VARIABLES: dict[str, Variable] = {
         "What `pip install` builds native kernels for; read by the build alone.",
     ),
     "VLLM_LINEAR_BACKEND": Variable(
-        _text, lambda: None, "a backend name", "Same as --linear-backend, which wins over it."
+        _text, lambda: None, "a backend name", "Same as --linear-backend, which takes precedence."
     ),
     "VLLM_USE_DEEP_GEMM": Variable(
         _tri_state,
         lambda: None,
         "0 or 1",
-        "DeepGEMM for FP8 block layers: 0 never, 1 even against the model rule (and refuse to "
-        "start where it cannot run); unset: automatic.",
+        "DeepGEMM for FP8 block layers: 0 never; 1 overrides the model rule (and refuses to "
+        "start where DeepGEMM cannot run); unset: automatic.",
     ),
     "VLLM_MOE_USE_DEEP_GEMM": Variable(
         _tri_state,
         lambda: None,
         "0 or 1",
-        "The same for mixture-of-experts layers; unset: what VLLM_USE_DEEP_GEMM says.",
+        "The same for mixture-of-experts layers; unset: as VLLM_USE_DEEP_GEMM.",
     ),
     "VLLM_USE_DEEP_GEMM_E8M0": Variable(
         _tri_state,
         lambda: None,
         "0 or 1",
-        "Scales for DeepGEMM: 1 powers of two everywhere, 0 never (which rules it out on "
-        "capability families 100 and 120); unset: what the chip needs.",
+        "Power-of-two scales for DeepGEMM: 1 always, 0 never (which excludes DeepGEMM on "
+        "capability families 100 and 120); unset: what the chip requires.",
     ),
     "VLLM_NVFP4_GEMM_BACKEND": Variable(
         _choice(*_NVFP4_BACKENDS),
@@ -157,7 +157,7 @@ VARIABLES: dict[str, Variable] = {
         _choice(*ALL2ALL_BACKENDS),
         lambda: "allgather_reducescatter",
         "one of " + ", ".join(ALL2ALL_BACKENDS),
-        "How tokens reach experts on other ranks and their results come back.",
+        "Exchange of tokens and results with experts on other ranks.",
     ),
     "VLLM_TEST_FORCE_FP8_MARLIN": Variable(
         _tri_state,

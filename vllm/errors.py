@@ -66,6 +66,10 @@ class CheckpointError(VllmError, ValueError):
     """A model folder is incomplete, corrupt or of a kind that is not supported."""
 
 
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled or that no text matches."""
+
+
 class KernelFailedError(VllmError):
     """Chosen kernels failed at their first call and are in quarantine: another start chooses
     others."""

@@ -39,6 +39,17 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class PoolingRequestOutput:
+    """The vector of a pooling request: float32 [hidden_size]."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[float]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request. prompt_logprobs[0] is None: nothing precedes the first token."""
 

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen."""
+"""Parameters of one request: of sampling, or of pooling."""
 
 from enum import IntEnum
 from typing import Any
@@ -174,6 +174,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"n = {self.n} with temperature 0 would give the same text {self.n} times; "
                 f"raise temperature or set n to 1",
                 "n",
+            )
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Asks for one vector per prompt: the last hidden state of its last token.
+
+    normalize: scale the vector to length 1.
+    """
+
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.normalize, bool):
+            raise RequestError(
+                f"normalize must be True or False, not {self.normalize!r}", "normalize"
             )
 
 

@@ -27,8 +27,8 @@ from ue8m0_error import machine
 
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import nvfp4_global_scale
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.ops.nvfp4 import nvfp4_global_scale
 
 COMMAND = "python benchmarks/accuracy/nvfp4_gate.py BF16 FILE --gsm8k DIR"
 NUM_CALIBRATED = 32

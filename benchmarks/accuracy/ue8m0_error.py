@@ -41,11 +41,8 @@ from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-    requant_error,
-)
+from vllm.ops.fp8 import requant_error
+from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8
 
 FLOAT32, UE8M0 = "emulation", "emulation-ue8m0"
 FORMAT = WeightFormat.parse("fp8-block")

@@ -20,9 +20,9 @@ from gpu_results import write_results
 from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout
-from vllm.model_executor.layers.quantization.utils.fp8_utils import FP8, MIN_AMAX
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
+from vllm.utils.fp8 import FP8, MIN_AMAX
 from vllm.utils.math_utils import cdiv, round_up
 
 try:

@@ -25,7 +25,7 @@ from gpu_results import write_results
 from gpu_timing import copy_microseconds, replay_microseconds
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import max_grouped_scale_rows
+from vllm.ops.nvfp4 import max_grouped_scale_rows
 from vllm.platforms import native
 
 SHAPES = [

@@ -18,13 +18,12 @@ from gpu_results import write_results
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
+from vllm.architectures.registry import builtin_config
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.model_loader import _fill_randomly, model_context
-from vllm.model_executor.models.qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeExperts
+from vllm.model_executor.models.feed_forward import SparseMoE
 from vllm.model_executor.weights import kernel_layers, model_slots
 
 MODEL = "Qwen/Qwen3.5-35B-A3B-FP8"
@@ -32,16 +31,17 @@ TOKENS = (1, 8, 64, 256, 2048)
 NUM_LAYERS, NUM_INPUTS = 4, 8
 
 
-def make_layers() -> list[Qwen3_5MoeExperts]:
+def make_layers() -> list[SparseMoE]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(builtin_config(MODEL)))
         args = EngineArgs.from_keywords(
             model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096
         )
         config = args.create_engine_config()
-    context = model_context(Qwen3_5MoeForCausalLM, config, make_selection(config), None)
+    context = model_context(config, make_selection(config), None)
     with torch.device("cuda"):
-        layers = [Qwen3_5MoeExperts(context, f"layers.{i}.mlp") for i in range(NUM_LAYERS)]
+        spec = context.decoder.layers[0].feed_forward
+        layers = [SparseMoE(context, f"layers.{i}.", spec) for i in range(NUM_LAYERS)]
         for layer in layers:
             _fill_randomly(model_slots(layer), 0, "cuda")
             for part in kernel_layers(layer):
@@ -49,21 +49,23 @@ def make_layers() -> list[Qwen3_5MoeExperts]:
     return layers
 
 
-def alone(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
-    return total(Qwen3MoeExperts.forward(layer, x))
+def alone(layer: SparseMoE, x: Tensor) -> Tensor:
+    weights, ids, _ = layer.ops.choose_experts(x, layer.gate.kernel, layer.router)
+    return total(layer.experts(x, weights, ids))
 
 
-def after(layer: Qwen3_5MoeExperts, x: Tensor) -> Tensor:
-    weights, ids, gate = layer.choose(x)
-    return total(layer.experts(x, weights, ids)).add_(layer.gated_shared_expert(x, gate))
+def after(layer: SparseMoE, x: Tensor) -> Tensor:
+    weights, ids, gate = layer.ops.choose_experts(x, layer.gate.kernel, layer.router)
+    shared = layer._gated(layer.shared_expert(x), gate)
+    return total(layer.experts(x, weights, ids)).add_(shared)
 
 
-WAYS: dict[str, Callable[[Qwen3_5MoeExperts, Tensor], Tensor]] = {
+WAYS: dict[str, Callable[[SparseMoE, Tensor], Tensor]] = {
     "alone": alone, "after": after, "beside": lambda layer, x: total(layer(x)),
 }  # fmt: skip
 
 
-def measure(layers: Sequence[Qwen3_5MoeExperts], num_tokens: int) -> dict[str, float]:
+def measure(layers: Sequence[SparseMoE], num_tokens: int) -> dict[str, float]:
     hidden = layers[0].gate.input_size
     shape = (NUM_INPUTS, num_tokens, hidden)
     inputs = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -11,21 +11,20 @@ import torch
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout
+from vllm.architectures.registry import builtin_config
+from vllm.architectures.router import Router
 from vllm.config import VllmConfig
 from vllm.distributed.groups import total
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.interface import MoETensors
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.weights import kernel_layers, model_slots
+from vllm.ops.fp8_quant import ScaleLayout
 
 NUM_LAYERS, NUM_ROUNDS = 4, 3
 EPS = 1e-6
@@ -49,7 +48,7 @@ def part_microseconds(
     weights = torch.rand(len(x), problem.top_k, device=x.device)
     gates = torch.randn(len(ids), num_experts, hidden, device=x.device).bfloat16() / hidden**0.5
     linear = torch.nn.functional.linear
-    logits, routing = linear(x, gates[0]), Routing(num_experts, problem.top_k, True)
+    logits, routing = linear(x, gates[0]), Router(num_experts, problem.top_k, True)
     sorted_rows = moe_rows.sort(ids[0], num_experts, block_m=plan.block_m)
     layout = moe_rows.Rows(num_pairs, is_row_major=True)
     between = torch.randn(num_pairs, 2 * problem.intermediate, device=x.device).bfloat16()
@@ -88,7 +87,7 @@ def _alone(part: Callable[[int], object], num_calls: int) -> float:
 # ---------------------------------------------------------------- whole layers
 
 
-def make_layers(model: str, device: str = "cuda") -> list[LlamaDecoderLayer]:
+def make_layers(model: str, device: str = "cuda") -> list[DecoderLayer]:
     """Decoder layers of a published model with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(builtin_config(model)))
@@ -98,15 +97,11 @@ def make_layers(model: str, device: str = "cuda") -> list[LlamaDecoderLayer]:
     return build_layers(config, device)
 
 
-def build_layers(config: VllmConfig, device: str) -> list[LlamaDecoderLayer]:
-    cls = model_class(config.model_config.architectures)
-    context = model_context(cls, config, make_selection(config), None)
+def build_layers(config: VllmConfig, device: str) -> list[DecoderLayer]:
+    context = model_context(config, make_selection(config), None)
     with torch.device(device):
-        rotary = RotaryEmbedding(context, context.hf_config.head_dim)
-        layers = [
-            LlamaDecoderLayer(context, f"model.layers.{i}", i, rotary, cls)
-            for i in range(NUM_LAYERS)
-        ]
+        rotary = RotaryEmbedding(context)
+        layers = [DecoderLayer(context, i, rotary) for i in range(NUM_LAYERS)]
         for layer in layers:
             _fill_randomly(model_slots(layer), 0, device)
             for part in kernel_layers(layer):
@@ -115,7 +110,7 @@ def build_layers(config: VllmConfig, device: str) -> list[LlamaDecoderLayer]:
 
 
 def run_layer(
-    layer: LlamaDecoderLayer, x: Tensor, residual: Tensor, gives_floats: bool, adds_up: bool
+    layer: DecoderLayer, x: Tensor, residual: Tensor, gives_floats: bool, adds_up: bool
 ) -> Activation:
     """From what attention adds to the residual to the input of the next layer's mixer.
 
@@ -124,7 +119,7 @@ def run_layer(
     reader = None if gives_floats else layer.mlp.reader
     added = layer.mlp(layer.post_attention_layernorm.add(x, residual, reader))
     added = total(added) if adds_up else added
-    return layer.input_layernorm.add(added, residual, getattr(layer.mixer, "reader", None))
+    return layer.input_layernorm.add(added, residual, layer.mixer.reader)
 
 
 @contextmanager
@@ -139,7 +134,7 @@ def most_split(num_tokens: int) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def layer_microseconds(layers: Sequence[LlamaDecoderLayer], num_tokens: int) -> dict[str, float]:
+def layer_microseconds(layers: Sequence[DecoderLayer], num_tokens: int) -> dict[str, float]:
     """A layer from the norm before its experts to the one after them, waits included: the time of a
     graph of several layers, over their number. With one saving left out at a time, and with none.
     """

@@ -91,7 +91,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.kernels.report.builtin_models import builtin_config
+    from vllm.architectures.registry import builtin_config
 
     (folder / "config.json").write_text(json.dumps(builtin_config(model)))
 
@@ -131,24 +131,24 @@ class Bench:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         times: list[float] = []
 
-        def launch(*given: Any) -> Any:
+        def execute_model(*given: Any) -> Any:
             times.append(time.perf_counter())
             marks[0].record()
             try:
-                return type(runner).launch(runner, *given)
+                return type(runner).execute_model(runner, *given)
             finally:
                 marks[1].record()
                 times.append(time.perf_counter())
 
         run = self.generation([(PREFILL, 1)])
         torch.cuda.synchronize()
-        runner.launch = launch
+        runner.execute_model = execute_model
         try:
             begin = time.perf_counter()
             run()
             end = time.perf_counter()
         finally:
-            del runner.launch
+            del runner.execute_model
         assert len(times) == 2, "a prompt that is one step"
         device_ms = marks[0].elapsed_time(marks[1])
         return {
@@ -242,7 +242,11 @@ def cache_bytes_per_token(llm: Any) -> int:
     from vllm.model_executor.layers.attention import Attention
 
     modules = llm.llm_engine.core.runner.model.modules()
-    return sum(m.kernel.block_bytes(1) for m in modules if isinstance(m, Attention))
+    return sum(
+        m.cache_spec.token_bytes(m.kernel.dtype.itemsize, ranks=1)
+        for m in modules
+        if isinstance(m, Attention)
+    )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import sys
 import time
 from multiprocessing.connection import Connection, wait
 
-from vllm.core.scheduler import Step
-from vllm.executor.messages import Launch, Stop
-from vllm.worker.model_runner import StepResult
+from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
+from vllm.executor.messages import ExecuteModel, Stop
 
 NUM_STEPS = 600
 
@@ -25,7 +24,8 @@ def rank(descriptor: int, answers: bool) -> None:
     connection.send("ready")
     while not isinstance(message := connection.recv(), Stop):
         if answers:
-            connection.send(StepResult(dict.fromkeys(message.step.num_tokens, 5)))
+            ids = [*message.scheduler_output.num_scheduled_tokens]
+            connection.send(ModelRunnerOutput(ids, [[5] for _ in ids]))
 
 
 def start(index: int) -> Connection:
@@ -38,11 +38,11 @@ def start(index: int) -> Connection:
 
 
 def microseconds(connections: list[Connection], num_requests: int) -> list[float]:
-    step = Step(num_tokens={f"cmpl-{i:032x}": 1 for i in range(num_requests)})
+    step = SchedulerOutput(num_scheduled_tokens={f"cmpl-{i:032x}": 1 for i in range(num_requests)})
     times = []
     for _ in range(NUM_STEPS):
         begin = time.perf_counter()
-        data = pickle.dumps(Launch(step, {}), pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(ExecuteModel(step, {}), pickle.HIGHEST_PROTOCOL)
         for connection in connections:
             connection.send_bytes(data)
         wait(connections, 10)

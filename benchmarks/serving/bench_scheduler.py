@@ -8,6 +8,7 @@ import statistics
 import time
 
 from vllm.config import SchedulerConfig
+from vllm.core.outputs import ModelRunnerOutput
 from vllm.core.request import EngineRequest, Request
 from vllm.core.scheduler import Scheduler
 from vllm.sampling_params import SamplingParams
@@ -35,14 +36,15 @@ def main() -> None:
         start = time.perf_counter()
         step = scheduler.schedule()
         decided = time.perf_counter()
-        sampled = {
-            request_id: 7
-            for request_id, count in step.num_tokens.items()
+        sampled = [
+            request_id
+            for request_id, count in step.num_scheduled_tokens.items()
             if scheduler.requests[request_id].num_computed_tokens + count
             == len(scheduler.requests[request_id].all_token_ids)
-        }
+        ]
+        output = ModelRunnerOutput(sampled, [[7] for _ in sampled])
         resumed = time.perf_counter()
-        scheduler.update(step, sampled)
+        scheduler.update(step, output)
         if len(sampled) == args.num_requests:
             times.append(decided - start + time.perf_counter() - resumed)
     times.sort()

@@ -85,7 +85,7 @@ def ratios(lines: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.kernels.report.builtin_models import builtin_config
+    from vllm.architectures.registry import builtin_config
 
     (folder / "config.json").write_text(json.dumps(builtin_config(model)))
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import deep_ep as ours
-from vllm.distributed.all2all import Experts, make_exchange
+from vllm.distributed.all2all import Experts
 from vllm.distributed.groups import Group
 from vllm.distributed.layout import Layout
+from vllm.distributed.make_all2all import make_all2all
 from vllm.distributed.parallel import Parallel, planned
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.utils.deep_gemm import pack_ue8m0
@@ -46,7 +47,7 @@ class Buffer:
                  num_qps_per_rank=24):  # fmt: skip
         assert num_rdma_bytes > 0 if low_latency_mode else num_nvl_bytes > 0
         assert not low_latency_mode or num_qps_per_rank == PER_RANK
-        self.rank, self._meeting = group.rank, group.meeting
+        self.rank, self._meeting = group.rank, group.rendezvous
 
     @staticmethod
     def get_dispatch_config(num_ranks):
@@ -149,12 +150,12 @@ def experts_of(own: range, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def rank_of(index: int, meeting: Meeting, counts: tuple[int, ...]) -> Parallel:
+def rank_of(index: int, rendezvous: Meeting, counts: tuple[int, ...]) -> Parallel:
     """Of two engines of one rank each."""
     parallel = planned(Layout(index, data_size=NUM_RANKS), True)
-    group = Group(index, NUM_RANKS, (0, 1), SimpleNamespace(rank=index, meeting=meeting))
+    group = Group(index, NUM_RANKS, (0, 1), SimpleNamespace(rank=index, rendezvous=rendezvous))
     parallel.expert = parallel.data = group
-    parallel.token_counts = counts
+    parallel.num_tokens_across_dp = counts
     return parallel
 
 
@@ -170,7 +171,7 @@ def rank_of(index: int, meeting: Meeting, counts: tuple[int, ...]) -> Parallel:
 def test_tokens_come_back_with_the_sum_of_their_experts(monkeypatch, backend, takes_ue8m0, counts):
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=Buffer))
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", backend)
-    meeting = Meeting()
+    rendezvous = Meeting()
 
     def run(index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -180,8 +181,8 @@ def test_tokens_come_back_with_the_sum_of_their_experts(monkeypatch, backend, ta
         weights, ids = scores.topk(TOP_K)
         own = range(index * PER_RANK, (index + 1) * PER_RANK)
         experts = Experts(own, NUM_EXPERTS, HIDDEN, takes_ue8m0)
-        exchange = make_exchange(rank_of(index, meeting, counts), experts)
-        found = exchange(lambda *given: experts_of(own, *given), x, weights, ids)
+        all2all = make_all2all(rank_of(index, rendezvous, counts), experts)
+        found = all2all(lambda *given: experts_of(own, *given), x, weights, ids)
         return found, experts_of(range(NUM_EXPERTS), x, weights, ids)
 
     # One buffer serves all layers of a process; here each thread is one.

@@ -26,7 +26,7 @@ LOADS_FOR_EVER = """
 import builtins, pathlib, sys, time
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         pathlib.Path(__file__).with_name(sys.orig_argv[-1]).touch()
         time.sleep(60)
     return original(name, globals, *args, **options)

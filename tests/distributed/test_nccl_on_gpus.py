@@ -27,10 +27,10 @@ from entrypoints.serving import started_server
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.distributed import world
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = [
@@ -265,7 +265,7 @@ def test_a_rank_that_hangs_ends_the_engine(folder):
     seconds = 5.0
     llm = load(folder("qwen3"), **{TP: 2, "distributed_timeout_seconds": seconds})
     written(llm)
-    os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(llm.llm_engine.core.executor._handles[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     # Logprobs are waited for while a step is launched, which only the engine can notice.
     with pytest.raises(EngineDeadError, match=r"rank 0 .* gave no answer within 5 s"):
@@ -311,11 +311,11 @@ def inputs(rank: int, call: int, num_rows: int) -> torch.Tensor:
 
 def add_up(rank: int, address: tuple[str, int]) -> str:
     """Body of a rank; says which sum was not that of both ranks' inputs."""
-    from vllm.distributed.custom_all_reduce import make_peer_sums
+    from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 
     torch.cuda.set_device(rank)
     group = world.join(Layout(rank, tensor_size=2), False, address, "cuda", 60.0, {}).tensor
-    sums = make_peer_sums(group, DIM, torch.bfloat16)
+    sums = make_custom_all_reduce(group, DIM, torch.bfloat16)
     if sums is None:
         return "there are none"
     wrong = eager_sums(sums, rank) or graphed_sums(sums, rank)
@@ -336,7 +336,7 @@ def eager_sums(sums, rank: int) -> str:
         if call % 7 == 2 * rank:
             time.sleep(0.05)  # one rank is late, then the other
         wanted = expected_sum(call, num_rows)
-        if not torch.equal(sums.add_up(inputs(rank, call, num_rows)), wanted):
+        if not torch.equal(sums.all_reduce(inputs(rank, call, num_rows)), wanted):
             return f"sum {call} of {num_rows} rows"
         x, residual = inputs(rank, call, num_rows), wanted.roll(1, 0)
         both = wanted.clone(), residual.clone()
@@ -351,8 +351,8 @@ def eager_sums(sums, rank: int) -> str:
 
 def wrong_quantised(sums, x, total, weight) -> str:
     """Beside the quantising norm of what was added up before, in every layout."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant
+    from vllm.ops.fp8_quant import ScaleLayout
 
     for layout in ScaleLayout:
         for keeps_source in (False, True):
@@ -375,7 +375,7 @@ def graphed_sums(sums, rank: int) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for x in xs:
-            sums.add_up(x)
+            sums.all_reduce(x)
     for call in range(200):
         for x in xs:
             x.copy_(inputs(rank, call, len(x)))

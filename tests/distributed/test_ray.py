@@ -57,7 +57,7 @@ def test_two_nodes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint, c
     executor = llm.llm_engine.core.executor
     table = ray.util.placement_group_table(executor._launcher._group)
     assert len(set(table["bundles_to_node_id"].values())) == 2
-    ray.kill(executor._places[1].process._actor)
+    ray.kill(executor._handles[1].process._actor)
     with pytest.raises(EngineDeadError, match=r"rank 1 \(tensor-parallel 1\): .*actor"):
         tokens(llm)
 

@@ -18,9 +18,9 @@ from vllm.executor.uniproc import make_selection
 from vllm.kernels.problems import layer_problems
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.model_loader import load_model, model_context
-from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.models.decoder import CausalLM
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 # Blocks of 128 end inside every shard of every weight.
 UNEVEN = {"hidden_size": 180, "intermediate_size": 300, "head_dim": 24, "num_hidden_layers": 2}
@@ -250,12 +250,11 @@ def test_each_rank_asks_for_the_problems_that_explain_lists(
     listed = layer_problems(
         raw, config.quant_config, dtype="bf16", kv_format="bf16", tp=2, ep=max(1, 2 * data_size)
     )
-    cls = model_class(model_config.architectures)
     for rank in range(2):
         selection = make_selection(config)
         layout = Layout(rank, tensor_size=2, data_size=max(1, data_size))
         with torch.device("meta"):
-            cls(model_context(cls, config, selection, None, planned(layout, data_size > 0)))
+            CausalLM(model_context(config, selection, None, planned(layout, data_size > 0)))
         assert [(layer, decision.problem) for layer, decision in selection.records] == listed
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
-from vllm.core.scheduler import Step
+from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import first_obstacle
-from vllm.distributed.dp_coordinator import LockStep
+from vllm.distributed.dp_coordinator import DPCoordinator
 from vllm.distributed.groups import PartialSum, add, total
 from vllm.distributed.layout import Layout
 from vllm.executor.uniproc import make_selection
@@ -84,7 +84,7 @@ def num_sums(parallel, is_expert_parallel: bool, folder: Path) -> int:
     )
     runner = ModelRunner(config, make_selection(config), StartupReport(), parallel)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        runner.launch(Step(), {})  # of no request: one token of padding
+        runner.execute_model(SchedulerOutput(), {})  # of no request: one token of padding
     return sum(event.name == "c10d::allreduce_" for event in profile.events())
 
 
@@ -124,7 +124,7 @@ def test_an_engine_may_come_later_than_a_step_may_take():
 
     def agree(rank: int):
         time.sleep(2 * timeout_s * rank)
-        return LockStep(stores[rank], rank, 2, timeout_s).agree(3 + rank, True, rank == 0)
+        return DPCoordinator(stores[rank], rank, 2, timeout_s).sync(3 + rank, True, rank == 0)
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(agree, range(2))] == [((3, 4), False)] * 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vllm import LLM, SamplingParams
-from vllm.core.scheduler import Step
+from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.distributed.layout import Layout
@@ -71,17 +71,17 @@ def test_two_tensor_parallel_ranks_and_one_that_is_killed(checkpoint):
     llm = check(folder, tensor_parallel_size=2)
     executor = llm.llm_engine.core.executor
     assert executor.kernels()["device"]
-    os.kill(executor._places[1].process._process.pid, signal.SIGKILL)
+    os.kill(executor._handles[1].process._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=r"rank 1 \(tensor-parallel 1\): killed by SIGKILL"):
         outputs(llm)
-    assert executor._places[0].process.end(0) != "it closed its connection", "the others end too"
+    assert executor._handles[0].process.end(0) != "it closed its connection", "the others end too"
 
 
 def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     folder, seconds = checkpoint("qwen3", **UNEVEN), 4.0
     options = {"tensor_parallel_size": 2, "distributed_timeout_seconds": seconds}
     llm = check(folder, alone={"quantization": "fp8"}, **options)
-    os.kill(llm.llm_engine.core.executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(llm.llm_engine.core.executor._handles[1].process._process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     words = r"^rank 1 \(.*\) gave no answer; rank 0 .*: all-reduce with rank 1 .*imed"
     with pytest.raises(EngineDeadError, match=words):
@@ -93,11 +93,11 @@ def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
 def test_a_message_that_a_hanging_rank_does_not_take_ends_the_engine(checkpoint):
     llm = load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0)
     executor = llm.llm_engine.core.executor
-    os.kill(executor._places[1].process._process.pid, signal.SIGSTOP)
+    os.kill(executor._handles[1].process._process.pid, signal.SIGSTOP)
     too_much = {"a request": torch.zeros(1 << 20, dtype=torch.int32)}
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(.*\) gave no answer within 2 s"):
-        executor.launch(Step(), too_much)
+        executor.execute_model(SchedulerOutput(), too_much)
     assert time.monotonic() - begin < 10
 
 
@@ -107,7 +107,7 @@ import builtins, time
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         builtins.__import__ = original
         time.sleep(5)
     return module
@@ -285,7 +285,7 @@ import builtins, resource
 original = builtins.__import__
 def importing(name, globals=None, *args, **options):
     module = original(name, globals, *args, **options)
-    if globals and globals.get("__name__") == "vllm.model_executor.models.llama":
+    if globals and globals.get("__name__") == "vllm.model_executor.models.decoder":
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 100 * 2**20
         _, hardest = resource.getrlimit(resource.RLIMIT_AS)

@@ -11,8 +11,10 @@ from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
 from vllm.core.request import EngineRequest
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
+from vllm.machine import Device
 from vllm.worker import cuda_graph
 from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
 
@@ -47,7 +49,7 @@ class GraphsOnCpu(CudaGraphs):
         return {shape: entry.num_replays for shape, entry in self.recorded.items()}
 
 
-def load(folder, runs_ahead: bool, **options) -> LLM:
+def load(folder, async_scheduling: bool, **options) -> LLM:
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -57,7 +59,7 @@ def load(folder, runs_ahead: bool, **options) -> LLM:
         **options,
     )
     core = llm.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
+    core.executor.async_scheduling = core.runner.async_scheduling = async_scheduling
     return llm
 
 
@@ -116,31 +118,31 @@ def run(llm: LLM, count: int = 40):
     return found
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3_moe", "qwen3_5"])
-def test_captured_steps_give_what_eager_ones_give(checkpoint, name, runs_ahead):
+def test_captured_steps_give_what_eager_ones_give(checkpoint, name, async_scheduling):
     folder = checkpoint(name)
-    wanted = run(load(folder, runs_ahead=False))
+    wanted = run(load(folder, async_scheduling=False))
     # All running requests at their longest would need 48 blocks.
-    tight = load(folder, runs_ahead, num_gpu_blocks_override=20)
+    tight = load(folder, async_scheduling, num_gpu_blocks_override=20)
     graphs = capture(tight)
     assert run(tight) == wanted
     assert tight.llm_engine.core.scheduler.num_preemptions > 1
     assert all(count > 1 for count in graphs.num_replays.values()), graphs.num_replays
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
     "name",
     quick(["llama", "qwen2-window", "qwen3_moe", "qwen3_5", "qwen3_5_moe"], ["llama", "qwen3_5"]),
 )
 def test_captured_steps_with_prompts_give_what_eager_ones_give(
-    checkpoint, monkeypatch, name, runs_ahead
+    checkpoint, monkeypatch, name, async_scheduling
 ):
     monkeypatch.setattr(cuda_graph, "_FEW_SEQS", 6)
     folder = checkpoint(name)
-    wanted = run(load(folder, runs_ahead=False))
-    tight = load(folder, runs_ahead, num_gpu_blocks_override=20)
+    wanted = run(load(folder, async_scheduling=False))
+    tight = load(folder, async_scheduling, num_gpu_blocks_override=20)
     decoding, prompts = capture(tight), capture_prompts(tight, 64)
     assert list(prompts.recorded) == [(32, 6), (32, 9), (64, 6), (64, 9)]
     assert run(tight) == wanted
@@ -150,7 +152,7 @@ def test_captured_steps_with_prompts_give_what_eager_ones_give(
 
 
 def test_graphs_that_are_dropped_are_not_replayed(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     graphs = capture(llm), capture_prompts(llm, 64)
     llm.llm_engine.core.runner.drop_graphs()
     run(llm, 3)
@@ -171,8 +173,8 @@ def test_a_prompt_between_decoding_steps_leaves_others_their_blocks(checkpoint):
         assert not core.has_work
         return found
 
-    wanted = tokens(load(checkpoint("llama"), runs_ahead=False))
-    llm = load(checkpoint("llama"), runs_ahead=False)
+    wanted = tokens(load(checkpoint("llama"), async_scheduling=False))
+    llm = load(checkpoint("llama"), async_scheduling=False)
     capture(llm)
     capture_prompts(llm, 64)
     assert tokens(llm) == wanted
@@ -180,8 +182,8 @@ def test_a_prompt_between_decoding_steps_leaves_others_their_blocks(checkpoint):
 
 def test_steps_with_more_tokens_than_were_captured_run_eagerly(checkpoint):
     folder = checkpoint("llama")
-    wanted = run(load(folder, runs_ahead=False))
-    llm = load(folder, runs_ahead=True)
+    wanted = run(load(folder, async_scheduling=False))
+    llm = load(folder, async_scheduling=True)
     capture(llm)
     prompts = capture_prompts(llm, 40)
     runner, eager = llm.llm_engine.core.runner, []
@@ -204,8 +206,8 @@ def test_logprobs_of_prompts_come_from_captured_steps_too(checkpoint):
             for o in outputs
         ]
 
-    wanted = found(load(folder, runs_ahead=False))
-    llm = load(folder, runs_ahead=True)
+    wanted = found(load(folder, async_scheduling=False))
+    llm = load(folder, async_scheduling=True)
     capture(llm)
     graphs = capture_prompts(llm, 64)
     assert found(llm) == wanted and sum(graphs.num_replays.values()) > 0
@@ -224,7 +226,7 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
 
 
 def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     graphs, seen = capture(llm), []
     inputs = llm.llm_engine.core.runner._inputs
     replay = graphs.replay
@@ -246,7 +248,7 @@ def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(ch
 
 
 def test_block_tables_are_sent_again_only_when_they_have_changed(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     graphs, sent = capture(llm), []
     inputs, replay = llm.llm_engine.core.runner._inputs, graphs.replay
 
@@ -264,13 +266,13 @@ def test_block_tables_are_sent_again_only_when_they_have_changed(checkpoint):
 def noted_launches(llm: LLM) -> list[bool]:
     """Of each step from now on, whether the one before was not over when it was launched."""
     core, are_ahead = llm.llm_engine.core, []
-    launch = core.executor.launch
+    launch = core.executor.execute_model
 
     def look(*given):
         are_ahead.append(core._running is not None)
         return launch(*given)
 
-    core.executor.launch = look
+    core.executor.execute_model = look
     return are_ahead
 
 
@@ -285,7 +287,7 @@ def noted_launches(llm: LLM) -> list[bool]:
 def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
     checkpoint, options, holds_back
 ):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     are_ahead = noted_launches(llm)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **options)
     llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
@@ -293,7 +295,7 @@ def test_only_what_depends_on_the_last_token_holds_back_the_next_step(
 
 
 def test_who_held_back_steps_holds_back_none_after_its_end(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     are_ahead = noted_launches(llm)
     for penalty in (1.1, 1.0):
         are_ahead.clear()
@@ -305,7 +307,7 @@ def test_who_held_back_steps_holds_back_none_after_its_end(checkpoint):
 
 
 def test_an_aborted_prompt_keeps_no_step_from_its_graph(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=False)
+    llm = load(checkpoint("llama"), async_scheduling=False)
     graphs, engine = capture(llm), llm.llm_engine
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     engine.add_request("gone", {"prompt_token_ids": [5] * 90}, params)
@@ -317,7 +319,7 @@ def test_an_aborted_prompt_keeps_no_step_from_its_graph(checkpoint):
 
 
 def test_a_request_that_a_step_leaves_out_goes_on_with_its_own_token(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     core, found = llm.llm_engine.core, []
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     alone = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
@@ -339,7 +341,7 @@ def test_a_request_that_a_step_leaves_out_goes_on_with_its_own_token(checkpoint)
 
 
 def test_the_time_in_the_queue_ends_with_the_first_admission(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=False, num_gpu_blocks_override=8)
+    llm = load(checkpoint("llama"), async_scheduling=False, num_gpu_blocks_override=8)
     core, seconds = llm.llm_engine.core, {}
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     for name in "abc":
@@ -352,7 +354,7 @@ def test_the_time_in_the_queue_ends_with_the_first_admission(checkpoint):
 
 
 def test_what_is_held_back_for_the_next_step_is_work(checkpoint):
-    llm = load(checkpoint("llama"), runs_ahead=True)
+    llm = load(checkpoint("llama"), async_scheduling=True)
     core = llm.llm_engine.core
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     core.add(EngineRequest("other", [3, 4], params, 0, [], 1))
@@ -373,16 +375,50 @@ def test_what_keeps_prompts_from_being_captured_is_told(checkpoint, caplog):
         config = EngineArgs.from_keywords(**keywords).create_engine_config()
         return cuda_graph.captured_prompts(config, is_eager, is_planned)
 
+    caplog.set_level("INFO", "vllm.worker.cuda_graph")
     assert captured() == prompt_shapes(64, 256) and not captured(max_prompt_graph_tokens=0)
     assert not caplog.text
     lock_step = {"data_parallel_size": 2, "enable_expert_parallel": True}
     for given, words in (
-        ({"is_eager": True}, "all steps do here"),
+        ({"is_eager": True}, "all steps are eager"),
         ({"is_planned": True}, "planned on the host"),
-        (lock_step, "engines in lock step"),
+        (lock_step, "ranks in lock-step"),
     ):
         caplog.clear()
         assert captured(**given) == [] and words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "count"),
+    [
+        ("sm_90", {}, 2048),
+        ("sm_90", {"max_num_batched_tokens": 512}, 512),
+        ("sm_90", {"max_num_batched_tokens": 16384}, 2048),
+        ("sm_90", {"max_prompt_graph_tokens": 4096}, 4096),
+        ("sm_90", {"max_prompt_graph_tokens": 0}, 0),
+        ("sm_90", {"enforce_eager": True}, 0),
+        ("sm_90", {"debug_numerics": True}, 0),
+        ("sm_90", {"tensor_parallel_size": 2}, 2048),
+        ("sm_90", {"data_parallel_size": 2}, 2048),
+        ("sm_90", {"data_parallel_size": 2, "enable_expert_parallel": True}, 0),
+        ("cpu", {}, 0),
+        ("cpu", {"max_prompt_graph_tokens": 64}, 64),
+    ],
+)
+def test_prompts_of_up_to_2048_tokens_are_captured_where_steps_are(
+    checkpoint, monkeypatch, device, options, count
+):
+    monkeypatch.setattr(arg_utils, "installed_device", lambda: Device.parse(device))
+    args = EngineArgs.from_keywords(model=checkpoint("qwen3_moe"), **options)
+    assert args.create_engine_config().scheduler_config.max_prompt_graph_tokens == count
+
+
+def test_a_step_in_which_the_host_waits_captures_no_prompts(checkpoint, monkeypatch):
+    monkeypatch.setattr(arg_utils, "installed_device", lambda: Device.parse("sm_90"))
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    args = EngineArgs.from_keywords(model=checkpoint("qwen3_moe"), **options)
+    assert args.create_engine_config().scheduler_config.max_prompt_graph_tokens == 0
 
 
 @pytest.mark.parametrize("count", [-1, 2049])

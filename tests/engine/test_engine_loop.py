@@ -28,7 +28,7 @@ def test_a_busy_engine_gives_signs_of_life_though_it_has_no_tokens_to_tell(check
         max_num_seqs=1,
         max_num_batched_tokens=4,
     )
-    loop.load(args, process.Seat())
+    loop.load(args, process.DPRank())
     params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
     request = EngineRequest("one#0", list(range(3, 43)), params, 0, [], 2)
     to_engine.send(process.encode(process.Add([request], 1)))

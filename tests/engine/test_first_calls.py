@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm import LLM
-from vllm.distributed.all2all import AllToAll
+from vllm.distributed.all2all import NaiveAll2All
 from vllm.distributed.groups import PeerError
 from vllm.errors import ConfigError, KernelFailedError, VllmError
 from vllm.formats.weight_format import ActScheme, WeightFormat
@@ -327,7 +327,7 @@ def test_experts_that_exchange_rows_get_one_for_each_of_a_tokens(checkpoint, mon
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     assert max(counts_of(llm, monkeypatch, 16, 4, 2)[layers[0].prefix]) == 32
     for layer in layers:
-        monkeypatch.setattr(layer, "exchange", object.__new__(AllToAll))
+        monkeypatch.setattr(layer, "all2all", object.__new__(NaiveAll2All))
     called = counts_of(llm, monkeypatch, 16, 4, 2)
     assert max(called[layers[0].prefix]) == 32 * layers[0].problem.top_k
 
@@ -355,7 +355,7 @@ def test_a_rank_is_called_with_its_own_experts():
     asked = []
     layer = SimpleNamespace(
         problem=selection_cases.moe(cut_experts=8),
-        exchange=None,
+        all2all=None,
         decision=SimpleNamespace(device=SimpleNamespace(kind="cpu")),
         kernel=lambda x, weights, ids: asked.append((tuple(ids.shape), int(ids.max()))),
     )

@@ -10,9 +10,9 @@ import vllm.engine.structured_output as structured_output
 from vllm import LLM, SamplingParams
 from vllm.config.model import ModelConfig
 from vllm.core.request import EngineRequest
-from vllm.engine.grammar_trial import GrammarError, GrammarTrial
+from vllm.engine.grammar import GrammarChecker
 from vllm.engine.structured_output import StructuredOutputs
-from vllm.errors import RequestError
+from vllm.errors import GrammarError, RequestError
 from vllm.sampling_params import StructuredOutputsParams
 
 # xgrammar 0.2.8 does not come to an end with this one.
@@ -21,34 +21,34 @@ xgrammar = pytest.importorskip("xgrammar")
 
 
 @pytest.fixture(scope="module")
-def trial():
+def checker():
     info = xgrammar.TokenizerInfo.from_huggingface(make_tokenizer(), vocab_size=512)
-    trial = GrammarTrial(info.serialize_json())
-    yield trial
-    trial.close()
+    checker = GrammarChecker(info.serialize_json())
+    yield checker
+    checker.close()
 
 
-def test_a_grammar_that_compiles_passes_and_another_is_refused_with_its_fault(trial):
-    trial.check("regex", "a+")
+def test_a_grammar_that_compiles_passes_and_another_is_refused_with_its_fault(checker):
+    checker.check("regex", "a+")
     with pytest.raises(GrammarError, match="parenthesis"):
-        trial.check("regex", "(")
-    trial.check("choice", '["a", "b"]')
+        checker.check("regex", "(")
+    checker.check("choice", '["a", "b"]')
 
 
-def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_tried(trial):
+def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_tried(checker):
     started = time.monotonic()
     with pytest.raises(GrammarError, match="more than 1 s to compile; simplify it"):
-        trial.check("json", ENDLESS, timeout=1.0)
+        checker.check("json", ENDLESS, timeout=1.0)
     assert time.monotonic() - started < 60
-    trial.check("regex", "a+")
+    checker.check("regex", "a+")
 
 
-def test_a_compiler_that_dies_refuses_its_grammar_and_the_next_one_is_tried(trial):
-    trial.check("regex", "a+")
-    trial._process.kill()
+def test_a_compiler_that_dies_refuses_its_grammar_and_the_next_one_is_tried(checker):
+    checker.check("regex", "a+")
+    checker._child._process.kill()
     with pytest.raises(GrammarError, match="more than its compiler can take"):
-        trial.check("regex", "b+")
-    trial.check("regex", "b+")
+        checker.check("regex", "b+")
+    checker.check("regex", "b+")
 
 
 def test_a_grammar_that_keeps_others_waiting_ends_alone(text_checkpoint, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_grammar_that_keeps_others_waiting_ends_alone(text_checkpoint, monkeyp
 def test_endless_grammars_do_not_keep_others_from_being_compiled(text_checkpoint, monkeypatch):
     from vllm.config.model import ModelConfig
 
-    monkeypatch.setattr(structured_output.GrammarTrial.check, "__defaults__", (2.0,))
+    monkeypatch.setattr(structured_output.GrammarChecker.check, "__defaults__", (2.0,))
     grammars = StructuredOutputs(ModelConfig.load(str(text_checkpoint)))
     try:
         for number in range(3):
@@ -106,7 +106,7 @@ def collect(grammars, count):
 def test_a_grammar_is_followed_where_steps_run_ahead(text_checkpoint):
     llm = LLM(text_checkpoint)
     core = llm.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = True
+    core.executor.async_scheduling = core.runner.async_scheduling = True
     asked = StructuredOutputsParams(regex="(ab){3,9}c")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=32, structured_outputs=asked)
     text = llm.generate("the quick brown", params, use_tqdm=False)[0].outputs[0].text

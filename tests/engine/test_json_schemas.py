@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.json_schemas import check_schema
+from vllm.errors import GrammarError
 
 xgrammar = pytest.importorskip("xgrammar")
 from xgrammar.testing import _is_grammar_accept_string as matches  # noqa: E402

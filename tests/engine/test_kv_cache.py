@@ -1,14 +1,13 @@
 """How large the KV cache and the recurrent states are, and what is said where they do not fit."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.worker import kv_cache, state_cache
+from vllm.worker import kv_cache
 
 
 def load(folder, **options) -> LLM:
@@ -47,13 +46,12 @@ def test_what_is_promised_to_states_is_not_given_to_the_cache(checkpoint, monkey
     config = EngineArgs.from_keywords(
         model=checkpoint("llama"), max_num_seqs=256
     ).create_engine_config()
-    kernel = SimpleNamespace(block_bytes=lambda size: 1 << 20)
-    found = [kv_cache._num_blocks_on_cpu([kernel], config, promised << 20) for promised in (0, 60)]
+    found = [kv_cache._num_blocks_on_cpu(1 << 20, config, promised << 20) for promised in (0, 60)]
     assert found == [50, 20]
 
 
 def test_so_many_states_as_are_told_fit(checkpoint, monkeypatch):
-    monkeypatch.setattr(state_cache, "_free_memory", lambda config, device: 1 << 20)
+    monkeypatch.setattr(kv_cache, "_free_memory", lambda config, device: 1 << 20)
     folder = checkpoint("qwen3_5")
     options = {"enable_prefix_caching": True, "num_state_snapshots": 3, "max_model_len": 64}
     with pytest.raises(ConfigError, match="so many recurrent states") as caught:

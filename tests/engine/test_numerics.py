@@ -6,11 +6,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
-from vllm._custom_ops import ScaleLayout
 from vllm.core.request import EngineRequest, FinishReason
 from vllm.entrypoints.openai.errors import as_api_error
 from vllm.errors import NumericsError
 from vllm.kernels.activations import InputQuant
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.worker.numerics import NumericsWatch
 
 POISON = VOCAB - 1
@@ -45,11 +45,11 @@ def tokens_of(outputs: list) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_request_with_nan_fails_and_its_neighbours_do_not(folder, runs_ahead):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_with_nan_fails_and_its_neighbours_do_not(folder, async_scheduling):
     llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64)
-    llm.llm_engine.core.executor.runs_ahead = runs_ahead
-    llm.llm_engine.core.runner.runs_ahead = runs_ahead
+    llm.llm_engine.core.executor.async_scheduling = async_scheduling
+    llm.llm_engine.core.runner.async_scheduling = async_scheduling
     healthy = list(range(5, 25))
     alone = tokens_of(run(llm, {"alone": healthy})["alone"])
     together = run(llm, {"good": [3, *healthy], "bad": [7, POISON, 9], "same": healthy})
@@ -76,11 +76,11 @@ def test_debugging_names_the_first_layer_that_is_not_finite(folder):
     assert len(tokens_of(outputs["good"])) == 6
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_later_failure_is_traced_to_where_it_begins_itself(folder, runs_ahead):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_later_failure_is_traced_to_where_it_begins_itself(folder, async_scheduling):
     llm = LLM(folder, skip_tokenizer_init=True, max_model_len=64, debug_numerics=True)
     core = llm.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
+    core.executor.async_scheduling = core.runner.async_scheduling = async_scheduling
     assert "model.embed_tokens" in run(llm, {"bad": [7, POISON, 9]})["bad"][-1].error
     core.runner.model.model.layers[1].input_layernorm.weight.data.fill_(torch.nan)
     error = run(llm, {"next": [7, 8, 9]})["next"][-1].error

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import make_tokenizer
 
 from vllm import SamplingParams
-from vllm.core.request import EngineOutput
+from vllm.core.outputs import EngineOutput
 from vllm.engine.input_processor import ProcessedInput
 from vllm.engine.output_processor import OutputProcessor
 
@@ -30,7 +30,8 @@ def test_what_comes_after_a_stop_text_is_not_told(tokenizer):
     assert to_abort == ["a#0"]
     outputs.process([EngineOutput("a#0", ids)])
     output = state.take().outputs[0]
-    assert output.text == "quick b" and output.token_ids == ids
+    assert output.text == "quick b"
+    assert tokenizer.decode(output.token_ids) == "quick brown" and output.token_ids == ids[:3]
 
 
 def test_a_stop_text_before_min_tokens_does_not_end_later(tokenizer):

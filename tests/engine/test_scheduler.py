@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.config import SchedulerConfig
+from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
-from vllm.core.scheduler import Scheduler, Step
+from vllm.core.scheduler import Scheduler
 from vllm.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -25,19 +26,25 @@ def scheduler(num_blocks=64, max_num_seqs=8, budget=32, max_model_len=64, prefix
     return Scheduler(config, num_blocks, BLOCK, max_model_len, prefix_caching)
 
 
+def finished(s: Scheduler, step: SchedulerOutput, sampled: dict[str, int]) -> list[Request]:
+    """Updates with one token for each of `sampled`; the requests that finish with it."""
+    output = ModelRunnerOutput([*sampled], [[token] for token in sampled.values()])
+    return [r for r, _ in s.update(step, output) if r.finish_reason is not None]
+
+
 def advance(s: Scheduler, token=lambda r: 7) -> list[Request]:
     """One step in which every request whose known tokens are all computed gets a next one."""
     step = s.schedule()
     s.prepare_update(step)
     sampled = {}
-    for request_id, num_tokens in step.num_tokens.items():
+    for request_id, num_tokens in step.num_scheduled_tokens.items():
         r = s.requests[request_id]
         assert len(r.block_ids) * BLOCK >= r.num_computed_tokens + num_tokens
         if r.num_computed_tokens + num_tokens == len(r.all_token_ids):
             sampled[request_id] = token(r)
-    assert sum(step.num_tokens.values()) <= s.config.max_num_batched_tokens
+    assert sum(step.num_scheduled_tokens.values()) <= s.config.max_num_batched_tokens
     assert len(s.running) <= s.config.max_num_seqs
-    return s.update(step, sampled)
+    return finished(s, step, sampled)
 
 
 def test_a_request_runs_to_its_length():
@@ -79,10 +86,10 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
     steps = [s.schedule()]
     for _ in range(3):
         step = steps[-1]
-        done = {"short": 7} if "short" in step.num_tokens else {}
-        s.update(step, done)
+        done = {"short": 7} if "short" in step.num_scheduled_tokens else {}
+        finished(s, step, done)
         steps.append(s.schedule())
-    assert [step.num_tokens for step in steps[:4]] == [
+    assert [step.num_scheduled_tokens for step in steps[:4]] == [
         {"short": 1, "long": 9},
         {"short": 1, "long": 9},
         {"short": 1, "long": 9},
@@ -96,12 +103,12 @@ def test_a_step_that_runs_holds_back_only_what_is_sure_to_end_with_it():
     s.add(request("long", [1, 2], 3))
     first = s.schedule()
     second = s.schedule()
-    assert second.num_tokens == {"long": 1}
-    assert [r.request_id for r in s.update(first, {"short": 7, "long": 7})] == ["short"]
+    assert second.num_scheduled_tokens == {"long": 1}
+    assert [r.request_id for r in finished(s, first, {"short": 7, "long": 7})] == ["short"]
     third = s.schedule()
-    assert third.num_tokens == {"long": 1} and third.dropped == ["short"]
-    assert s.update(second, {"long": STOP})[0].all_token_ids == [1, 2, 7, STOP]
-    assert s.update(third, {"long": 7}) == []
+    assert third.num_scheduled_tokens == {"long": 1} and third.removed_request_ids == ["short"]
+    assert finished(s, second, {"long": STOP})[0].all_token_ids == [1, 2, 7, STOP]
+    assert finished(s, third, {"long": 7}) == []
     s.pool.check_idle()
 
 
@@ -110,7 +117,7 @@ def test_no_more_requests_run_than_allowed_and_the_first_come_first():
     for name in "abc":
         s.add(request(name, [1]))
     step = s.schedule()
-    assert list(step.num_tokens) == ["a", "b"]
+    assert list(step.num_scheduled_tokens) == ["a", "b"]
     assert [r.request_id for r in s.waiting] == ["c"]
 
 
@@ -122,7 +129,7 @@ def test_equal_prompts_share_blocks_and_compute_only_what_is_left():
     again = request("b", list(range(10)), 2)
     s.add(again)
     step = s.schedule()
-    assert step.num_tokens == {"b": 2}
+    assert step.num_scheduled_tokens == {"b": 2}
     assert again.num_cached_tokens == 8
     assert (s.prefix_cache.num_queried, s.prefix_cache.num_hit) == (20, 8)
 
@@ -140,7 +147,7 @@ def test_a_block_is_shared_only_after_all_that_stood_before_it():
     assert s.prefix_cache.match(request("d", c)) == second.block_ids[:2]
 
 
-def test_a_launched_step_hashes_what_it_computes_and_admission_no_more_than_it_must():
+def test_a_launched_step_hashes_what_it_computes_and_new_no_more_than_it_must():
     whole = scheduler()
     whole.add(request("a", list(range(30)), 2))
     advance(whole)
@@ -153,7 +160,7 @@ def test_a_launched_step_hashes_what_it_computes_and_admission_no_more_than_it_m
     assert r.block_hashes == whole.requests["a"].block_hashes and len(r.block_hashes) == 7
     ahead = s.schedule()  # its one token is not known yet
     s.prepare_update(ahead)
-    s.update(step, {"b": 7})
+    finished(s, step, {"b": 7})
     again = request("c", list(range(29)))
     assert s.prefix_cache.match(again) == r.block_ids[:7] and again.block_hashes == r.block_hashes
 
@@ -164,7 +171,7 @@ def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_cached():
     while s.has_requests:
         advance(s)
     s.add(request("b", list(range(8)), 2))
-    assert s.schedule().num_tokens == {"b": 4}
+    assert s.schedule().num_scheduled_tokens == {"b": 4}
 
 
 def test_prompts_that_differ_early_share_nothing_after_it():
@@ -173,14 +180,14 @@ def test_prompts_that_differ_early_share_nothing_after_it():
     while s.has_requests:
         advance(s)
     s.add(request("b", [2, *range(11)], 2))
-    assert s.schedule().num_tokens == {"b": 12}
+    assert s.schedule().num_scheduled_tokens == {"b": 12}
 
 
 def test_prompt_logprobs_need_every_position_and_read_no_cache():
     s = scheduler()
     for name in "ab":
         s.add(request(name, list(range(10)), 1, prompt_logprobs=1))
-        assert s.schedule().num_tokens == {name: 10}
+        assert s.schedule().num_scheduled_tokens == {name: 10}
         s.abort(name)
 
 
@@ -188,7 +195,7 @@ def test_without_prefix_caching_nothing_is_shared():
     s = scheduler(prefix_caching=False)
     for name in "ab":
         s.add(request(name, list(range(10)), 1))
-        assert s.schedule().num_tokens == {name: 10}
+        assert s.schedule().num_scheduled_tokens == {name: 10}
         s.abort(name)
 
 
@@ -232,7 +239,7 @@ def test_abort_in_every_state_gives_the_blocks_back():
     assert not s.has_requests and not s.running and not s.waiting
     s.pool.check_idle()
     s.add(request("next", [5]))
-    assert s.schedule().dropped == ["running"]
+    assert s.schedule().removed_request_ids == ["running"]
 
 
 class Pipeline:
@@ -243,18 +250,18 @@ class Pipeline:
 
     def __init__(self, s: Scheduler, token):
         self.s, self.token, self.texts = s, token, {}
-        self.running: tuple[Step, dict[str, int]] | None = None
+        self.running: tuple[SchedulerOutput, dict[str, int]] | None = None
 
     def advance(self) -> list[Request]:
         s, sampled = self.s, {}
         step = s.schedule()
-        for request_id in step.num_tokens:
+        for request_id in step.num_scheduled_tokens:
             r = s.requests[request_id]
             if r.num_unscheduled_tokens == 1 and r.num_pending_tokens:
                 text = self.texts.setdefault(request_id, list(r.all_token_ids))
                 sampled[request_id] = self.token(text)
                 text.append(sampled[request_id])
-        ended = s.update(*self.running) if self.running else []
+        ended = finished(s, *self.running) if self.running else []
         self.running = None if step.is_empty else (step, sampled)
         return ended
 
@@ -326,10 +333,10 @@ def test_who_left_the_batch_is_told_with_the_next_step_that_computes():
     s.abort("gone")
     assert s.schedule().is_empty
     s.add(request("next", [5]))
-    assert s.schedule().dropped == ["gone"]
+    assert s.schedule().removed_request_ids == ["gone"]
 
 
-def test_cached_tokens_are_those_of_the_first_admission():
+def test_cached_tokens_are_those_of_the_first_new():
     s = scheduler(num_blocks=5, max_model_len=20)
     s.add(request("first", list(range(7)), max_tokens=10))
     second = request("second", list(range(20, 28)), max_tokens=10)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from tests.engine.test_scheduler import BLOCK, Pipeline, advance, request
 from vllm.config import SchedulerConfig
+from vllm.core.outputs import SchedulerOutput
 from vllm.core.request import Request
-from vllm.core.scheduler import Scheduler, Step
+from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
 
 HASHES = [bytes([i]) for i in range(8)]
@@ -83,25 +84,25 @@ class Watched(Scheduler):
         self.states: dict[str, int] = {}
         self.restored = self.num_restored_tokens = 0
 
-    def schedule(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         step = super().schedule()
-        for request_id in step.dropped:
+        for request_id in step.removed_request_ids:
             self.states.pop(request_id, None)
-        for admission in step.admitted:
-            r, start = admission.request, admission.num_computed_tokens
-            assert bool(start) == bool(admission.state_from)
+        for new in step.scheduled_new_reqs:
+            r, start = new.request, new.num_computed_tokens
+            assert bool(start) == bool(new.state_slot)
             if start:
-                assert self.slots[admission.state_from] == r.all_token_ids[:start]
+                assert self.slots[new.state_slot] == r.all_token_ids[:start]
                 self.restored += 1
                 self.num_restored_tokens += start
             self.states[r.request_id] = start
-        for request_id, count in step.num_tokens.items():
+        for request_id, count in step.num_scheduled_tokens.items():
             self.states[request_id] += count
-        for request_id, slot in step.kept_states.items():
+        for request_id, slot in step.state_snapshots.items():
             tokens = self.requests[request_id].all_token_ids
             assert self.states[request_id] <= len(tokens)
             self.slots[slot] = tokens[: self.states[request_id]]
-        assert len(set(step.kept_states.values())) == len(step.kept_states)
+        assert len(set(step.state_snapshots.values())) == len(step.state_snapshots)
         return step
 
 
@@ -151,7 +152,7 @@ def test_a_short_prompt_is_not_cut_in_two():
     s = watched()
     s.add(request("short", [1, 2, 3, 4, 5], 1))
     step = s.schedule()
-    assert step.num_tokens == {"short": 5} and not step.kept_states
+    assert step.num_scheduled_tokens == {"short": 5} and not step.state_snapshots
 
 
 @settings(max_examples=60)
@@ -192,4 +193,4 @@ def test_a_prompt_of_the_least_length_is_kept():
     s = watched()
     s.add(request("short", list(range(9)), 1))
     step = s.schedule()
-    assert step.num_tokens == {"short": 8} and list(step.kept_states) == ["short"]
+    assert step.num_scheduled_tokens == {"short": 8} and list(step.state_snapshots) == ["short"]

@@ -21,8 +21,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(checkpoint, runs_ahead):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(
+    checkpoint, async_scheduling
+):
     folder = checkpoint("llama", num_hidden_layers=1)
     roomy = LLM(folder, skip_tokenizer_init=True, max_model_len=MAX_LEN, max_num_seqs=NUM_RUNNING)
     tight = LLM(
@@ -35,7 +37,7 @@ def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(checkpo
     )
     # What a GPU does: the tokens of a step are known to the next one only in the runner's memory.
     core = tight.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = runs_ahead
+    core.executor.async_scheduling = core.runner.async_scheduling = async_scheduling
     rng = random.Random(0)
     distinct = [random_request(rng) for _ in range(100)]
     wanted = [
@@ -76,7 +78,7 @@ def test_a_request_with_the_id_of_one_aborted_during_a_step_gets_its_own_tokens(
     llm = LLM(checkpoint("llama"), skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
               max_num_batched_tokens=16)  # fmt: skip
     core = llm.llm_engine.core
-    core.executor.runs_ahead = core.runner.runs_ahead = True
+    core.executor.async_scheduling = core.runner.async_scheduling = True
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompts = {"alone": list(range(9, 49)), "other": [3, 4], "reused": list(range(9, 49))}
     tokens = {name: [] for name in prompts}

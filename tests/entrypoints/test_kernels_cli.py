@@ -10,9 +10,9 @@ import pytest
 from slowness import slowness
 
 from vllm import envs
+from vllm.architectures.registry import builtin_names
 from vllm.entrypoints.cli.main import main
 from vllm.kernels import registry
-from vllm.kernels.report.builtin_models import BUILTIN_NAMES
 from vllm.kernels.report.docs import requant_error
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import dtype_of
@@ -160,7 +160,7 @@ def test_list_says_what_a_kernel_needs(run):
 # ---------------------------------------------------------------- explain
 
 
-@pytest.mark.parametrize("model", BUILTIN_NAMES)
+@pytest.mark.parametrize("model", builtin_names())
 @pytest.mark.parametrize("device", ["sm_90", "sm_100", "sm_121", "cpu:avx512"])
 def test_every_built_in_model_is_explained_on_every_kind_of_chip(run, model, device):
     code, out, _ = run("explain", model.upper(), "--device", device, "--libs", "all", "--json")

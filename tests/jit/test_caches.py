@@ -19,11 +19,11 @@ from vllm.kernels.jit.flashinfer import (
     build_module,
     check_large_module,
     copy_large_modules,
-    prebuilt_modules,
 )
-from vllm.kernels.jit.nvcc import write_whole
 from vllm.kernels.report.question import parse_lib
 from vllm.machine import Device, Libs
+from vllm.platforms.libraries import prebuilt_modules
+from vllm.utils.files import write_atomically
 
 H100 = Device.parse("sm_90")
 LIBS = Libs.of([parse_lib("deep_gemm=0.1.3"), parse_lib("triton=3.6.0"), parse_lib("native=0.1.0")])
@@ -101,7 +101,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "chmod", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(tmp_path / "kernel", b"content")
+        write_atomically(tmp_path / "kernel", b"content")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,8 @@ import pytest
 from compilers import Compiler, Library
 
 from vllm.kernels.jit import nvcc
-from vllm.kernels.jit.nvcc_cache import CompiledCall, find_nvcc, make_memory
+from vllm.kernels.jit.nvcc_cache import CompiledCall, make_memory
+from vllm.platforms.libraries import find_nvcc
 
 ARGUMENTS = ["kernel.cu", "-cubin", "-o", "kernel.cubin", "-std=c++20", "-I/a/include", "-O3"]
 

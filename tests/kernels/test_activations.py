@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm._custom_ops import ScaleLayout
 from vllm.kernels.activations import (
     InputQuant,
     KernelByTokens,
@@ -16,11 +15,10 @@ from vllm.kernels.activations import (
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
 
 QUANT = InputQuant(ScaleLayout.ROW_MAJOR)
-CONTEXT = SimpleNamespace(
-    ops=torch_ops, hf_config=SimpleNamespace(rms_norm_eps=1e-6, hidden_act="silu")
-)
+CONTEXT = SimpleNamespace(ops=torch_ops, decoder=SimpleNamespace(rms_norm_eps=1e-6))
 
 
 def widened(x: QuantizedInput) -> torch.Tensor:

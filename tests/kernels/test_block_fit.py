@@ -10,17 +10,13 @@ from torch.nn.functional import pad, silu
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    FP8,
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-)
 from vllm.ops.block_fit import (
     pad_weight,
     padded_tensors,
     refine_scales,
     refined_tensors,
 )
+from vllm.utils.fp8 import FP8, dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
 TP = (1, 2, 4, 8, 16, 32)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from vllm import _custom_ops as ops
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
     swizzle_scales,
     unswizzle_scales,
 )
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 FP8 = torch.float8_e4m3fn
 

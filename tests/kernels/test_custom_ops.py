@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as ops
-from vllm._custom_ops import ScaleLayout
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils import nvfp4_utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    FP8,
     per_token_group_quant_fp8,
     per_token_group_quant_fp8_packed_for_deepgemm,
-    round_to_fp8,
 )
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import nvfp4_quantize
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.nvfp4 import nvfp4_quantize
 from vllm.platforms import native
+from vllm.utils.fp8 import FP8, round_to_fp8
 
 SHAPES = [(0, 256), (1, 128), (3, 300), (5, 1152)]
 
@@ -236,7 +234,7 @@ def test_nvfp4_needs_whole_groups():
 @pytest.mark.parametrize("is_swizzled", [False, True])
 def test_gated_nvfp4_results_are_those_of_the_product(is_swizzled):
     x, global_scale = torch.randn(130, 96).bfloat16(), torch.tensor([350.0])
-    gated = nvfp4_utils.silu_and_mul(x)
+    gated = torch_ops.silu_and_mul(x)
     given = ops.silu_and_mul_scaled_fp4_quant(x, global_scale, is_swizzled)
     for one, other in zip(given, ops.scaled_fp4_quant(gated, global_scale, is_swizzled)):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -253,7 +251,7 @@ def test_grouped_nvfp4_results_are_those_of_each_expert():
     assert torch.equal(scales.view(torch.uint8)[: len(expected)], expected)
     gated = torch.cat((x, x), 1)
     q2, _ = ops.silu_and_mul_scaled_fp4_quant_grouped(gated, global_scales, offsets)
-    q3, _ = ops.scaled_fp4_quant_grouped(nvfp4_utils.silu_and_mul(gated), global_scales, offsets)
+    q3, _ = ops.scaled_fp4_quant_grouped(torch_ops.silu_and_mul(gated), global_scales, offsets)
     assert torch.equal(q2, q3)
 
 

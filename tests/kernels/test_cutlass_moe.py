@@ -9,8 +9,8 @@ from vllm.kernels import registry
 from vllm.kernels.interface import MoEKernel, MoETensors, scale_shape
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
+from vllm.ops.moe_router import route
+from vllm.utils.fp8 import dequantise_blocks
 
 FORMAT = WeightFormat.parse("fp8-block")
 # experts, top k, hidden, intermediate: whole blocks; blocks that end inside on both axes.

@@ -13,7 +13,7 @@ from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )

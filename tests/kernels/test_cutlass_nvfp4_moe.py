@@ -18,8 +18,8 @@ from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.fused_moe.router import route
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.moe_router import route
+from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
     nvfp4_quantize,

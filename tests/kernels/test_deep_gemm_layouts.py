@@ -20,7 +20,6 @@ from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    per_block_cast_to_fp8,
     per_token_group_quant_fp8,
     per_token_group_quant_fp8_packed_for_deepgemm,
 )
@@ -31,6 +30,7 @@ from vllm.utils.deep_gemm import (
     pack_ue8m0,
     transform_sf_into_required_layout,
 )
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 H100, B200, GB10 = map(Device.parse, ("sm_90", "sm_100", "sm_121"))
 RECIPE = (1, 128, 128)

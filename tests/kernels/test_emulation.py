@@ -17,10 +17,7 @@ from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_block_cast_to_fp8,
-)
+from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
 FORMAT = WeightFormat("fp8", "block", (128, 128))

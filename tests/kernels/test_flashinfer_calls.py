@@ -10,7 +10,7 @@ from weight_only_cases import make_linear, make_moe
 
 from vllm.kernels.activations import InputQuant, ScaleLayout
 from vllm.kernels.flashinfer import linear, moe
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     e2m1_decode,
     unpack_e2m1,
     unswizzle_scales,

@@ -1,7 +1,5 @@
 """FP8 arithmetic against its definition in numpy, bit for bit."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -10,19 +8,27 @@ from hypothesis import strategies as st
 from machines import STAND_INS, Gpu, machine
 
 from tests.kernels import e4m3
+from vllm.kernels.interface import LinearTensors
+from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.select.reason import Why
+from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     W8A8BlockFp8LinearOp,
-    ceil_to_power_of_two,
-    dequantise_blocks,
-    is_power_of_two,
-    per_block_cast_to_fp8,
     per_token_group_quant_fp8,
     per_token_group_quant_fp8_packed_for_deepgemm,
     requant_weight_ue8m0_inplace,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, get_fp8_min_max
 from vllm.utils.deep_gemm import get_tma_aligned_size
+from vllm.utils.fp8 import (
+    FP8,
+    ceil_to_power_of_two,
+    dequantise_blocks,
+    is_power_of_two,
+    per_block_cast_to_fp8,
+    round_to_fp8,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = (128, 128)
@@ -87,7 +93,7 @@ def test_all_e4m3_codes_and_all_ties_round_as_defined():
     ties = (e4m3.VALUES[1:] + e4m3.VALUES[:-1]) / 2
     steps = np.concatenate([e4m3.VALUES, ties, np.nextafter(ties, 0), np.nextafter(ties, 1e9)])
     x = np.concatenate([steps, -steps]).astype(np.float32)
-    q = fp8_utils.round_to_fp8(torch.from_numpy(x), torch.ones(()))
+    q = round_to_fp8(torch.from_numpy(x), torch.ones(()))
     assert np.array_equal(codes(q), e4m3.encode(x))
 
 
@@ -176,7 +182,7 @@ def test_a_batch_of_matrices_is_quantised_like_each_of_them():
 
 def test_the_output_tensor_given_is_the_one_written():
     x = torch.randn(4, 130)
-    out = torch.empty(4, 130, dtype=fp8_utils.FP8)
+    out = torch.empty(4, 130, dtype=FP8)
     q, _ = per_token_group_quant_fp8(x, 128, out_q=out, use_ue8m0=False)
     assert q is out
     assert np.array_equal(codes(q), codes(per_token_group_quant_fp8(x, 128, use_ue8m0=False)[0]))
@@ -254,49 +260,76 @@ def test_a_product_of_scales_that_do_not_fit_is_refused():
         fp8_utils.cutlass_scaled_mm(a[:, :128], b, a_scales[:, :1], b_scales, BLOCK)
 
 
-def make_op(use_deep_gemm: bool | None) -> W8A8BlockFp8LinearOp:
-    return W8A8BlockFp8LinearOp(GroupShape(*BLOCK), GroupShape(1, 128), use_deep_gemm)
-
-
-def test_with_deep_gemm_decided_off_the_op_never_looks_at_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.utils.deep_gemm", None)  # importing it now fails
-    weight, scales = block_weight(200, 300)
-    x, bias = torch.randn(2, 3, 300, dtype=torch.bfloat16), torch.randn(200).bfloat16()
-    y = make_op(False).apply(x, weight, scales, bias)
-    q, a_scales = per_token_group_quant_fp8(x.view(6, 300), 128, use_ue8m0=False)
-    assert not is_power_of_two(a_scales).all()
-    product = fp8_utils.cutlass_scaled_mm(q, weight, a_scales, scales, BLOCK, x.dtype)
-    assert torch.equal(y, (product + bias).view(2, 3, 200))
-    with pytest.raises(ImportError):
-        make_op(None).apply(x, weight, scales)
-
-
-def test_with_deep_gemm_decided_on_the_op_never_falls_back():
-    weight, scales = block_weight(256, 256)
-    with pytest.raises(RuntimeError, match="DeepGEMM"):
-        make_op(True).apply(torch.randn(2, 256).bfloat16(), weight, scales)
-
-
-def test_with_deep_gemm_undecided_a_cpu_computes_without_it():
-    weight, scales = block_weight(256, 256)
-    x = torch.randn(2, 256).bfloat16()
-    assert torch.equal(
-        make_op(None).apply(x, weight, scales), make_op(False).apply(x, weight, scales)
+def make_op(use_deep_gemm: bool | None, chip: str | None = None) -> W8A8BlockFp8LinearOp:
+    """On this machine, or on a chip with DeepGEMM."""
+    shapes = GroupShape(*BLOCK), GroupShape(1, 128)
+    elsewhere = (
+        (Device.parse(chip), Libs.of([Lib("deep_gemm", "2.6"), Lib("torch"), Lib("triton", "3.4")]))
+        if chip
+        else ()
     )
+    return W8A8BlockFp8LinearOp(*shapes, use_deep_gemm, *elsewhere)
+
+
+def reasons_against_deep_gemm(op: W8A8BlockFp8LinearOp, weight: torch.Tensor) -> set[Why]:
+    decision = op.selection.decide("", op.problem(weight, torch.bfloat16, has_bias=False))
+    (candidate,) = (c for c in decision.candidates if c.backend == "deep_gemm")
+    return {reason.why for reason in candidate.reasons}
+
+
+def test_the_op_computes_what_a_layer_of_the_format_computes():
+    weight, scales = block_weight(200, 300)
+    x, bias = torch.randn(2, 3, 300), torch.randn(200)
+    op = make_op(False)
+    y = op.apply(x, weight, scales, bias)
+    tensors = LinearTensors(op.format, weight, (200,), scales, bias=bias)
+    decision = op.selection.decide("", op.problem(weight, x.dtype, has_bias=True))
+    assert torch.equal(y, make_linear(decision, tensors)(x.view(6, 300)).view(2, 3, 200))
+    wide = dequantise_blocks(weight, scales)
+    assert torch.allclose(y, x @ wide.T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_with_deep_gemm_decided_off_the_op_refuses_it_where_it_would_serve():
+    weight, _ = block_weight(256, 256)
+    assert reasons_against_deep_gemm(make_op(False, "sm_100"), weight) == {Why.POLICY}
+    for decided in (True, None):
+        op = make_op(decided, "sm_100")
+        decision = op.selection.decide("", op.problem(weight, torch.bfloat16, has_bias=False))
+        assert decision.chosen == "deep_gemm"
+
+
+def test_a_cpu_computes_without_deep_gemm():
+    weight, scales = block_weight(256, 256)
+    x = torch.randn(2, 256)
+    results = [make_op(decided).apply(x, weight, scales) for decided in (True, False, None)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert Why.DEVICE in reasons_against_deep_gemm(make_op(True), weight)
+
+
+def test_a_weight_is_laid_out_once():
+    weight, scales = block_weight(256, 256)
+    op, x = make_op(False), torch.randn(2, 256)
+    before = op.apply(x, weight, scales)
+    kernel = op._kernels[weight]
+    assert torch.equal(op.apply(x, weight, scales), before) and op._kernels[weight] is kernel
 
 
 # ---------------------------------------------------------------- on machines with DeepGEMM
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-def test_the_op_with_deep_gemm_computes_the_product_of_what_the_chip_rounds(capability):
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_the_op_with_deep_gemm_computes_the_product_of_what_the_chip_rounds(
+    capability, is_laid_out
+):
     torch.manual_seed(0)
     stored, x = block_weight(256, 256), torch.randn(3, 256).bfloat16()
     is_ue8m0 = capability == 100
-    weight, scales = (tensor.clone() for tensor in stored)
+    given = [tensor.clone() for tensor in stored]
     with machine(Gpu(capability), STAND_INS):
-        laid_out = fp8_utils.deepgemm_post_process_fp8_weight_block(weight, scales, BLOCK, is_ue8m0)
-        y = make_op(True).apply(x, *laid_out)
+        if is_laid_out:
+            given = fp8_utils.deepgemm_post_process_fp8_weight_block(*given, BLOCK, is_ue8m0)
+        y = make_op(True, f"sm_{capability}").apply(x, *given)
     if is_ue8m0:
         requant_weight_ue8m0_inplace(*stored)
     wide_x = dequantise_blocks(

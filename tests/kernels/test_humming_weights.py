@@ -10,7 +10,7 @@ from weight_only_cases import make_linear, wide_of
 
 from vllm.formats.scales import Scales
 from vllm.kernels.backends.humming import describe
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode
+from vllm.ops.nvfp4 import e2m1_decode
 from vllm.ops.scale_rounding import requant_error, requantised
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")

@@ -9,12 +9,10 @@ from machines import STAND_INS, Gpu, machine
 
 from tests.kernels import e4m3
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    is_power_of_two,
-    per_token_group_quant_fp8,
-)
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.utils.deep_gemm import get_tma_aligned_size
+from vllm.utils.fp8 import is_power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 cases = given(

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm.architectures.router import Router
 from vllm.errors import CheckpointError
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.fused_moe.router import Routing, route
 from vllm.ops import torch_ops
+from vllm.ops.moe_router import route
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
 BACKENDS = [
@@ -187,8 +188,8 @@ def test_the_router_computes_probabilities_in_float32():
     torch.testing.assert_close(weights.sum(-1), torch.ones(5))
 
 
-def test_experts_are_chosen_from_the_kept_groups_alone():
-    routing = Routing(8, 4, renormalise=False, num_groups=4, kept_groups=2)
+def test_experts_are_chosen_from_the_topk_groups_alone():
+    routing = Router(8, 4, renormalise=False, num_groups=4, topk_groups=2)
     _, ids = route(torch.randn(50, 8), **routing.arguments())
     assert all(len(set((row // 2).tolist())) == 2 for row in ids)
 
@@ -201,12 +202,12 @@ def test_experts_are_chosen_from_the_kept_groups_alone():
             {"num_groups": 4},
             "num_experts_per_tok = 4, but topk_group = 1 of n_group = 4 .* up to 2",
         ),
-        ({"num_groups": 8, "kept_groups": 3}, "leave 3 of 8 experts .* up to 3"),
+        ({"num_groups": 8, "topk_groups": 3}, "leave 3 of 8 experts .* up to 3"),
         ({"num_groups": 3}, "n_group = 3 groups of 8 experts; accepted: an n_group that divides"),
-        ({"num_groups": 2, "kept_groups": 3}, "topk_group = 3 of n_group = 2"),
-        ({"num_groups": 2, "kept_groups": 0}, "topk_group = 0 of n_group = 2"),
+        ({"num_groups": 2, "topk_groups": 3}, "topk_group = 3 of n_group = 2"),
+        ({"num_groups": 2, "topk_groups": 0}, "topk_group = 0 of n_group = 2"),
     ],
 )
 def test_a_router_without_enough_experts_to_choose_from_is_refused(given, says):
     with pytest.raises(CheckpointError, match=says):
-        Routing(**{"num_experts": 8, "top_k": 4, "renormalise": True} | given)
+        Router(**{"num_experts": 8, "top_k": 4, "renormalise": True} | given)

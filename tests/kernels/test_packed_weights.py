@@ -5,8 +5,8 @@ import torch
 
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import e2m1_decode, pack_e2m1
 from vllm.ops import packed_weights as packed
+from vllm.ops.nvfp4 import e2m1_decode, pack_e2m1
 
 CODES = torch.arange(16, dtype=torch.uint8)
 GROUP = WeightFormat.parse("int4-group[16]")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm._custom_ops import ScaleLayout
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.distributed.groups import Group
 from vllm.executor.uniproc import make_selection
@@ -15,6 +14,7 @@ from vllm.kernels.activations import Activation, InputQuant, QuantizedInput, sou
 from vllm.kernels.interface import LinearKernel, MoEKernel
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.model_loader import load_model
+from vllm.ops.fp8_quant import ScaleLayout
 
 QUANT = InputQuant(ScaleLayout.ROW_MAJOR)
 

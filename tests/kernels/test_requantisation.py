@@ -10,14 +10,9 @@ from tests.kernels import e4m3
 from tests.kernels.test_fp8_utils import BLOCK, SEEDS, block_weight, codes
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    is_power_of_two,
-    per_block_cast_to_fp8,
-    requant_error,
-    requant_weight_ue8m0_inplace,
-    requantised_ue8m0,
-)
+from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+from vllm.ops.fp8 import requant_error, requantised_ue8m0
+from vllm.utils.fp8 import dequantise_blocks, is_power_of_two, per_block_cast_to_fp8
 
 
 def layer(parts, k, seed=0, use_ue8m0=False, block=BLOCK) -> LinearTensors:

@@ -4,12 +4,13 @@ while it is loaded, entered in the ledger, and within the budget or another kern
 import pytest
 import torch
 
+from vllm.architectures.sharding import Dim, linear
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Libs
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.linear import plain_linear
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization.awq import AwqConfig
 from vllm.ops import torch_ops
 
@@ -25,7 +26,8 @@ def loaded(scales, budget, libs="humming=0.1.19"):
     )
     context = ModelContext(None, torch.bfloat16, torch.bfloat16, AwqConfig(GROUP), selection,
                            torch_ops, "bf16", 64, False)  # fmt: skip
-    layer = plain_linear(context, "proj", COLUMNS, ROWS)
+    spec = linear("proj", Dim("rows", ROWS), Dim("columns", COLUMNS), "replicated")
+    layer = ReplicatedLinear(context, "", spec)
     layer.weight.data.random_(0, 256)
     layer.zero_points.data.random_(0, 16)
     layer.weight_scale.data.copy_(scales)

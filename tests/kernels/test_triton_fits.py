@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm._custom_ops import ScaleLayout
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant
@@ -35,6 +34,7 @@ from vllm.kernels.triton import (
     moe_rows,
     skinny,
 )
+from vllm.ops.fp8_quant import ScaleLayout
 
 # Bytes of shared memory that a program can have, and multiprocessors.
 CHIPS = {
@@ -111,9 +111,9 @@ def routers() -> None:
     for num_experts, top_k, groups in ((128, 8, 1), (256, 8, 8)):
         moe_router.route(
             empty(100, num_experts), top_k, True, is_sigmoid=groups > 1, num_groups=groups,
-            kept_groups=max(1, groups // 2),
+            topk_groups=max(1, groups // 2),
         )  # fmt: skip
-    routing = moe_router.Routing(256, 8, True)
+    routing = moe_router.Router(256, 8, True)
     moe_router.choose_experts(empty(9, 2048), SimpleNamespace(weight=empty(257, 2048)), routing)
 
 

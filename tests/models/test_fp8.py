@@ -9,8 +9,8 @@ from tiny_models import VOCAB, build_model
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 # No dimension is a multiple of 128, and merged layers have shards that end inside a block.
 SHAPE = {

@@ -20,8 +20,8 @@ from test_qwen3_moe import (
     write,
 )
 
+from vllm.architectures.registry import builtin_config
 from vllm.errors import CheckpointError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 

@@ -7,7 +7,7 @@ from test_qwen3_moe import PROMPT, load, prompt_logprobs
 
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )

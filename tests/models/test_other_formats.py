@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from test_fp8 import logprobs, reference_logprobs
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.quantize import FORMATS as FORMATS_OF_CLI
 from vllm.errors import CheckpointError, ConfigError
-from vllm.kernels.report.builtin_models import builtin_config
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError, ConfigError
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.ops import torch_ops
-from vllm.worker.state_cache import state_layers
+from vllm.worker.kv_cache import state_layers
 
 # Multiples of the FP8 block where transformers infers the block from the number of scales.
 BLOCK_SHAPE = {

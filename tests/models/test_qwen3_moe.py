@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError, ConfigError
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 # Blocks of 128 end inside every weight, and inside the gate rows where up rows follow.
 SHAPE = {

@@ -11,7 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.demo import demo_model_path
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     E4M3,
     nvfp4_global_scale,
     nvfp4_quantize,

@@ -12,11 +12,11 @@ import torch
 from native import emulated
 from native.emulated import compiled
 
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_quantize_grouped,
-    silu_and_mul,
 )
+from vllm.ops.torch_ops import silu_and_mul
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"

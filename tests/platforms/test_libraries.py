@@ -8,12 +8,11 @@ import sys
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
 
+from vllm.kernels.backends import humming
 from vllm.kernels.report.question import parse_lib
-from vllm.machine import Device, Lib
-from vllm.platforms import libraries
+from vllm.machine import Lib
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,
-    TRIALS,
     installed_libs,
     is_usable,
     library_state,
@@ -133,7 +132,6 @@ def test_the_torch_that_runs_is_listed(folder):
 
 
 def test_humming_without_a_compiler_is_broken_and_says_what_it_needs(folder, monkeypatch):
-    monkeypatch.setattr(libraries, "installed_device", lambda: Device.parse("sm_90"))
-    monkeypatch.setattr(libraries, "find_nvcc", lambda: None)
+    monkeypatch.setattr(humming, "find_nvcc", lambda: None)
     with pytest.raises(RuntimeError, match="it compiles with nvcc, which is not here"):
-        TRIALS["humming"](sys, ())
+        humming.TRIALS["humming"].run(sys, ())

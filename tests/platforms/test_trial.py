@@ -9,8 +9,13 @@ from machines import Cpu, machine, write_distribution, write_package
 from selection_cases import LIBS, ask, linear
 
 from vllm.machine import Lib, Libs
-from vllm.platforms import trial
-from vllm.platforms.libraries import library_state, working_libs
+from vllm.platforms import libraries
+from vllm.platforms.libraries import (
+    library_state,
+    passed_trials,
+    remember_trial,
+    working_libs,
+)
 
 FAULTS = "import ctypes; ctypes.string_at(0)"
 ABORTS = "import os; print('noise'); os.write(2, b'what():  no driver\\n'); os.abort()"
@@ -39,7 +44,7 @@ def test_a_library_that_ends_its_process_is_broken_and_ours_goes_on(folder, code
 
 
 def test_a_library_that_hangs_is_broken_after_the_time_limit(folder, monkeypatch):
-    monkeypatch.setattr(trial, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(libraries, "TRIAL_SECONDS", 2.0)
     write_package(folder, "lib_hangs", HANGS)
     start = time.monotonic()
     assert library_state("lib_hangs", ()).broken == "its trial did not end within 2 s"
@@ -68,7 +73,7 @@ def test_what_python_prints_at_its_start_is_no_answer(folder, monkeypatch):
 def test_the_selector_goes_to_the_next_kernel_and_tells_what_happened(
     folder, monkeypatch, code, reason
 ):
-    monkeypatch.setattr(trial, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(libraries, "TRIAL_SECONDS", 2.0)
     write_package(folder, "deep_gemm", code)
     write_distribution(folder, "sgl-deep-gemm", "0.1.3")
     found = working_libs({"deep_gemm"}).get("deep_gemm")
@@ -132,8 +137,8 @@ def test_a_trial_that_failed_is_repeated_at_the_next_start(folder):
 def test_trials_that_pass_side_by_side_are_all_remembered(folder):
     keys = [f"library {number}" for number in range(32)]
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(trial.remember, keys))
-    assert all(map(trial.remembers, keys))
+        list(threads.map(remember_trial, keys))
+    assert set(passed_trials()) == set(keys)
 
 
 def test_a_memory_that_cannot_be_written_is_no_error(folder, monkeypatch):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from vllm.kernels.problems import layer_problems, text_config
-from vllm.kernels.report.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
+from vllm.architectures.registry import builtin_config, builtin_names, text_config
+from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
 from vllm.model_executor.layers.quantization import resolve_quantization
 
@@ -15,9 +15,9 @@ def problems_of(config: dict, **ranks):
     return layer_problems(config, quant, dtype="bf16", kv_format="fp8", **ranks)
 
 
-@pytest.mark.parametrize("name", BUILTIN_NAMES)
+@pytest.mark.parametrize("name", builtin_names())
 def test_a_built_in_model_is_found_by_either_name_and_is_a_copy(name):
-    config = builtin_config(HUB_NAMES[name].upper())
+    config = builtin_config(builtin_names()[name].upper())
     assert config == builtin_config(name)
     config["model_type"] = "changed"
     assert config != builtin_config(name)
@@ -27,7 +27,7 @@ def test_other_names_are_not_built_in():
     assert builtin_config("no/such-model") is None
 
 
-@pytest.mark.parametrize("name", BUILTIN_NAMES)
+@pytest.mark.parametrize("name", builtin_names())
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (8, 1), (8, 8)])
 def test_built_in_models_can_be_listed_on_any_usual_number_of_ranks(name, ranks):
     config = builtin_config(name)

@@ -8,8 +8,7 @@ import torch
 from machines import STAND_INS, Cpu, Gpu, machine, write_package
 
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.quantization.utils import fp8_utils
-from vllm.utils import deep_gemm
+from vllm.utils import deep_gemm, fp8
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
 from vllm.utils.import_utils import has_deep_gemm
 
@@ -217,4 +216,4 @@ def test_the_alignment_of_grouped_layouts_is_the_librarys():
 
 
 def test_there_is_one_per_block_cast():
-    assert deep_gemm.per_block_cast_to_fp8 is fp8_utils.per_block_cast_to_fp8
+    assert deep_gemm.per_block_cast_to_fp8 is fp8.per_block_cast_to_fp8

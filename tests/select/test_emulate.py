@@ -18,8 +18,8 @@ from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
-from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
-from vllm.ops import torch_ops
+from vllm.ops import nvfp4, torch_ops
+from vllm.utils import fp8
 
 FP8 = WeightFormat.parse("fp8-block")
 ACT = (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
@@ -103,7 +103,7 @@ def test_a_wrong_name_is_refused_with_what_is_right(backends, message):
 
 def layer(rows: int = 256, columns: int = 256) -> LinearTensors:
     torch.manual_seed(0)
-    q, scales = fp8_utils.per_block_cast_to_fp8(torch.randn(rows, columns))
+    q, scales = fp8.per_block_cast_to_fp8(torch.randn(rows, columns))
     return LinearTensors(FP8, q, (rows,), scales, input_scale=torch.tensor(0.01))
 
 
@@ -113,19 +113,19 @@ def computed(tensors: LinearTensors, act: ActScheme, scales: str = "", x=None):
 
 
 def dequantised(tensors: LinearTensors):
-    return fp8_utils.dequantise_blocks(tensors.weight, tensors.scales)
+    return fp8.dequantise_blocks(tensors.weight, tensors.scales)
 
 
 def rounded_rows(x, amax):
-    scales = fp8_utils.fp8_scales(amax)
-    return fp8_utils.round_to_fp8(x, scales).float() * scales
+    scales = fp8.fp8_scales(amax)
+    return fp8.round_to_fp8(x, scales).float() * scales
 
 
 ROUNDINGS = {
     ActScheme.NONE: lambda x: x,
     ActScheme.DYNAMIC_TOKEN: lambda x: rounded_rows(x, x.abs().amax(1, keepdim=True)),
     ActScheme.DYNAMIC_TENSOR: lambda x: rounded_rows(x, x.abs().max()),
-    ActScheme.STATIC_TENSOR: lambda x: fp8_utils.round_to_fp8(x, torch.tensor(0.01)).float() * 0.01,
+    ActScheme.STATIC_TENSOR: lambda x: fp8.round_to_fp8(x, torch.tensor(0.01)).float() * 0.01,
     ActScheme.DYNAMIC_GROUP128: lambda x: torch.cat(
         [rounded_rows(half, half.abs().amax(1, keepdim=True)) for half in x.split(128, 1)], 1
     ),
@@ -157,7 +157,7 @@ def test_nvfp4_activations_have_an_e4m3_scale_for_16_columns():
     tensors = layer()
     x = torch.randn(4, 256).bfloat16()
     divisor = torch.tensor([100.0])
-    seen = nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, divisor), divisor)
+    seen = nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, divisor), divisor)
     expected = (seen @ dequantised(tensors).T).bfloat16()
     torch.testing.assert_close(computed(tensors, ActScheme.NVFP4_GROUP16, x=x), expected)
 
@@ -187,7 +187,7 @@ def test_experts_are_two_emulated_layers_each_for_their_own_tokens(scales):
 
 
 def layer_of(rows: int, columns: int) -> LinearTensors:
-    q, scales = fp8_utils.per_block_cast_to_fp8(torch.randn(rows, columns) * columns**-0.5)
+    q, scales = fp8.per_block_cast_to_fp8(torch.randn(rows, columns) * columns**-0.5)
     return LinearTensors(FP8, q, (rows,), scales)
 
 

@@ -13,9 +13,10 @@ from selection_strategies import models, problems, some_libs, wishes
 from vllm.errors import ConfigError
 from vllm.kernels.report import diff, json_report, text_report
 from vllm.kernels.report.html_report import html_page
-from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.layer_groups import by_outcome, compress
 from vllm.kernels.report.ledger import Entry, Ledger
+from vllm.kernels.report.report import Report
 from vllm.machine import Libs
 
 texts = st.text(max_size=20)

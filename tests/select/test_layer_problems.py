@@ -15,11 +15,11 @@ from slowness import slowness
 from tiny_models import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vllm.architectures.registry import builtin_config, model_type, model_types
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, VllmError
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.problems import MODEL_TYPES, layer_problems, model_type
-from vllm.kernels.report.builtin_models import builtin_config
+from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.selection import Selection
@@ -27,7 +27,7 @@ from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
-from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.models.decoder import CausalLM
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 BF16 = WeightFormat("bf16")
@@ -110,10 +110,9 @@ def asked_by_engine(folder, dtype: str, load_format: str):
     model_config = ModelConfig.load(str(folder), dtype=dtype, load_format=load_format)
     config = VllmConfig(model_config=model_config)
     checkpoint = None if load_format == "dummy" else Checkpoint(model_config.path)
-    cls = model_class(model_config.architectures)
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
-        cls(model_context(cls, config, selection, checkpoint))
+        CausalLM(model_context(config, selection, checkpoint))
     return [(layer, decision.problem) for layer, decision in selection.records], model_config
 
 
@@ -402,7 +401,7 @@ def test_an_unknown_model_type_is_refused_with_all_known_and_the_nearest():
     with pytest.raises(CheckpointError) as caught:
         problems_of(tiny(model_type="qwen3_mo"))
     assert "did you mean qwen3_moe" in str(caught.value)
-    assert all(name in str(caught.value) for name in MODEL_TYPES)
+    assert all(name in str(caught.value) for name in model_types())
 
 
 @pytest.mark.parametrize(
@@ -451,7 +450,7 @@ def test_no_config_ends_in_anything_but_problems_or_our_own_error(name, data):
 
 def test_torch_is_not_imported():
     code = (
-        "import sys, vllm.kernels.problems, vllm.kernels.report.builtin_models\n"
+        "import sys, vllm.kernels.problems, vllm.architectures.registry\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

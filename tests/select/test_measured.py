@@ -22,7 +22,8 @@ from vllm.kernels.evidence.splits import (
     best_split,
     expected,
 )
-from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.json_report import parse_report, report
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import expectation_of, outcome, page
 from vllm.kernels.select.problem import AttentionProblem
 from vllm.kernels.select.reason import Reason, Why

@@ -9,8 +9,9 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure, with_quarantine
 from vllm.kernels.evidence.tables import Chip, Entry, Table
 from vllm.kernels.evidence.versions import is_same, stale_lines, version_of, versions_here
-from vllm.kernels.report.json_report import Report, parse_report, report
+from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import parse_lib
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import page
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection

@@ -1,15 +1,16 @@
 """Which model is served, and what its own files say about it."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm.config.hf_config import DEFAULTS, read_config
+from vllm.architectures.architecture import Architecture, Checkpointed
+from vllm.architectures.decoder import Decoder
+from vllm.architectures.registry import served, text_architecture
+from vllm.config.hf_config import read_config
+from vllm.config.hf_overrides import check_architecture, check_effect, with_overrides
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
-from vllm.logger import get_logger
-from vllm.model_executor.models.registry import supported_architecture
 from vllm.platforms.installed import installed_device
 from vllm.utils.hub import resolve_model
 
@@ -17,41 +18,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16",
                   "fp16": "float16"}  # fmt: skip
 
-# Upper bounds far above any real model: a config beyond them is corrupt or hostile, and would
-# otherwise end in an endless construction or a huge allocation.
-_SIZE_LIMITS = {
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 4096,
-    "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 28,
-    "num_experts": 4096,
-    "num_experts_per_tok": 4096,
-    "moe_intermediate_size": 1 << 20,
-    "decoder_sparse_step": 1024,
-    "shared_expert_intermediate_size": 1 << 20,
-    "linear_num_key_heads": 4096,
-    "linear_num_value_heads": 4096,
-    "linear_key_head_dim": 256,
-    "linear_value_head_dim": 256,
-    "linear_conv_kernel_dim": 8,
-}
-
-
 _NEEDED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "vocab_size", "max_position_embeddings")  # fmt: skip
-_ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",
-                 "partial_rotary_factor", "low_freq_factor", "high_freq_factor")  # fmt: skip
-
-# What a config may have beside what its class assumes values of.
-_LATER_FIELDS = ("rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor",
-                 "quantization_config", "torch_dtype", "text_config", "num_local_experts",
-                 "full_attention_interval")  # fmt: skip
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +30,7 @@ class ModelConfig:
     of transformers; hf_text_config its text part. dtype: of activations, "float32", "bfloat16" or
     "float16". max_model_len: tokens of a request; where no one gave it, it yields to the size of
     the KV cache. quantization: the method that was asked for, None to follow the checkpoint.
-    generation: what generation_config.json holds.
+    generation: what generation_config.json holds. decoder: what the text model is made of.
     """
 
     model: str = ""
@@ -82,6 +50,7 @@ class ModelConfig:
     debug_numerics: bool = False
     seed: int = 0
     generation: dict[str, Any] = field(default_factory=dict)
+    decoder: Decoder | None = None
 
     @property
     def model_type(self) -> str:
@@ -95,7 +64,12 @@ class ModelConfig:
     @property
     def has_recurrent_states(self) -> bool:
         """Whether layers keep a state of each request instead of its keys and values."""
-        return "linear_attention" in (getattr(self.hf_text_config, "layer_types", None) or [])
+        return self.decoder is not None and self.decoder.has_recurrent_states
+
+    @property
+    def architecture(self) -> Checkpointed:
+        """The first of the classes that config.json names and the engine runs."""
+        return served(self.architectures)
 
     @property
     def ties_embeddings(self) -> bool:
@@ -145,7 +119,7 @@ class ModelConfig:
         generation = _read_json(path / "generation_config.json", required=False)
         for ids in (generation.get("eos_token_id"), getattr(text_config, "eos_token_id", None)):
             _check_eos(path, ids)
-        _check_sizes(_source(path, overrides), text_config)
+        decoder = _decoder(_source(path, overrides), hf_config)
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"--seed {seed} is out of range: it takes -2**63 to 2**63 - 1")
         names = [served_model_name] if isinstance(served_model_name, str) else served_model_name
@@ -169,36 +143,44 @@ class ModelConfig:
             debug_numerics=debug_numerics,
             seed=seed,
             generation=generation,
+            decoder=decoder,
         )
 
 
 def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any]) -> Any:
-    """The config of a folder, with `overrides` put over config.json."""
+    """The config of a folder, with `overrides` put over config.json. ConfigError for an override
+    that would have no effect, or only a part of one."""
     raw = _read_json(path / "config.json", required=True)
     if "model_type" not in raw:
         raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
-    merged = _merged(raw, overrides)
+    merged, final = with_overrides(raw, overrides)
     _check_kinds(_source(path, overrides), merged)
-    if unknown := [key for key in overrides if "." in key]:
-        raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
     config = read_config(merged)
+    architecture = served(merged.get("architectures") or []) if config is None or final else None
     if config is None:
-        supported_architecture(merged.get("architectures") or [])  # told better than below
-        config = _read_by_transformers(path, raw, trust_remote_code, overrides)
-    _warn_of_unknown_fields(raw, overrides)
+        config = _read_by_transformers(path, raw, trust_remote_code, final)
+    if architecture is not None:
+        check_architecture(merged["model_type"], architecture, final)
+    check_effect(config, final)
     return config
 
 
-def _warn_of_unknown_fields(raw: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """A field that neither the file nor any model's config has is a mistake, or one that this
-    version does not know: the model is loaded without regard to it."""
-    known = {*raw, *_LATER_FIELDS, *(name for fields in DEFAULTS.values() for name in fields)}
-    for name in overrides.keys() - known:
-        logger.warning(
-            "--hf-overrides sets %s, which config.json does not have: it may mean nothing%s",
-            name,
-            did_you_mean(name, known),
+def _decoder(source: str, config: Any) -> Decoder:
+    """What the text model is made of, by the class that config.json names."""
+    named = served(getattr(config, "architectures", None) or [])
+    text = config.get_text_config()
+    architecture = named if isinstance(named, Architecture) else text_architecture(text.model_type)
+    if architecture is None:
+        raise CheckpointError(
+            f"{source}: text models of type {text.model_type!r} are not supported"
         )
+    for name in _NEEDED_SIZES:
+        if getattr(text, name, None) is None:
+            raise CheckpointError(
+                f"{source}: model_type {text.model_type!r} has no {name}, which the architecture "
+                f"that it names needs: one of the two is wrong"
+            )
+    return architecture.decoder(text.to_dict(), source)
 
 
 def _source(path: Path, overrides: dict[str, Any]) -> str:
@@ -231,15 +213,6 @@ def _check_kinds(source: str, raw: dict[str, Any]) -> None:
         raise CheckpointError(f"{source}: quantization_config = {quantization!r} is no JSON object")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{source}: architectures = {names!r} is no list of names")
-
-
-def _merged(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(raw[key], value)
-        for key, value in overrides.items()
-        if isinstance(value, dict) and isinstance(raw.get(key), dict)
-    }
-    return raw | overrides | both
 
 
 def _read_by_transformers(
@@ -288,45 +261,6 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
     return content
-
-
-def _check_sizes(source: str, config: Any) -> None:
-    for name, limit in _SIZE_LIMITS.items():
-        value = getattr(config, name, None)
-        if value is None and name in _NEEDED_SIZES:
-            raise CheckpointError(
-                f"{source}: model_type {config.model_type!r} has no {name}, which the architecture "
-                f"that it names needs: one of the two is wrong"
-            )
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
-            raise CheckpointError(
-                f"{source}: {name} = {value!r} is out of range (1 to {limit}); correct it or fetch "
-                f"the checkpoint again"
-            )
-    eps = getattr(config, "rms_norm_eps", 0)  # other norms are other models', refused by name
-    if not _is_finite(eps) or not 0 <= eps < 1:
-        raise CheckpointError(
-            f"{source}: rms_norm_eps = {eps!r} is out of range (0 to below 1); correct it or fetch "
-            f"the checkpoint again"
-        )
-    for name, value in (getattr(config, "rope_parameters", None) or {}).items():
-        if name in _ROPE_NUMBERS and (not _is_finite(value) or value <= 0):
-            raise CheckpointError(
-                f"{source}: {name} = {value!r} in rope_parameters: it takes a number above 0"
-            )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{source}: num_attention_heads = {heads} is not a multiple of "
-            f"num_key_value_heads = {kv_heads}"
-        )
-
-
-def _is_finite(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
 
 
 def _resolve_dtype(dtype: str, config: Any) -> str:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from vllm import envs
+from vllm.architectures.decoder import Decoder
 from vllm.errors import ConfigError, did_you_mean
 
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
@@ -99,31 +99,21 @@ def _check_exchange(parallel: ParallelConfig) -> None:
         )
 
 
-def check_parallel(parallel: ParallelConfig, hf_text_config: Any) -> None:
-    """ConfigError where the model of the transformers config `hf_text_config` cannot be spread so.
-
-    What each rank would compute is listed for that, as `vllm kernels explain` does.
-    """
-    if parallel == ParallelConfig():
-        return
-    from vllm.kernels.problems import layer_problems
-    from vllm.kernels.select.problem import MoEProblem
-
-    text_config = hf_text_config.to_dict()
+def check_parallel(parallel: ParallelConfig, decoder: Decoder) -> None:
+    """ConfigError where the model cannot be spread so."""
     if parallel.enable_expert_parallel:
         _check_exchange(parallel)
     tp, ep = parallel.tensor_parallel_size, parallel.expert_parallel_size
     try:
-        problems = layer_problems(text_config, None, dtype="bf16", kv_format="bf16", tp=tp, ep=ep)
+        decoder.check_ranks(tp, ep)
     except ConfigError as error:
         flags = f"--tensor-parallel-size {tp}"
         if parallel.enable_expert_parallel:
             flags += f" --data-parallel-size {parallel.data_parallel_size} --enable-expert-parallel"
         raise ConfigError(f"{flags}: {error}") from None
-    has_experts = any(isinstance(problem, MoEProblem) for _, problem in problems)
-    if parallel.enable_expert_parallel and not has_experts:
+    if parallel.enable_expert_parallel and not decoder.has_experts:
         raise ConfigError("--enable-expert-parallel: this model has no experts; leave it out")
-    num_layers, stages = text_config["num_hidden_layers"], parallel.pipeline_parallel_size
+    num_layers, stages = len(decoder.layers), parallel.pipeline_parallel_size
     if num_layers < stages:
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: the model has {num_layers} layers, and every "

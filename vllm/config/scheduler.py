@@ -1,19 +1,21 @@
-"""How many requests and tokens one step may hold."""
+"""Limits of one step."""
 
 from dataclasses import dataclass
 
 from vllm.errors import ConfigError
 
-# Tokens of one step where nobody asks for another number: enough to fill the device.
+# Defaults of --max-num-batched-tokens: enough to fill the device.
 CPU_BATCHED_TOKENS = 2048
 GPU_BATCHED_TOKENS = 8192
+# Default of --max-prompt-graph-tokens where steps are captured: larger steps gain little.
+PROMPT_GRAPH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
-    max_prompt_graph_tokens: of the steps with prompts that CUDA graphs are captured for, 0 for
-    none."""
+    """max_num_seqs, max_num_batched_tokens: limits of one step; longer prompts are chunked.
+    max_prompt_graph_tokens: largest step with prompts that a CUDA graph is captured for; 0: none.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = CPU_BATCHED_TOKENS

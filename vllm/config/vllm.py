@@ -44,8 +44,8 @@ class VllmConfig:
 
             object.__setattr__(self, "quant_config", quantization_config_of(self.model_config))
         object.__setattr__(self, "quant_config", self._with_model_rule())
-        if self.model_config.hf_config is not None:
-            check_parallel(self.parallel_config, self.model_config.hf_text_config)
+        if self.model_config.decoder is not None:
+            check_parallel(self.parallel_config, self.model_config.decoder)
 
     @property
     def snapshot_slots(self) -> range:

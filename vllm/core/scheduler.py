@@ -1,61 +1,29 @@
-"""Decides, step by step, which tokens of which requests are computed. No torch, plain data out."""
+"""Schedules the tokens of every step. No torch; the output is plain data."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from vllm.config.scheduler import SchedulerConfig
 from vllm.core.block_pool import BlockPool
+from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
 from vllm.core.request import FinishReason, Request
 from vllm.core.state_snapshots import StateSnapshots
 
 
-@dataclass(slots=True)
-class Admission:
-    """A request that joins the running batch, or rejoins it after it was preempted.
-
-    state_from: the slot that holds its recurrent state after `num_computed_tokens`; 0 for none.
-    """
-
-    request: Request
-    num_computed_tokens: int
-    state_from: int = 0
-
-
-@dataclass(slots=True)
-class Step:
-    """The work of one step.
-
-    num_tokens: how many tokens to compute, by request, in batch order. new_blocks: block ids
-    that requests already in the batch got. dropped: ids that left the batch since the last step.
-    kept_states: slots to copy recurrent states to when they are computed, by request.
-    token_counts: tokens that each data-parallel engine computes, where they do so in lock step;
-    all_decode: each of these engines computes one token of each of its requests, their last.
-    """
-
-    admitted: list[Admission] = field(default_factory=list)
-    num_tokens: dict[str, int] = field(default_factory=dict)
-    new_blocks: dict[str, list[int]] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    kept_states: dict[str, int] = field(default_factory=dict)
-    token_counts: tuple[int, ...] = ()
-    all_decode: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.num_tokens
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, first come first served.
 
-    Running requests go first, one token each or the next chunk of their prompt; waiting ones
-    fill the rest of the step's token budget. A request is admitted when the blocks of all its
-    known tokens are free. When a running request finds no block for its next token, the request
-    admitted last is preempted: its blocks are released and it is computed anew later.
+    Running requests come first: one token each, its draft tokens, or the next prompt chunk.
+    Waiting requests fill the rest of the token budget. A request is admitted when there are free
+    blocks for all its known tokens. When a running request gets no block, the request admitted
+    last is preempted: its blocks are released and it is recomputed later.
 
-    `schedule` may be called again before `update` told what the step gave, for one step at most:
-    requests that are sure to end with that one are left out, all others go on.
+    Draft tokens that a step does not accept are taken back: they do not count as computed, and the
+    next tokens reuse their KV slots.
+
+    Async scheduling: `schedule` may be called once more before `update` for the step in flight. It
+    skips requests that are sure to finish with that step, and those with draft tokens in it.
     """
 
     def __init__(
@@ -67,7 +35,7 @@ class Scheduler:
         prefix_caching: bool,
         snapshots: StateSnapshots | None = None,
     ):
-        """snapshots: of a model with recurrent states whose prefixes are cached."""
+        """snapshots: for a model with recurrent states and prefix caching."""
         assert num_blocks * block_size >= max_model_len, "one request must always fit"
         self.config = config
         self.max_model_len = max_model_len
@@ -79,55 +47,62 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self._dropped: list[str] = []
+        self._removed_ids: list[str] = []
 
     @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
+        room = self.max_model_len - request.num_prompt_tokens
+        request.max_tokens = min(request.max_tokens, room)
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request in any state; unknown ids were finished before and are no error."""
+        """Removes a request in any state; an unknown id has finished before and is no error."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._finish(request, FinishReason.ABORT)
+            request.finish_reason = FinishReason.ABORT
             self._remove([request])
 
     def forget_cached(self, request_id: str) -> None:
-        """Lets no later request find the blocks of this one; unknown ids are no error."""
+        """Removes the request's blocks from the prefix cache; unknown ids are no error."""
         request = self.requests.get(request_id)
         if request is not None:
-            # By content: one that was preempted has no blocks, but they may still be found.
+            # By hash: a preempted request has no blocks, but they may still be cached.
             blocks = map(self.pool.find, request.block_hashes)
             self.pool.forget([block for block in blocks if block is not None])
             if self.snapshots is not None:
                 self.snapshots.forget(request.block_hashes)
 
-    def schedule(self) -> Step:
-        step = Step()
+    def schedule(self) -> SchedulerOutput:
+        output = SchedulerOutput()
         if self.snapshots is not None:
             self.snapshots.begin_step()
-        preempted_before = self.num_preemptions
-        budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        # Who was preempted just now may still be part of a running step, so must not be admitted.
-        if budget > 0 and self.waiting and self.num_preemptions == preempted_before:
-            self._admit_waiting(step, budget)
-        if not step.is_empty:
-            step.dropped, self._dropped = self._dropped, []
-        return step
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(output, self.config.max_num_batched_tokens)
+        # A request preempted just now may be in the step in flight, so it must not be admitted.
+        if budget > 0 and self.waiting and self.num_preemptions == num_preemptions:
+            self._admit_waiting(output, budget)
+        if not output.is_empty:
+            output.removed_request_ids, self._removed_ids = self._removed_ids, []
+        return output
 
-    def _schedule_running(self, step: Step, budget: int) -> int:
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_pending = request.num_pending_tokens
-            if num_pending and self._ends_by_length(request, num_pending):
+            if num_pending and (
+                request.spec_token_ids
+                or request.num_output_tokens + num_pending >= request.max_tokens
+            ):
                 index += 1
                 continue
             num_tokens = self._num_tokens_now(request, budget)
+            if request.spec_token_ids:
+                num_tokens += self._trim_drafts(request, num_tokens, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
             num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
             if num_new > 0:
@@ -138,27 +113,40 @@ class Scheduler:
                     break
                 blocks = self.pool.take(num_new)
                 request.block_ids += blocks
-                step.new_blocks[request.request_id] = blocks
-            self._take_up(step, request, num_tokens)
+                output.new_block_ids[request.request_id] = blocks
+            self._add(output, request, num_tokens)
             budget -= num_tokens
             index += 1
         return budget
 
-    def _admit_waiting(self, step: Step, budget: int) -> None:
+    def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            admission = self._admit(request)
-            if admission is None:
+            new = self._admit(request)
+            if new is None:
                 break
             self.waiting.popleft()
             self.running.append(request)
-            step.admitted.append(admission)
+            output.scheduled_new_reqs.append(new)
             num_tokens = self._num_tokens_now(request, budget)
-            self._take_up(step, request, num_tokens)
+            self._add(output, request, num_tokens)
             budget -= num_tokens
 
-    def _take_up(self, step: Step, request: Request, num_tokens: int) -> None:
-        step.num_tokens[request.request_id] = num_tokens
+    def _trim_drafts(self, request: Request, num_tokens: int, budget: int) -> int:
+        """Cuts the draft tokens to those that the step can verify; returns how many."""
+        room = 0
+        if num_tokens == request.num_unscheduled_tokens:
+            num_left = request.max_tokens - request.num_output_tokens
+            room = min(budget - num_tokens, num_left - 1)
+        del request.spec_token_ids[max(room, 0) :]
+        return len(request.spec_token_ids)
+
+    def _add(self, output: SchedulerOutput, request: Request, num_tokens: int) -> None:
+        request_id = request.request_id
+        output.num_scheduled_tokens[request_id] = num_tokens
+        if request.spec_token_ids:
+            output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids
+            num_tokens -= len(request.spec_token_ids)
         request.schedule(num_tokens)
         if self.snapshots is None or not request.states_kept_after:
             return
@@ -168,10 +156,10 @@ class Scheduler:
             self.prefix_cache.hash(request, num_blocks)
             slot = self.snapshots.keep(request.block_hashes[num_blocks - 1])
             if slot is not None:
-                step.kept_states[request.request_id] = slot
+                output.state_snapshots[request_id] = slot
 
     def _num_tokens_now(self, request: Request, budget: int) -> int:
-        """Tokens to compute in this step: up to where its state is to be kept, if it is."""
+        """Tokens to compute in this step: at most up to the next state snapshot."""
         num_tokens = min(request.num_unscheduled_tokens, budget)
         if not request.states_kept_after:
             return num_tokens
@@ -180,11 +168,11 @@ class Scheduler:
         return min([num_tokens, *stops])
 
     def _find_state(self, request: Request, cached: list[int]) -> tuple[list[int], int]:
-        """Those of the cached blocks after which the recurrent state is kept as well, and its slot;
-        notes where this request's are worth keeping.
+        """The longest run of cached blocks that ends at a snapshot of the recurrent state, and the
+        snapshot's slot; sets where to save snapshots of this request.
 
-        That is at the end of what it knows, for one that goes on from there, and where the cached
-        blocks end, since two begin alike that far: a third may too.
+        Those are the end of its known tokens, for a request that continues it, and the end of the
+        cached blocks: two requests share that prefix, so a third may.
         """
         request.states_kept_after = ()
         if self.snapshots is None:
@@ -196,12 +184,12 @@ class Scheduler:
         request.states_kept_after = tuple(sorted(end for end in ends if end >= least))
         return cached[:num_blocks], slot
 
-    def _admit(self, request: Request) -> Admission | None:
-        """Gives the request its blocks; None if it must wait."""
+    def _admit(self, request: Request) -> NewRequestData | None:
+        """Allocates the blocks of the request; None if it must wait."""
         known = len(request.all_token_ids)
-        cached, state_from = self._find_state(request, self.prefix_cache.match(request))
+        cached, state_slot = self._find_state(request, self.prefix_cache.match(request))
         num_new = self._num_blocks_for(known) - len(cached)
-        # A block for the next token of each running request stays free: without it, whatever is
+        # A block for the next token of each running request stays free: otherwise a request
         # admitted into the last blocks is preempted at once.
         reserve = len(self.running)
         if self.pool.num_free - sum(map(self.pool.is_free, cached)) < num_new + reserve:
@@ -213,7 +201,7 @@ class Scheduler:
         self.prefix_cache.count(known, request.num_computed_tokens)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
-        return Admission(request, request.num_computed_tokens, state_from)
+        return NewRequestData(request, request.num_computed_tokens, state_slot)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -221,84 +209,112 @@ class Scheduler:
     def _preempt_last(self) -> None:
         request = self.running.pop()
         self._release(request)
-        self._dropped.append(request.request_id)
+        self._removed_ids.append(request.request_id)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def prepare_update(self, step: Step) -> None:
-        """Does what `update` need not do anew, once a step was launched."""
-        for request_id, num_tokens in step.num_tokens.items():
-            if num_tokens > 1:  # one token ends a block now and then, which may wait
+    def prepare_update(self, output: SchedulerOutput) -> None:
+        """Hashes the blocks that `update` will record, while the step is in flight."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if num_tokens > 1:  # one token rarely fills a block; that hash can wait
                 request = self.requests[request_id]
                 end = request.num_computed_tokens + request.num_scheduled_tokens
                 self.prefix_cache.hash_ahead(request, end)
 
-    def update(self, step: Step, sampled: dict[str, int]) -> list[Request]:
-        """Takes the results of a step: the next token of each request that got one.
+    def update(
+        self,
+        scheduled: SchedulerOutput,
+        output: ModelRunnerOutput,
+        ends_grammar: Callable[[str, int], bool] = lambda request_id, token: False,
+    ) -> list[tuple[Request, list[int]]]:
+        """Applies the results of a step.
 
-        Returns the requests that ended with it, already removed.
+        Returns the requests that sampled, each with its new tokens: those up to the one that
+        finishes it. Finished requests are removed. ends_grammar(request id, token): advances the
+        grammar of a request with structured output; True where the token completes it.
         """
-        for request_id, num_tokens in step.num_tokens.items():
-            request = self.requests.get(request_id)
-            # One that was preempted meanwhile has lost what was computed, but keeps its token.
-            if request is None or request.num_scheduled_tokens == 0:
-                continue
-            request.num_scheduled_tokens -= num_tokens
-            before = request.num_computed_tokens
-            request.num_computed_tokens = before + num_tokens
-            self.prefix_cache.record(request, before)
-        ended = []
-        for request_id, token in sampled.items():
+        progress, finished, taken_back = [], [], {}
+        drafts = scheduled.scheduled_spec_decode_tokens
+        for request_id, tokens in zip(output.request_ids, output.sampled_token_ids):
             request = self.requests.get(request_id)
             if request is None:
                 continue
             request.num_pending_tokens -= 1
-            if request.max_tokens > 0:
-                request.all_token_ids.append(token)
-            if self._check_end(request, token):
-                ended.append(request)
-        self._remove(ended)
-        return ended
+            tokens = self._append(request, tokens, ends_grammar)
+            if drafts or len(tokens) != 1:
+                taken_back[request_id] = self._num_taken_back(request, tokens, drafts)
+            if drafts or output.draft_token_ids:
+                # Not of a preempted request, nor where another step samples for it.
+                is_next = request.num_scheduled_tokens and not request.num_pending_tokens
+                proposed = output.draft_token_ids.get(request_id, ()) if is_next else ()
+                request.spec_token_ids = list(proposed)
+            progress.append((request, tokens))
+            if request.finish_reason is not None:
+                finished.append(request)
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            # A preempted request has lost what was computed, but keeps its new tokens.
+            if request is None or request.num_scheduled_tokens == 0:
+                continue
+            request.num_scheduled_tokens -= num_tokens
+            if drafts:
+                request.num_scheduled_tokens += len(drafts.get(request_id, ()))
+            if taken_back:
+                num_tokens -= taken_back.get(request_id, 0)
+            before = request.num_computed_tokens
+            request.num_computed_tokens = before + num_tokens
+            self.prefix_cache.record(request, before)
+        self._remove(finished)
+        return progress
 
-    def _check_end(self, request: Request, token: int) -> bool:
-        num_output = request.num_output_tokens
-        may_stop = num_output > 0 and num_output >= request.sampling.min_tokens
-        if may_stop and token in request.stop_token_ids:
-            self._finish(request, FinishReason.STOP)
-            request.stop_reason = token
-        elif self._ends_by_length(request, 0):
-            self._finish(request, FinishReason.LENGTH)
-        return request.finish_reason is not None
+    def _append(
+        self, request: Request, tokens: list[int], ends_grammar: Callable[[str, int], bool]
+    ) -> list[int]:
+        """Appends new tokens up to the one that finishes the request; returns them."""
+        known, sampling = request.all_token_ids, request.sampling
+        limit = request.num_prompt_tokens + request.max_tokens
+        if request.max_tokens == 0:
+            request.finish_reason, tokens = FinishReason.LENGTH, []
+        for index, token in enumerate(tokens):
+            known.append(token)
+            if token in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
+                request.finish_reason, request.stop_reason = FinishReason.STOP, token
+            elif len(known) >= limit:
+                request.finish_reason = FinishReason.LENGTH
+            elif sampling.structured_outputs is not None and ends_grammar(
+                request.request_id, token
+            ):
+                request.finish_reason = FinishReason.STOP
+            else:
+                continue
+            return tokens[: index + 1]
+        return tokens
 
-    def _ends_by_length(self, request: Request, num_pending: int) -> bool:
-        """Whether it does with its tokens so far and `num_pending` more."""
-        num_tokens = len(request.all_token_ids) + num_pending
-        num_output = num_tokens - request.num_prompt_tokens
-        return num_output >= request.max_tokens or num_tokens >= self.max_model_len
-
-    def finish_early(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request for a cause outside the scheduler, after a step."""
-        request = self.requests[request_id]
-        self._finish(request, reason)
-        self._remove([request])
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        self._release(request)
-        del self.requests[request.request_id]
+    def _num_taken_back(
+        self, request: Request, tokens: list[int], drafts: dict[str, list[int]]
+    ) -> int:
+        """Scheduled tokens that do not count as computed: drafts after the last new token, and
+        without a new token the last known one, whose logits are needed again."""
+        if request.max_tokens == 0:
+            return 0
+        assert len(tokens) == 1 or not request.num_pending_tokens, "the next step is in flight"
+        return max(0, len(drafts.get(request.request_id, ())) + 1 - len(tokens))
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)
-        request.block_ids = []
+        request.block_ids, request.spec_token_ids = [], []
         request.num_computed_tokens = request.num_scheduled_tokens = 0
 
-    def _remove(self, ended: list[Request]) -> None:
-        """Takes ended requests out of the queues and out of the batch."""
-        if not ended:
+    def _remove(self, finished: list[Request]) -> None:
+        """Releases finished requests and removes them from the queues and the batch."""
+        if not finished:
             return
-        gone = {request.request_id for request in ended}
+        for request in finished:
+            self._release(request)
+            del self.requests[request.request_id]
+        gone = {request.request_id for request in finished}
         in_batch = [r.request_id for r in self.running if r.request_id in gone]
-        self._dropped += in_batch
+        self._removed_ids += in_batch
         if in_batch:
             self.running = [r for r in self.running if r.request_id not in gone]
         if len(in_batch) < len(gone):

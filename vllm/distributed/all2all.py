@@ -1,7 +1,7 @@
-"""How tokens reach experts that other ranks hold, and how their results come back.
+"""All2all between expert-parallel ranks: dispatch tokens to experts, combine the results.
 
-A rank has the tokens of its engine, which all tensor-parallel ranks of the engine have too. Names
-are those of VLLM_ALL2ALL_BACKEND.
+Tensor-parallel ranks of an engine all hold the engine's tokens. Backend names are those of
+VLLM_ALL2ALL_BACKEND.
 """
 
 from abc import ABC, abstractmethod
@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm import envs
 from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
-from vllm.kernels.activations import Activation, unadded
 from vllm.kernels.interface import MoEKernel
 
-Exchange: TypeAlias = Callable[[MoEKernel, Any, Tensor, Tensor], Addend]
-"""(kernel over this rank's experts, x [T, hidden], weights float32 [T, top_k], ids int64 of all
-experts [T, top_k]) -> the sum over all experts of each token [T, hidden], which the
-tensor-parallel ranks may still have to add up. x: floats, or with a single rank what the kernel
-asked for."""
+All2All: TypeAlias = Callable[[MoEKernel, Any, Tensor, Tensor], Addend]
+"""(kernel over this rank's experts, x [T, hidden], weights float32 [T, top_k], global expert ids
+int64 [T, top_k]) -> the sum over all experts of each token [T, hidden], possibly partial over the
+tensor-parallel ranks. x is a float tensor; with one rank it may be the kernel's quantised input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """own: those of this rank among num_experts. hidden: columns of a token. takes_ue8m0: their
-    kernel quantises its input to FP8 with power-of-two scales."""
+    """own: local experts among num_experts. hidden: hidden size. takes_ue8m0: the expert kernel
+    quantises its input to FP8 with power-of-two (UE8M0) scales."""
 
     own: range
     num_experts: int
@@ -37,37 +34,10 @@ class Experts:
     takes_ue8m0: bool = False
 
 
-def make_exchange(parallel: Parallel, experts: Experts) -> Exchange:
-    """The one that VLLM_ALL2ALL_BACKEND asks for; ConfigError where it cannot be had."""
-    if parallel.expert.size == 1:
-        return _Shares(parallel)
-    backend = envs.VLLM_ALL2ALL_BACKEND
-    if backend == "naive":
-        return AllToAll(parallel, experts)
-    if backend == "allgather_reducescatter":
-        return Gathered(parallel, experts)
-    from vllm.distributed.deep_ep import HighThroughput, LowLatency
+class AllGatherReduceScatter:
+    """`allgather_reducescatter`: all-gather the tokens, run the local experts, reduce-scatter.
 
-    cls = LowLatency if backend == "deepep_low_latency" else HighThroughput
-    return cls(parallel, experts)
-
-
-class _Shares:
-    """Every rank has a share of every expert, and so of the result."""
-
-    def __init__(self, parallel: Parallel):
-        self._group = parallel.tensor
-
-    def __call__(self, kernel: MoEKernel, x: Activation, weights: Tensor, ids: Tensor) -> Addend:
-        if self._group.size == 1:
-            return unadded(kernel, x, weights, ids)
-        return self._group.partial(kernel(x, weights, ids))
-
-
-class Gathered:
-    """`allgather_reducescatter`: every rank sees all tokens and computes what its experts add.
-
-    Sizes are known to the host beforehand, so nothing waits for the device.
+    The host knows all sizes, so there is no device synchronisation.
     """
 
     def __init__(self, parallel: Parallel, experts: Experts):
@@ -78,8 +48,8 @@ class Gathered:
         data, tensor = self._parallel.data, self._parallel.tensor
         num_tokens = len(x)
         if data.size > 1:
-            assert self._parallel.token_counts[data.rank] == num_tokens
-            missing = max(self._parallel.token_counts) - num_tokens
+            assert self._parallel.num_tokens_across_dp[data.rank] == num_tokens
+            missing = max(self._parallel.num_tokens_across_dp) - num_tokens
             x, weights = pad(x, (0, 0, 0, missing)), pad(weights, (0, 0, 0, missing))
             ids = pad(ids, (0, 0, 0, missing), value=-1)
             x, weights, ids = data.all_gather(x), data.all_gather(weights), data.all_gather(ids)
@@ -89,35 +59,35 @@ class Gathered:
         return tensor.partial(result[:num_tokens])
 
 
-class PerRank(ABC):
-    """The tensor-parallel ranks of an engine, which all have its tokens, share them out first."""
+class PerRankAll2All(ABC):
+    """Splits an engine's tokens over its tensor-parallel ranks before the all2all."""
 
     def __init__(self, parallel: Parallel, experts: Experts):
         self._tensor, self.ranks = parallel.tensor, parallel.expert
         self.experts = experts
 
     @abstractmethod
-    def exchange(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As Exchange, for tokens that this rank alone has; there may be none."""
+    def all2all(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """As All2All, for the tokens of this rank alone; there may be none."""
 
     def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
         num_tokens, size = len(x), -(-len(x) // self._tensor.size)
         own = slice(self._tensor.rank * size, (self._tensor.rank + 1) * size)
-        result = self.exchange(kernel, x[own], weights[own], ids[own])
+        result = self.all2all(kernel, x[own], weights[own], ids[own])
         if self._tensor.size == 1:
             return result
         filled = pad(result, (0, 0, 0, size - len(result)))
         return self._tensor.all_gather(filled)[:num_tokens]
 
 
-class AllToAll(PerRank):
-    """`naive`: each row goes to the ranks of its experts alone, and comes back once for each.
+class NaiveAll2All(PerRankAll2All):
+    """`naive`: sends one row per chosen expert and returns one result row for each.
 
-    The host waits for the counts. Results are added up where the token belongs, in the order of its
-    experts, so they are those of a single rank, bit for bit.
+    The host waits for the counts. The token's own rank adds up the results in the order of its
+    experts, so the sum is bit-identical to that of a single rank.
     """
 
-    def exchange(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def all2all(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         top_k, num_own = ids.shape[1], len(self.experts.own)
         chosen = ids.flatten()
         order = chosen.argsort(stable=True)  # by expert, and with that by rank

@@ -1,8 +1,9 @@
-"""Sums over the GPUs of one machine for few rows, faster than NCCL's: one write over NVLink each.
+"""Custom all-reduce for small tensors on one node: one-shot writes over NVLink, lower latency than
+NCCL.
 
-What NCCL needs for 8 KB is many times what moving them takes, and a model with two sums in each
-layer waits for it at every token. torch's symmetric memory maps a buffer of each GPU into the
-processes of all others; the native kernel `peer_sum` writes there.
+NCCL's latency for 8 KB is many times the transfer time, and a model pays it twice per layer and
+token. torch's symmetric memory maps a buffer of each GPU into the processes of all others; the
+native kernel `peer_sum` writes there.
 """
 
 import socket
@@ -22,19 +23,19 @@ from vllm.platforms import native
 logger = get_logger(__name__)
 
 _MAX_RANKS = 8
-# Rows are sent to every rank, each word with a flag beside it: with more of them NCCL is faster.
+# Each row goes to every rank with a flag per word: with more rows NCCL is faster.
 _MAX_ROWS_SENT = 256
 _MAX_DIM, _DIM_MULTIPLE = 16384, 8
 _MAX_QUANTISED_DIM, _QUANTISED_DIM_MULTIPLE = 8192, 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class PeerSums:
-    """Sums of rows [n <= max_rows, dim] over the ranks of a group, the same bits on all of them.
+class CustomAllReduce:
+    """All-reduce of rows [n <= max_rows, dim]; the result is bit-identical on all ranks.
 
-    Every call is one launch on torch's current stream, to be made by all ranks in one order and on
-    one stream, and can be captured in a CUDA graph. A rank whose peers do not come waits on the GPU
-    for ever: whoever waits for the result must not.
+    Every call is one launch on torch's current stream and can be captured in a CUDA graph. All
+    ranks must make the same calls in the same order on one stream. A rank whose peers are missing
+    waits on the GPU for ever, so the host must wait with a timeout.
     """
 
     def __init__(self, rank: int, size: int, dim: int, dtype: torch.dtype):
@@ -72,8 +73,8 @@ class PeerSums:
             and x.is_contiguous()
         )
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """The sum, in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """In place."""
         self._kernels.cuda_peer_sum(x, x, self._inboxes, self._rank, self._rounds)
         return x
 
@@ -96,10 +97,10 @@ class PeerSums:
         )
 
 
-def make_peer_sums(group: Group, dim: int, dtype: torch.dtype) -> PeerSums | None:
-    """For rows of `dim` on all ranks of `group`; None where one of them cannot, for a reason that
-    is logged."""
-    sums = PeerSums(group.rank, group.size, dim, dtype)
+def make_custom_all_reduce(group: Group, dim: int, dtype: torch.dtype) -> CustomAllReduce | None:
+    """For rows of `dim` on all ranks of `group`; None, with the reason logged, where one of them
+    cannot."""
+    sums = CustomAllReduce(group.rank, group.size, dim, dtype)
     reason = first_obstacle(
         group,
         (
@@ -112,14 +113,14 @@ def make_peer_sums(group: Group, dim: int, dtype: torch.dtype) -> PeerSums | Non
     )
     if reason is None:
         return sums
-    logger.info("Sums of few rows go through NCCL: %s", reason)
+    logger.info("Custom all-reduce is disabled, NCCL is used: %s", reason)
     return None
 
 
 def first_obstacle(group: Group, steps: Sequence[Callable[[], None]]) -> str | None:
-    """Takes steps, each of which may raise RuntimeError, for as long as all ranks can; then what
-    stopped this one. All ranks return None or none does: a rank that waits in a step, and later one
-    that writes to its peers, must be sure of them all."""
+    """Runs `steps` on all ranks until one raises RuntimeError on any rank; returns the reason, or
+    None where all succeeded. All ranks agree on which: a rank must not wait for, or write to, a
+    peer that has given up."""
     for step in steps:
         reason = None
         try:
@@ -143,18 +144,18 @@ def _check_sizes(num_ranks: int, dim: int) -> None:
 
 
 def _check_machines(group: Group) -> None:
-    # Names of machines may be alike, and containers of one machine hide their processes.
+    # Host names may be equal, and containers on one host hide their processes.
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     machine = crc32(f"{socket.gethostname()} {boot}".encode())
     if group.least(machine) != group.greatest(machine):
-        raise RuntimeError("the ranks are on several machines")
+        raise RuntimeError("the ranks are on several nodes")
 
 
 def _check_access(group: Group) -> None:
-    """Before memory is mapped: ranks that could would wait there for one that cannot."""
+    """To be called before memory is mapped, where ranks would wait for one that has no access."""
     own = torch.cuda.current_device()
     for other in group.all_gather(torch.tensor([own], device="cpu")).tolist():
-        # A rank that is shown its own GPU alone calls it by the same number as others do theirs.
+        # Where each rank sees only its own GPU, all of them use the same index.
         is_visible = other != own and other < torch.cuda.device_count()
         if is_visible and not torch.cuda.can_device_access_peer(own, other):
             raise RuntimeError(f"GPU {own} has no access to the memory of GPU {other}")

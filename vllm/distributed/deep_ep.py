@@ -1,6 +1,6 @@
-"""Tokens to experts and back by DeepEP (github.com/deepseek-ai/DeepEP), where it is installed.
+"""DeepEP all2all backends (github.com/deepseek-ai/DeepEP), where the library is installed.
 
-Not run on hardware yet: it needs GPUs with NVLink or RDMA between them.
+Not run on hardware yet: they need GPUs with NVLink or RDMA between them.
 """
 
 from typing import Any
@@ -8,34 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.distributed.all2all import Experts, Gathered, PerRank
+from vllm.distributed.all2all import AllGatherReduceScatter, Experts, PerRankAll2All
 from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
 from vllm.kernels.interface import MoEKernel
 
-# Low latency reserves a place for each token of every rank at every expert, so it is for decoding.
+# Low latency reserves a slot per token of every rank at every expert, so it is for decoding.
 MAX_LOW_LATENCY_TOKENS = 256
 _UE8M0_BIAS = 127
 _BYTES_PER_INT32 = 4
 
-# One buffer serves all layers: they take turns.
+# All layers share one buffer: they run one after the other.
 _buffers: dict[str, Any] = {}
 
 
-class HighThroughput(PerRank):
-    """`deepep_high_throughput`: each token goes once to every rank that has one of its experts."""
+class DeepEPHighThroughput(PerRankAll2All):
+    """`deepep_high_throughput`: sends a token once to every rank that holds one of its experts."""
 
     def __init__(self, parallel: Parallel, experts: Experts):
         super().__init__(parallel, experts)
         self._buffer = _buffer("high_throughput", _high_throughput_buffer, parallel, experts)
 
-    def exchange(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def all2all(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         buffer = self._buffer
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             ids, self.experts.num_experts
         )
-        # Expert ids come back counted from this rank's first one, -1 for those of other ranks.
+        # Returned expert ids are local; -1 for experts of other ranks.
         rows, own_ids, own_weights, _, handle, _ = buffer.dispatch(
             x,
             topk_idx=ids,
@@ -49,28 +49,28 @@ class HighThroughput(PerRank):
         return combined
 
 
-class LowLatency(PerRank):
-    """`deepep_low_latency`: a block of places for each expert, whose sizes the host never learns.
+class DeepEPLowLatency(PerRankAll2All):
+    """`deepep_low_latency`: a fixed-size buffer per expert; the host never learns the counts.
 
-    Where the experts' kernel takes UE8M0 scales, tokens travel as FP8 with such scales, packed:
-    half the bytes, and the kernel's own quantisation finds the same values again. Steps of more
-    than MAX_LOW_LATENCY_TOKENS a rank go the way of allgather_reducescatter.
+    Where the expert kernel takes UE8M0 scales, tokens are sent as FP8 with packed UE8M0 scales:
+    half the bytes, and the kernel's quantisation reproduces the same values. Steps of more than
+    MAX_LOW_LATENCY_TOKENS per rank use allgather_reducescatter.
     """
 
     def __init__(self, parallel: Parallel, experts: Experts):
         super().__init__(parallel, experts)
         self._parallel = parallel
-        self._long_steps = Gathered(parallel, experts)
+        self._long_steps = AllGatherReduceScatter(parallel, experts)
         self._buffer = _buffer("low_latency", _low_latency_buffer, parallel, experts)
 
     def __call__(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
-        # All ranks must go the same way.
-        num_tokens = max(self._parallel.token_counts, default=len(x))
+        # All ranks must take the same branch.
+        num_tokens = max(self._parallel.num_tokens_across_dp, default=len(x))
         if num_tokens > MAX_LOW_LATENCY_TOKENS * self._parallel.tensor.size:
             return self._long_steps(kernel, x, weights, ids)
         return super().__call__(kernel, x, weights, ids)
 
-    def exchange(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def all2all(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         is_packed = self.experts.takes_ue8m0
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
             x,

@@ -1,4 +1,4 @@
-"""Groups of ranks and what they do together. With one rank every operation is the identity."""
+"""Process groups and their collectives. With one rank every collective is the identity."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,7 @@ from torch import Tensor
 from vllm.errors import is_out_of_memory
 
 if TYPE_CHECKING:
-    from vllm.distributed.custom_all_reduce import PeerSums
-    from vllm.kernels.activations import Activation, InputQuant, UnaddedRows
+    from vllm.kernels.activations import Activation, FusedAllReduce, InputQuant, UnaddedRows
 
 # torch 2.13 renamed it; 2.11 knows the old name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,12 +21,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class PeerError(RuntimeError):
-    """Another rank is gone, or did not come in time: the cause is to be found there."""
+    """Another rank is gone or timed out: the cause is there."""
 
 
 def wait_for(event: torch.cuda.Event, timeout_s: float | None) -> None:
-    """Returns when the GPU has come to `event`. Collectives run on the GPU, and one whose peer is
-    stuck never ends: PeerError after timeout_s, which is None where there is no peer."""
+    """Returns when the GPU has reached `event`. A collective whose peer is stuck never ends, so
+    PeerError is raised after timeout_s; None where there is no peer."""
     if timeout_s is None:
         event.synchronize()
         return
@@ -38,11 +37,11 @@ def wait_for(event: torch.cuda.Event, timeout_s: float | None) -> None:
 
 
 class Group:
-    """Rank `rank` of `size`. ranks: what the world calls them. handle: torch's process group.
-    peer_sums: for few rows on GPUs of one machine; None where there is no such way.
+    """Rank `rank` of `size`. ranks: their global ranks. handle: torch's process group.
+    custom_all_reduce: for small tensors on GPUs of one node; None where it is not available.
 
-    Every operation must be called by all ranks of the group, in the same order. It raises
-    PeerError when a rank is gone or does not come in time.
+    All ranks of the group must call the same collectives in the same order. A collective raises
+    PeerError when a rank is gone or times out.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Group:
         self.size = size
         self.ranks = ranks
         self.handle = handle
-        self.peer_sums: PeerSums | None = None
+        self.custom_all_reduce: FusedAllReduce | None = None
 
     @property
     def is_first(self) -> bool:
@@ -68,19 +67,19 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        if self.peer_sums is not None and self.peer_sums.takes(x):
-            return self.peer_sums.add_up(x)
+        if self.custom_all_reduce is not None and self.custom_all_reduce.takes(x):
+            return self.custom_all_reduce.all_reduce(x)
         if self.size > 1:
             with self._peers("all-reduce"):
                 dist.all_reduce(x, group=self.handle)
         return x
 
     def partial(self, x: Tensor) -> "Addend":
-        """x of every rank, which whoever reads it adds up."""
+        """x of every rank as a sum whose reader does the all-reduce."""
         return PartialSum(x, self) if self.size > 1 else x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x [n, ...] of every rank, one after the other: [size * n, ...]."""
+        """x [n, ...] of every rank, concatenated along the rows: [size * n, ...]."""
         if self.size == 1:
             return x
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -89,14 +88,14 @@ class Group:
         return out
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """x [n, m] of every rank side by side: [n, size * m]."""
+        """x [n, m] of every rank, concatenated along the columns: [n, size * m]."""
         if self.size == 1:
             return x
         gathered = self.all_gather(x).view(self.size, *x.shape)
         return gathered.transpose(0, 1).reshape(x.shape[0], -1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """x [size * n, ...] -> [n, ...]: of the sum over the ranks, this rank's piece."""
+        """x [size * n, ...] -> [n, ...]: this rank's shard of the sum over the ranks."""
         if self.size == 1:
             return x
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
@@ -105,7 +104,7 @@ class Group:
         return out
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """x [sum(sent), ...], for rank i the next sent[i] rows -> [sum(received), ...]."""
+        """x [sum(sent), ...]; rank i gets the next sent[i] rows -> [sum(received), ...]."""
         if self.size == 1:
             return x
         out = x.new_empty(sum(received), *x.shape[1:])
@@ -114,7 +113,7 @@ class Group:
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """x of rank `source` of this group, into x."""
+        """Overwrites x with that of rank `source` of this group."""
         if self.size > 1:
             with self._peers("broadcast"):
                 dist.broadcast(x, self.ranks[source], group=self.handle)
@@ -130,7 +129,7 @@ class Group:
         return x
 
     def least(self, value: float) -> float:
-        """The smallest of the ranks' values. Waits for the result, over the host's network."""
+        """The smallest of the ranks' values, over the host network. Blocks."""
         if self.size == 1:
             return value
         values = torch.tensor([value], dtype=torch.float64, device="cpu")
@@ -155,8 +154,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """values [T, n] of each rank of `group`, to be added up by who reads them: a norm that comes
-    next can do both at once."""
+    """values [T, n] of each rank of `group`, not all-reduced yet: a following norm can fuse the
+    all-reduce."""
 
     values: Tensor
     group: Group
@@ -167,9 +166,9 @@ class PartialSum:
     def add_rms_norm(
         self, residual: Tensor, weight: Tensor, eps: float, quant: "InputQuant | None"
     ) -> "Activation | None":
-        """residual += the sum, in place, then the norm of residual, quantised if `quant` says how,
+        """residual += the sum, in place, then the norm of residual, quantised if `quant` is given,
         in one kernel; None where there is no such kernel."""
-        sums = self.group.peer_sums
+        sums = self.group.custom_all_reduce
         if sums is None or not sums.takes(self.values):
             return None
         if quant is not None:
@@ -181,7 +180,7 @@ class PartialSum:
 
 
 Addend: TypeAlias = "Tensor | PartialSum | UnaddedRows"
-"""[T, n] that is to be added to a residual."""
+"""[T, n] to add to a residual."""
 
 
 def total(x: Addend) -> Tensor:
@@ -189,12 +188,12 @@ def total(x: Addend) -> Tensor:
 
 
 def own_part(x: Addend) -> Tensor:
-    """What this rank has of it, to be looked at or scaled."""
+    """This rank's addend, to be inspected or scaled."""
     return x.values if isinstance(x, PartialSum) else x
 
 
 def add(x: Addend, y: Addend) -> Addend:
-    """x + y, in place of x. Of two parts on each rank there is one sum over the ranks to come."""
+    """x + y, in place of x. Two PartialSums are added before their one all-reduce."""
     if isinstance(x, PartialSum) and isinstance(y, PartialSum):
         assert x.group is y.group
         x.values.add_(y.values)

@@ -1,12 +1,12 @@
-"""Where a rank stands among all that compute one model. No torch."""
+"""Position of a rank in the data, pipeline and tensor dimensions. No torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Rank `rank` of data_size x pipeline_size x tensor_size. Neighbours share each layer: tensor
-    parallelism counts first, then stages, then engines."""
+    """Rank `rank` of data_size x pipeline_size x tensor_size. The tensor dimension varies fastest,
+    then the pipeline stage, then the data-parallel rank."""
 
     rank: int = 0
     tensor_size: int = 1
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def is_output(self) -> bool:
-        """Whether this rank answers for its engine: the first of the last stage."""
+        """Whether this rank returns the engine's output: the first rank of the last stage."""
         return self.tensor_rank == 0 and self.stage == self.pipeline_size - 1
 
     def groups(self, kind: str) -> list[list[int]]:
@@ -73,5 +73,5 @@ class Layout:
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """The decoder layers of a stage; stages differ by one layer at most."""
+    """The decoder layers of a stage; stage sizes differ by at most one."""
     return range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)

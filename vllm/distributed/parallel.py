@@ -1,4 +1,4 @@
-"""The groups that one rank belongs to, as layers use them."""
+"""The process groups of one rank, as layers use them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +10,10 @@ from vllm.distributed.layout import Layout, stage_layers
 
 @dataclass(slots=True)
 class Parallel:
-    """layout: where this rank stands. tensor, pipeline, data, expert, engine: its groups, as
-    `Layout.groups` has them; experts are dealt out over `expert`, which is one rank where they are
-    not. token_counts: tokens that each rank of `data` computes in this step. meet(place): returns
-    when all ranks are there, however long that takes; every place is for one time. timeout_s: the
-    longest that one rank waits for another; None where there is one rank.
+    """layout: this rank's position. tensor, pipeline, data, expert, engine: its groups, as in
+    `Layout.groups`; expert has one rank without expert parallelism. num_tokens_across_dp: tokens
+    of each rank of `data` in the current step. meet(place): a barrier without a timeout; every
+    place is used once. timeout_s: the longest that one rank waits for another; None for one rank.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -23,24 +22,24 @@ class Parallel:
     data: Group = field(default_factory=Group)
     expert: Group = field(default_factory=Group)
     engine: Group = field(default_factory=Group)
-    token_counts: tuple[int, ...] = ()
+    num_tokens_across_dp: tuple[int, ...] = ()
     meet: Callable[[str], None] = lambda place: None
     timeout_s: float | None = None
 
     def layers(self, num_layers: int) -> range:
-        """The decoder layers that this rank's stage computes."""
+        """The decoder layers of this rank's stage."""
         return stage_layers(num_layers, self.pipeline.rank, self.pipeline.size)
 
 
 def planned(layout: Layout, is_expert_parallel: bool) -> Parallel:
-    """The same without any connection: to construct a rank's layers, not to compute with."""
+    """Groups without connections: to construct a rank's layers, not to run them."""
     return make_parallel(layout, is_expert_parallel, lambda ranks: None)
 
 
 def make_parallel(
     layout: Layout, is_expert_parallel: bool, connect: Callable[[list[int]], Any]
 ) -> Parallel:
-    """connect(ranks) -> torch's process group, called by every rank for all groups in one order."""
+    """connect(ranks) -> torch's process group; every rank calls it for all groups in one order."""
 
     def group(kind: str) -> Group:
         own = Group()

@@ -23,7 +23,7 @@ from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.config.parallel import EXECUTOR_BACKENDS
-from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS
+from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
 from vllm.errors import ConfigError, did_you_mean
 from vllm.platforms.installed import installed_device
 
@@ -53,90 +53,94 @@ class EngineArgs:
     tokenizer: str | None = _arg(None, "Tokenizer folder or hub name; default: the model's.")
     revision: str | None = _arg(None, "Branch, tag or commit on the hub.")
     served_model_name: str | list[str] | None = _arg(
-        None, "Name(s) of the model in the API; default: as given.", nargs="+"
+        None, "Name(s) of the model in the API; default: MODEL as given.", nargs="+"
     )
-    skip_tokenizer_init: bool = _arg(False, "Do without a tokenizer: token ids in, token ids out.")
+    skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts and outputs are token ids.")
     trust_remote_code: bool = _arg(False, "Run Python code that comes with the model's config.")
     dtype: str = _arg(
-        "auto", "Type of activations; auto: float32 on the CPU, bfloat16 or float16 on a GPU.",
+        "auto", "Dtype of activations; auto: float32 on the CPU, bfloat16 or float16 on a GPU.",
         choices=DTYPES,
     )  # fmt: skip
     quantization: str | None = _arg(
-        None, "Quantise a bf16 checkpoint at load (fp8); default: as the checkpoint says."
+        None, "Quantise a bf16 checkpoint at load (fp8); default: the checkpoint's method."
     )
     load_format: str = _arg("auto", "dummy: random weights, for benchmarks.", choices=LOAD_FORMATS)
-    max_model_len: int | None = _arg(None, "Most tokens of a request, prompt and output.", type=int)
-    hf_overrides: dict[str, Any] | None = _arg(
-        None, "JSON object put over config.json.", type=_json_object
+    max_model_len: int | None = _arg(
+        None, "Maximum tokens of a request, prompt and output.", type=int
     )
-    seed: int = _arg(0, "Seed of random weights and of the engine's random numbers.", type=int)
-    max_num_seqs: int = _arg(256, "Most requests that run at the same time.", type=int)
+    hf_overrides: dict[str, Any] | None = _arg(
+        None, "JSON object that overrides fields of config.json.", type=_json_object
+    )
+    seed: int = _arg(0, "Seed of the engine's random numbers and of dummy weights.", type=int)
+    max_num_seqs: int = _arg(256, "Maximum requests in the running batch.", type=int)
     max_num_batched_tokens: int | None = _arg(
-        None, "Most tokens computed in one step; longer prompts are chunked.", type=int
+        None, "Maximum tokens of one step; longer prompts are chunked.", type=int
     )
     block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.", type=int)
     kv_cache_dtype: str = _arg(
-        "auto", "Type of the KV cache; auto: that of activations.", choices=KV_CACHE_DTYPES
+        "auto", "Dtype of the KV cache; auto: the dtype of activations.", choices=KV_CACHE_DTYPES
     )
     num_gpu_blocks_override: int | None = _arg(
-        None, "Blocks of the KV cache (on any device) instead of a size from memory.", type=int
+        None, "Number of KV cache blocks, on any device; default: sized from memory.", type=int
     )
-    gpu_memory_utilization: float = _arg(0.9, "Share of a GPU's memory to use.", type=float)
+    gpu_memory_utilization: float = _arg(
+        0.9, "Share of the GPU's memory to use, 0 to 1.", type=float
+    )
     enable_prefix_caching: bool | None = _arg(
-        None, "Reuse the KV cache of equal prompt beginnings (on by default, but for models with "
-        "recurrent states).",
+        None, "Reuse KV blocks of equal prompt prefixes. Default: on, except for models with "
+        "recurrent states.",
         action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     num_state_snapshots: int = _arg(
-        CacheConfig.num_state_snapshots, "Recurrent states kept for prompts that begin alike, with "
+        CacheConfig.num_state_snapshots, "Recurrent states kept for equal prompt prefixes, with "
         "--enable-prefix-caching.", type=int,
     )  # fmt: skip
-    enforce_eager: bool = _arg(False, "Run without CUDA graphs; nothing to turn off on the CPU.")
-    max_prompt_graph_tokens: int = _arg(
-        0, "Capture CUDA graphs also of steps with prompts, of up to so many tokens: the host then "
-        "launches them at once. Not run on hardware yet.", type=int,
+    enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
+    max_prompt_graph_tokens: int | None = _arg(
+        None, "Largest step with prompts that a CUDA graph is captured for, in tokens; 0: none. "
+        "Default: 2048, or --max-num-batched-tokens where that is less, on a GPU with CUDA graphs.",
+        type=int,
     )  # fmt: skip
     debug_numerics: bool = _arg(
-        False, "Look at the output of every layer, and name the first that is NaN or infinite when "
-        "a request fails for that; slow, and without CUDA graphs.",
+        False, "Check the output of every layer; when a request fails for NaN or infinity, name "
+        "the first such layer. Slow, without CUDA graphs.",
     )  # fmt: skip
-    tensor_parallel_size: int = _arg(1, "Devices that share each layer.", type=int, short="-tp")
+    tensor_parallel_size: int = _arg(1, "Number of tensor-parallel ranks.", type=int, short="-tp")
     pipeline_parallel_size: int = _arg(
-        1, "Groups of devices in a row, each with some of the layers.", type=int, short="-pp"
+        1, "Number of pipeline-parallel stages.", type=int, short="-pp"
     )
-    data_parallel_size: int = _arg(
-        1, "Engines that each serve some of the requests.", type=int, short="-dp"
-    )
+    data_parallel_size: int = _arg(1, "Number of data-parallel engines.", type=int, short="-dp")
     enable_expert_parallel: bool = _arg(
-        False, "Deal whole experts out over tensor- and data-parallel devices; see "
+        False, "Distribute whole experts over tensor- and data-parallel ranks; see "
         "VLLM_ALL2ALL_BACKEND.",
     )  # fmt: skip
     distributed_executor_backend: str | None = _arg(
-        None, "Where ranks run: mp on this machine, ray on a Ray cluster; default: mp, and uni "
-        "(in the engine's process) for one rank.", choices=EXECUTOR_BACKENDS,
+        None, "Where ranks run: uni in the engine's process (one rank), mp in processes of this "
+        "machine, ray on a Ray cluster. Default: uni for one rank, else mp.",
+        choices=EXECUTOR_BACKENDS,
     )  # fmt: skip
     distributed_timeout_seconds: float = _arg(
         ParallelConfig.distributed_timeout_seconds,
-        "Longest that one rank waits for another before the engine gives up.", type=float,
+        "Maximum time that one rank waits for another before the engine ends.", type=float,
     )  # fmt: skip
     kernel: Sequence[str] | None = _arg(
-        None, "PATTERN=BACKEND: the kernel backend of layers whose name matches; repeatable.",
+        None, "PATTERN=BACKEND: kernel backend of the layers whose name matches; repeatable.",
         action="append", metavar="PATTERN=BACKEND",
     )  # fmt: skip
     linear_backend: str | None = _arg(
-        None, "Kernel backend of every linear layer; default: the selector's choice."
+        None, "Kernel backend of linear layers; default: chosen by the selector."
     )
-    moe_backend: str | None = _arg(None, "The same for mixture-of-experts layers.")
-    attention_backend: str | None = _arg(None, "The same for attention.")
+    moe_backend: str | None = _arg(None, "Kernel backend of mixture-of-experts layers.")
+    attention_backend: str | None = _arg(None, "Kernel backend of attention layers.")
     on_unmet: str = _arg(
-        "error", "Where a backend that was asked for cannot run: stop, or take the next one.",
+        "error", "If a requested backend cannot run: stop with an error, or use the next one.",
         choices=ON_UNMET,
     )  # fmt: skip
     require_native: bool = _arg(
         False, "Refuse weight-only and emulated kernels for quantised weights."
     )
     max_requant_error: float | None = _arg(
-        None, "Most relative error that re-quantising a weight at load may cause.", type=float
+        None, "Maximum relative error of re-quantising a weight at load.", type=float
     )
     dump_decisions: Path | None = _arg(
         None, "File to write every kernel decision to, as JSON.", type=Path, metavar="FILE"
@@ -203,10 +207,7 @@ class EngineArgs:
             hf_overrides=self.hf_overrides,
             seed=self.seed,
         )
-        is_cpu = installed_device().kind == "cpu"
-        default_tokens = max(
-            CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS, self.max_num_seqs
-        )
+        parallel_config = self._parallel_config()
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
@@ -217,16 +218,8 @@ class EngineArgs:
                 enable_prefix_caching=self._wants_prefix_caching(model_config),
                 num_state_snapshots=self.num_state_snapshots,
             ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=(
-                    default_tokens
-                    if self.max_num_batched_tokens is None
-                    else self.max_num_batched_tokens
-                ),
-                max_prompt_graph_tokens=self.max_prompt_graph_tokens,
-            ),
-            parallel_config=self._parallel_config(),
+            scheduler_config=self._scheduler_config(model_config, parallel_config),
+            parallel_config=parallel_config,
             kernel_config=KernelConfig(
                 kernel=(self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ()),
                 linear_backend=self.linear_backend,
@@ -237,6 +230,26 @@ class EngineArgs:
                 max_requant_error=self.max_requant_error,
                 dump_decisions=self.dump_decisions and Path(self.dump_decisions),
             ),
+        )
+
+    def _scheduler_config(
+        self, model_config: ModelConfig, parallel_config: ParallelConfig
+    ) -> SchedulerConfig:
+        is_cpu = installed_device().kind == "cpu"
+        max_tokens = self.max_num_batched_tokens
+        if max_tokens is None:
+            max_tokens = CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS
+            max_tokens = max(max_tokens, self.max_num_seqs)
+        graph_tokens = self.max_prompt_graph_tokens
+        if graph_tokens is None:
+            is_eager = is_cpu or model_config.enforce_eager or parallel_config.needs_eager
+            # In lock-step, data-parallel ranks do not capture prompts.
+            is_captured = not (is_eager or parallel_config.is_in_lock_step)
+            graph_tokens = min(PROMPT_GRAPH_TOKENS, max_tokens) if is_captured else 0
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            max_prompt_graph_tokens=graph_tokens,
         )
 
     def _parallel_config(self) -> ParallelConfig:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.core.request import EngineOutput, EngineRequest
+from vllm.core.outputs import EngineOutput
+from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_process import (
@@ -54,7 +55,7 @@ _MAX_EARLY = 16
 
 
 @dataclass(slots=True)
-class _Flight:
+class InFlightRequest:
     """A request whose caller waits. `news` is set when its state has changed. is_counted: its
     prompt, in the metrics."""
 
@@ -94,7 +95,7 @@ class AsyncLLM:
         self._is_stopping = False
         self._max_waiting = max_waiting
         self._outputs = OutputProcessor(self.tokenizer)
-        self._flights: dict[str, _Flight] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._kernels: dict[str, Any] = {}
         self._num_sent = 0
         self._dead = asyncio.Event()
@@ -106,7 +107,7 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
@@ -177,38 +178,38 @@ class AsyncLLM:
         # Others may have come in, or the engine may have died, since the checks before the wait.
         self._check_alive()
         self.check_queue(sampling_params.n)
-        if request_id in self._flights:
+        if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         # Ties go to the engine that comes first, so a server without load uses one of them.
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
-        flight = self._flights[request_id] = _Flight(state, engine, time.monotonic())
+        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine, time.monotonic())
         engine.num_in_flight += sampling_params.n
         try:
             self._hand_out(engine, given.requests)
             while True:
-                await flight.news.wait()
-                flight.news.clear()
-                if flight.state.has_unread_prompt:
-                    await aside(flight.state.read_prompt)
+                await in_flight.news.wait()
+                in_flight.news.clear()
+                if in_flight.state.has_unread_prompt:
+                    await aside(in_flight.state.read_prompt)
                 # No waiting from here to `take`: all of it is of one moment.
-                if flight.state.error is not None:
-                    raise flight.state.error
-                finished = flight.state.is_finished
+                if in_flight.state.error is not None:
+                    raise in_flight.state.error
+                finished = in_flight.state.is_finished
                 if not finished:
                     self._check_alive()
-                if (output := flight.state.take()) is not None:
+                if (output := in_flight.state.take()) is not None:
                     yield output
                 if finished:
                     return
         finally:
-            self._leave(request_id, flight)
+            self._leave(request_id, in_flight)
 
     def _hand_out(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
         self._num_sent += 1
         number = self._num_sent
         engine.send(process.Add(requests, number))
-        if engine.seat.meeting is not None:  # they compute together or not at all
+        if engine.dp_rank.rendezvous is not None:  # they compute together or not at all
             for other in self._engines:
                 if other is not engine:
                     other.send(process.Wake(number))
@@ -229,7 +230,7 @@ class AsyncLLM:
                 f"{num_sequences} sequences (prompts times n): this server takes at most {running} "
                 f"running and {self._max_waiting} waiting (--max-waiting); send fewer at a time"
             )
-        in_flight = sum(flight.state.params.n for flight in self._flights.values())
+        in_flight = sum(in_flight.state.params.n for in_flight in self._in_flight.values())
         waiting = in_flight + num_sequences - running
         if waiting > self._max_waiting:
             raise QueueFullError(
@@ -238,15 +239,15 @@ class AsyncLLM:
                 retry_after_s=max(1, math.ceil(waiting / max(running, 1))),
             )
 
-    def _leave(self, request_id: str, flight: _Flight) -> None:
-        self._flights.pop(request_id, None)
-        flight.engine.num_in_flight -= flight.state.params.n
+    def _leave(self, request_id: str, in_flight: InFlightRequest) -> None:
+        self._in_flight.pop(request_id, None)
+        in_flight.engine.num_in_flight -= in_flight.state.params.n
         running = self._outputs.remove(request_id)
         if running and not self.is_dead:
             with suppress(EngineDeadError):
-                flight.engine.send(process.Abort(running))
+                in_flight.engine.send(process.Abort(running))
         if self.metrics is not None:
-            self.metrics.record_finished(self._request_stats(flight))
+            self.metrics.record_finished(self._request_stats(in_flight))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -278,40 +279,40 @@ class AsyncLLM:
                 engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
-            flight = self._flights[state.request_id]
-            self._record_tokens(flight, output, now)
-            flight.news.set()
+            in_flight = self._in_flight[state.request_id]
+            self._record_tokens(in_flight, output, now)
+            in_flight.news.set()
 
-    def _record_tokens(self, flight: _Flight, output: EngineOutput, now: float) -> None:
+    def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
         if self.metrics is None:
             return
-        state = flight.state
-        if not flight.is_counted and output.error is None:
-            flight.is_counted = True
+        state = in_flight.state
+        if not in_flight.is_counted and output.error is None:
+            in_flight.is_counted = True
             num_prompt, num_cached = len(state.prompt_token_ids), state.num_cached_tokens
             self.metrics.record_prompt(num_prompt, num_cached)
         self.metrics.record_generated(len(output.token_ids))
         if not output.token_ids:
             return
-        if flight.first_token is None:
-            flight.first_token = now
-            self.metrics.record_first_token(now - flight.arrival)
+        if in_flight.first_token is None:
+            in_flight.first_token = now
+            self.metrics.record_first_token(now - in_flight.arrival)
         else:
-            self.metrics.record_inter_token(now - flight.last_token, len(output.token_ids))
-        flight.last_token = now
+            self.metrics.record_inter_token(now - in_flight.last_token, len(output.token_ids))
+        in_flight.last_token = now
 
-    def _request_stats(self, flight: _Flight) -> RequestStats:
-        state, now = flight.state, time.monotonic()
-        first = flight.first_token or now
+    def _request_stats(self, in_flight: InFlightRequest) -> RequestStats:
+        state, now = in_flight.state, time.monotonic()
+        first = in_flight.first_token or now
         reasons = {c.finish_reason.value for c in state.choices if c.finish_reason is not None}
         return RequestStats(
             num_prompt_tokens=len(state.prompt_token_ids),
             num_cached_tokens=state.num_cached_tokens,
             num_generation_tokens=state.num_output_tokens,
-            e2e_seconds=now - flight.arrival,
+            e2e_seconds=now - in_flight.arrival,
             queue_seconds=state.queue_seconds,
-            prefill_seconds=max(0.0, first - flight.arrival - state.queue_seconds),
-            decode_seconds=max(0.0, flight.last_token - first),
+            prefill_seconds=max(0.0, first - in_flight.arrival - state.queue_seconds),
+            decode_seconds=max(0.0, in_flight.last_token - first),
             finish_reason=sorted(reasons)[0] if state.is_finished else "abort",
             max_tokens=state.params.max_tokens,
             n=state.params.n,
@@ -331,7 +332,7 @@ class AsyncLLM:
         seconds, for all processes of a machine may be frozen, and go on later."""
         while True:
             await asyncio.sleep(most_s / _LOOKS)
-            busy = {id(f.engine) for f in self._flights.values() if not f.state.is_finished}
+            busy = {id(f.engine) for f in self._in_flight.values() if not f.state.is_finished}
             for engine in self._engines:
                 engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
                 if engine.num_silent > _LOOKS:
@@ -347,7 +348,7 @@ class AsyncLLM:
         return f"{self._name_of(engine)}{reason}; restart the server"
 
     def _name_of(self, engine: EngineProcess) -> str:
-        return f"data-parallel engine {engine.seat.rank}: " if len(self._engines) > 1 else ""
+        return f"data-parallel engine {engine.dp_rank.rank}: " if len(self._engines) > 1 else ""
 
     def _die(self, reason: str) -> None:
         """No output comes any more: tells everybody who waits for one. The first reason stays."""
@@ -357,8 +358,8 @@ class AsyncLLM:
 
     def _end(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
-        for flight in self._flights.values():
-            flight.news.set()
+        for in_flight in self._in_flight.values():
+            in_flight.news.set()
         self._dead.set()
 
     async def shutdown(self) -> None:

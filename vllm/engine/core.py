@@ -1,4 +1,4 @@
-"""The engine: scheduler, model and grammars, advanced one step at a time."""
+"""The engine core: scheduler, executor and grammars, advanced one step at a time."""
 
 import gc
 import time
@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.core.request import EngineOutput, EngineRequest, FinishReason, Request
-from vllm.core.scheduler import Scheduler, Step
+from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
+from vllm.core.request import EngineRequest, FinishReason, Request
+from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
-from vllm.engine.grammar_trial import GrammarError
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
-from vllm.executor.base import Address, Launched, make_executor
+from vllm.errors import GrammarError
+from vllm.executor.base import Address, PendingOutput
+from vllm.executor.make_executor import make_executor
 from vllm.logger import get_logger
 from vllm.platforms import native
-from vllm.worker.model_runner import ModelRunner, StepResult
+from vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from vllm.distributed.dp_coordinator import LockStep
+    from vllm.distributed.dp_coordinator import DPCoordinator
     from vllm.executor.uniproc import UniprocExecutor
     from vllm.kernels.selection import Selection
 
@@ -29,25 +31,25 @@ logger = get_logger(__name__)
 class EngineCore:
     """Loads the model, then turns requests into outputs, `step` by `step`.
 
-    Where the runner runs ahead, a step is prepared and launched while the one before still
-    computes, so that the device waits for no scheduling. Requests whose next step depends on the
-    tokens of this one in more than its input (penalties, grammars) hold that back while they run.
+    With async scheduling, the next step is scheduled and launched while the current one computes.
+    Requests whose next step needs the sampled tokens on the host (penalties, grammars) suspend
+    async scheduling while they run.
 
-    config: as resolved with the model loaded; max_model_len may have come down.
+    config: as resolved with the model loaded; max_model_len may have been lowered.
     """
 
     def __init__(
         self,
         config: VllmConfig,
-        lock_step: "LockStep | None" = None,
-        meeting: "Address | None" = None,
+        dp_coordinator: "DPCoordinator | None" = None,
+        rendezvous: "Address | None" = None,
     ):
-        """lock_step: the engines to compute with, whose ranks meet at `meeting`."""
+        """dp_coordinator, rendezvous: of data-parallel ranks in lock-step; None otherwise."""
         if (status := native.status()).state != "present":
             logger.warning("The native kernels are %s, and torch is far slower: %s",
                            status.state, status.text)  # fmt: skip
-        self.lock_step = lock_step
-        self.executor = make_executor(config, meeting)
+        self.dp_coordinator = dp_coordinator
+        self.executor = make_executor(config, rendezvous)
         self.config = config = self.executor.config
         snapshots = config.snapshot_slots
         self.scheduler = Scheduler(
@@ -63,10 +65,10 @@ class EngineCore:
         self._waits: dict[str, float] = {}
         self._num_compiled = 0
         self._counted = (0, 0, 0, 0)
-        self._running: tuple[Step, Launched] | None = None
+        self._running: tuple[SchedulerOutput, PendingOutput] | None = None
         self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
-        # What is loaded stays: collections need not look at it again.
+        # Loaded objects are permanent: garbage collections skip them.
         gc.collect()
         gc.freeze()
 
@@ -77,7 +79,7 @@ class EngineCore:
 
     @property
     def runner(self) -> "ModelRunner":
-        """Of an engine whose one rank is in this process."""
+        """Of an engine with one rank in this process."""
         return self._own_rank.runner
 
     @property
@@ -94,12 +96,15 @@ class EngineCore:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether `step` must be called even without work, for the sake of other engines."""
-        return self.lock_step is not None and self.lock_step.is_running
+        """Whether `step` must be called even without work, for other data-parallel ranks."""
+        return self.dp_coordinator is not None and self.dp_coordinator.is_running
 
     def add(self, request: EngineRequest) -> None:
-        if self._running is not None and request.request_id in self._running[0].num_tokens:
-            # One of the same id was aborted during this step, whose token is not for its successor.
+        if (
+            self._running is not None
+            and request.request_id in self._running[0].num_scheduled_tokens
+        ):
+            # An aborted request of the same id is in flight: its token is not for this one.
             self._held += self._finish_running()
         self._arrivals[request.request_id] = time.monotonic()
         sampling = request.sampling
@@ -111,85 +116,85 @@ class EngineCore:
             self.scheduler.add(Request.of(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forgets requests; ids that are not here any more are no error."""
+        """Removes requests; unknown ids are no error."""
         for request_id in request_ids:
             self.scheduler.abort(request_id)
             self._forget(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """Advances by one step; empty when nothing could be scheduled or it only just began."""
+        """Advances by one step; returns nothing while its first step is in flight."""
         outputs, self._held = self._held, []
         outputs += self._admit_compiled()
         if self._reads_tokens:
             outputs += self._finish_running()
-        step = self.scheduler.schedule()
-        if self.lock_step is not None:
-            step.token_counts, step.all_decode = self.lock_step.agree(
-                sum(step.num_tokens.values()), self.has_work, self._is_decode(step)
+        scheduled = self.scheduler.schedule()
+        if self.dp_coordinator is not None:
+            scheduled.num_tokens_across_dp, scheduled.uniform_decode = self.dp_coordinator.sync(
+                sum(scheduled.num_scheduled_tokens.values()),
+                self.has_work,
+                self._is_decode(scheduled),
             )
-        is_computed = not step.is_empty or any(step.token_counts)
+        is_computed = not scheduled.is_empty or any(scheduled.num_tokens_across_dp)
         if not is_computed and self._running is None:
             if self.grammars.has_pending and not outputs:
                 time.sleep(0.001)  # nothing to do but to wait for a grammar
             return outputs
-        launched = None
+        running = None
         if is_computed:
-            bitmasks, hopeless = self._bitmasks(step)
-            launched = step, self.executor.launch(step, bitmasks)
-            self._note_waits(step)
-            self.scheduler.prepare_update(step)
-            outputs += [self._refusal(*refused) for refused in hopeless.items()]
+            bitmasks, refused = self._bitmasks(scheduled)
+            running = scheduled, self.executor.execute_model(scheduled, bitmasks)
+            self._note_waits(scheduled)
+            self.scheduler.prepare_update(scheduled)
+            outputs += [self._refusal(*refusal) for refusal in refused.items()]
         outputs += self._finish_running()
-        self._running = launched
-        if not self.executor.runs_ahead:
+        self._running = running
+        if not self.executor.async_scheduling:
             outputs += self._finish_running()
         return outputs
 
-    def _is_decode(self, step: Step) -> bool:
-        """Whether every request computes its last token, and nothing is wanted of it but the next.
-        So does an engine without requests."""
-        requests = (self.scheduler.requests[request_id] for request_id in step.num_tokens)
-        return all(count == 1 for count in step.num_tokens.values()) and all(
+    def _is_decode(self, scheduled: SchedulerOutput) -> bool:
+        """Whether every request only computes its last token to sample the next. True without
+        requests."""
+        counts = scheduled.num_scheduled_tokens
+        requests = (self.scheduler.requests[request_id] for request_id in counts)
+        return all(count == 1 for count in counts.values()) and all(
             request.num_unscheduled_tokens == 0
-            and (request.num_output_tokens > 0 or request.sampling.prompt_logprobs is None)
+            and (request.num_output_tokens > 0 or not request.reads_prompt)
             for request in requests
         )
 
     def _finish_running(self) -> list[EngineOutput]:
-        """What the step that was launched last gives, if its result was not taken yet."""
+        """Outputs of the step in flight, if there is one."""
         if self._running is None:
             return []
-        (step, launched), self._running = self._running, None
-        result = launched.result()
+        (scheduled, pending), self._running = self._running, None
+        result = pending.result()
         self._num_compiled += result.num_compiled
-        requests = self.scheduler.requests
-        # Who stopped with the step before, or was aborted since, got a token in vain.
-        broken = {name: why for name, why in result.broken.items() if name in requests}
-        outputs = [self._fail(name, why) for name, why in broken.items()]
-        takers = [requests[request_id] for request_id in result.tokens if request_id in requests]
-        self.scheduler.update(step, result.tokens)
-        self._follow_grammars(result)
-        return outputs + [self._output(request, result) for request in takers]
+        # A request that finished with the step before, or was aborted since, is gone.
+        failed = {i: why for i, why in result.errors.items() if i in self.scheduler.requests}
+        outputs = [self._fail(request_id, why) for request_id, why in failed.items()]
+        progress = self.scheduler.update(scheduled, result, self.grammars.accept)
+        return outputs + [self._output(request, tokens, result) for request, tokens in progress]
 
-    def _note_waits(self, step: Step) -> None:
+    def _note_waits(self, scheduled: SchedulerOutput) -> None:
         now = time.monotonic()
-        for admission in step.admitted:
-            request_id = admission.request.request_id
+        for new in scheduled.scheduled_new_reqs:
+            request_id = new.request.request_id
             if request_id not in self._waits:
                 self._waits[request_id] = now - self._arrivals[request_id]
 
     def shutdown(self) -> None:
-        """Ends the processes that work for this engine."""
+        """Ends the worker processes of this engine."""
         self.grammars.close()
         self.executor.shutdown()
 
     def check_idle(self) -> None:
-        """With no request there must be no block in use; AssertionError tells of a leak."""
+        """AssertionError where a block is in use without a request: a leak."""
         if not self.has_work:
             self.scheduler.pool.check_idle()
 
     def stats(self) -> SchedulerStats:
-        """The scheduler now, with counts since the last call."""
+        """Current gauges, and counts since the last call."""
         scheduler, cache = self.scheduler, self.scheduler.prefix_cache
         counts = (
             cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled
@@ -214,49 +219,44 @@ class EngineCore:
             self.scheduler.add(Request.of(request))
         return [self._refusal(request_id, error) for request_id, error in refused.items()]
 
-    def _bitmasks(self, step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Allowed tokens of the requests with a grammar; and those whose grammar allows none."""
-        bitmasks, hopeless = {}, {}
-        for request_id in step.num_tokens:
+    def _bitmasks(self, scheduled: SchedulerOutput) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
+        bitmasks, refused = {}, {}
+        for request_id in scheduled.num_scheduled_tokens:
             if self.grammars.follows_grammar(request_id):
                 try:
                     bitmasks[request_id] = self.grammars.bitmask(request_id)
                 except GrammarError as error:
-                    hopeless[request_id] = str(error)
-        return bitmasks, hopeless
-
-    def _follow_grammars(self, result: StepResult) -> None:
-        for request_id, token in result.tokens.items():
-            follows = self.grammars.follows_grammar(request_id)
-            runs = request_id in self.scheduler.requests
-            if follows and runs and self.grammars.accept(request_id, token):
-                self.scheduler.finish_early(request_id, FinishReason.STOP)
+                    refused[request_id] = str(error)
+        return bitmasks, refused
 
     def _refusal(self, request_id: str, error: str) -> EngineOutput:
         self.abort([request_id])
         return EngineOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
 
     def _fail(self, request_id: str, error: str) -> EngineOutput:
-        """Ends a request whose numbers went wrong; nobody else gets to read them."""
+        """Ends a request with non-finite logits and removes its blocks from the prefix cache."""
         logger.error("Request %s failed: %s", request_id, error)
         self.scheduler.forget_cached(request_id)
         output = self._refusal(request_id, error)
         output.is_fault = True
         return output
 
-    def _output(self, request: Request, result: StepResult) -> EngineOutput:
+    def _output(
+        self, request: Request, tokens: list[int], result: ModelRunnerOutput
+    ) -> EngineOutput:
         request_id = request.request_id
-        is_prompt_only = request.max_tokens == 0
-        entry = result.logprobs.get(request_id)
+        logprobs = result.logprobs.get(request_id)
         output = EngineOutput(
             request_id=request_id,
-            token_ids=[] if is_prompt_only else [result.tokens[request_id]],
-            logprobs=None if entry is None or is_prompt_only else [entry],
+            token_ids=tokens,
+            logprobs=None if logprobs is None else logprobs[: len(tokens)],
             prompt_logprobs=result.prompt_logprobs.get(request_id),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             num_cached_tokens=max(request.num_cached_tokens, 0),
             queue_seconds=self._waits[request_id],
+            pooler_output=result.pooler_output.get(request_id),
         )
         if request.finish_reason is not None:
             self._forget(request_id)

@@ -36,8 +36,8 @@ class EngineProcess:
     num_silent: how often in a row it was found with requests and without a sign of life.
     """
 
-    def __init__(self, args: EngineArgs, seat: process.Seat):
-        self.seat = seat
+    def __init__(self, args: EngineArgs, dp_rank: process.DPRank):
+        self.dp_rank = dp_rank
         self.stats = SchedulerStats(0, 0, 0.0)
         self.num_in_flight = 0
         self.num_silent = 0
@@ -52,7 +52,7 @@ class EngineProcess:
             wire.bind(address)
         spawn = multiprocessing.get_context("spawn")
         self.process: BaseProcess = spawn.Process(
-            target=process.run_engine, args=(args, *self.addresses, seat), name="vllm-engine"
+            target=process.run_engine, args=(args, *self.addresses, dp_rank), name="vllm-engine"
         )
         with _interrupts_ignored():
             self.process.start()
@@ -113,21 +113,21 @@ def start_engines(args: EngineArgs) -> list[EngineProcess]:
     """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
     num_engines = max(1, args.data_parallel_size)
     if num_engines == 1 or not args.enable_expert_parallel:
-        return _started(args, [process.Seat(rank) for rank in range(num_engines)])
+        return _started(args, [process.DPRank(rank) for rank in range(num_engines)])
     host = _own_address() if args.distributed_executor_backend == "ray" else "127.0.0.1"
     with socket.create_server((host, 0)) as listener:
-        meeting = listener.getsockname()
-        seats = [process.Seat(0, meeting, listener)]
-        seats += [process.Seat(rank, meeting) for rank in range(1, num_engines)]
-        return _started(args, seats)
+        rendezvous = listener.getsockname()
+        dp_ranks = [process.DPRank(0, rendezvous, listener)]
+        dp_ranks += [process.DPRank(rank, rendezvous) for rank in range(1, num_engines)]
+        return _started(args, dp_ranks)
 
 
-def _started(args: EngineArgs, seats: list[process.Seat]) -> list[EngineProcess]:
+def _started(args: EngineArgs, dp_ranks: list[process.DPRank]) -> list[EngineProcess]:
     """All or none, also when it is interrupted."""
     engines: list[EngineProcess] = []
     try:
-        for seat in seats:
-            engines.append(EngineProcess(args, seat))
+        for dp_rank in dp_ranks:
+            engines.append(EngineProcess(args, dp_rank))
     except BaseException:
         kill(engines)
         close(engines)

@@ -1,4 +1,4 @@
-"""From what a user sends to what the engine takes: tokenised, checked, one request per choice."""
+"""Turns a client's prompt into engine requests: tokenises, validates, one request per choice."""
 
 import json
 import secrets
@@ -11,7 +11,7 @@ import msgspec
 from vllm.config.model import ModelConfig
 from vllm.core.request import EngineRequest
 from vllm.errors import RequestError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import PoolingParams, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
@@ -25,7 +25,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Refuses with RequestError whatever the engine could not serve."""
+    """Raises RequestError for what the engine cannot serve."""
 
     def __init__(self, config: ModelConfig, tokenizer: Any):
         self.config = config
@@ -58,6 +58,22 @@ class InputProcessor:
                 )
             )
         return ProcessedInput(text, token_ids, requests)
+
+    def process_pooling(
+        self, request_id: str, prompt: Prompt, params: PoolingParams
+    ) -> ProcessedInput:
+        text, token_ids = self._tokenise(prompt)
+        self._check_prompt(token_ids)
+        request = EngineRequest(
+            request_id=f"{request_id}#0",
+            prompt_token_ids=token_ids,
+            sampling=SamplingParams(max_tokens=0),
+            seed=0,
+            stop_token_ids=[],
+            max_tokens=0,
+            pooling=params,
+        )
+        return ProcessedInput(text, token_ids, [request])
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -156,7 +172,7 @@ class InputProcessor:
 
 
 def _with_text_schema(params: SamplingParams) -> SamplingParams:
-    """`params` with a JSON schema as text: messages to the engine hold no integers over 64 bits."""
+    """`params` with the JSON schema as text: messages cannot hold integers over 64 bits."""
     asked = params.structured_outputs
     if asked is None or not isinstance(asked.json, dict):
         return params

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm.engine.grammar_trial import GrammarError
+from vllm.errors import GrammarError
 
 # Keywords, and the value with which each asks for nothing.
 _NEVER: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The engine inside this process: what `LLM` drives."""
+"""The engine in this process, driven by `LLM`."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.core import EngineCore
 from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.output_processor import OutputProcessor, RequestState
+from vllm.engine.output_processor import OutputProcessor, PoolingState, RequestState
 from vllm.engine.tokenizer import import_transformers, load_tokenizer
 from vllm.errors import ConfigError
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import PoolingParams, SamplingParams
 from vllm.utils.interrupts import hold_back_interrupts
 
 
@@ -35,16 +35,22 @@ class LLMEngine:
         self.tokenizer: Any = tokenizer and tokenizer.result()
         self.inputs = InputProcessor(model, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
-        self._changed: dict[str, RequestState] = {}
+        self._changed: dict[str, RequestState | PoolingState] = {}
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.outputs.states)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
+    ) -> None:
         """Queues a request; RequestError when it is malformed."""
-        given = self.inputs.process(request_id, prompt, params)
-        self.outputs.add(request_id, given, params)
+        if isinstance(params, PoolingParams):
+            given = self.inputs.process_pooling(request_id, prompt, params)
+            self.outputs.add_pooling(request_id, given)
+        else:
+            given = self.inputs.process(request_id, prompt, params)
+            self.outputs.add(request_id, given, params)
         for request in given.requests:
             self.core.add(request)
 
@@ -52,12 +58,12 @@ class LLMEngine:
         self._changed.pop(request_id, None)
         self.core.abort(self.outputs.remove(request_id))
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Advances the engine one step; returns the requests that have something new.
 
         RequestError for one that failed; what the others have comes with the next call.
         """
-        # Scheduler, batch and ranks go on from the same step or not at all.
+        # An interrupt must not leave scheduler, batch and ranks at different steps.
         with hold_back_interrupts():
             changed, to_abort = self.outputs.process(self.core.step())
             self.core.abort(to_abort)
@@ -66,7 +72,8 @@ class LLMEngine:
             if state.error is not None:
                 self.abort(state.request_id)
                 raise state.error
-        results, news = [], self._changed
+        results: list[RequestOutput | PoolingRequestOutput] = []
+        news = self._changed
         self._changed = {}
         for state in news.values():
             output = state.take()

@@ -1,20 +1,27 @@
-"""From the engine's tokens to RequestOutputs: detokenised, cut at stop texts, choices together."""
+"""Turns engine outputs into RequestOutputs: detokenises, cuts at stop texts, joins choices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.core.request import EngineOutput, FinishReason, TokenLogprobs
+from vllm.core.outputs import EngineOutput, TokenLogprobs
+from vllm.core.request import FinishReason
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 from vllm.engine.input_processor import ProcessedInput
 from vllm.errors import NumericsError, RequestError
-from vllm.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
+from vllm.outputs import (
+    CompletionOutput,
+    Logprob,
+    LogprobDict,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One sequence. num_given / num_given_chars: what `take` has handed out already."""
+    """One sequence. num_given, num_given_chars: tokens and characters that `take` has returned."""
 
     index: int
     detokenizer: Detokenizer | None
@@ -31,7 +38,7 @@ class _Choice:
 
 
 class RequestState:
-    """A request in flight, as its user sees it."""
+    """A request in flight, as its client sees it."""
 
     def __init__(
         self,
@@ -70,33 +77,43 @@ class RequestState:
     def is_finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
+    def running_ids(self) -> list[str]:
+        """The engine's ids of the choices that still run."""
+        return [f"{self.request_id}#{c.index}" for c in self.choices if c.finish_reason is None]
+
     @property
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def add(self, output: EngineOutput) -> bool:
-        """Takes one step's output; True when a stop text ended a choice the engine still runs."""
+        """Adds one step's output; True when a stop text ended a choice that the engine runs on."""
         choice = self.choices[int(output.request_id.rpartition("#")[2])]
         if choice.finish_reason is not None:
             return False
         if output.error is not None and self.error is None:
-            kind = NumericsError if output.is_fault else RequestError
-            self.error = kind(output.error)
+            self.error = _error_of(output)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.queue_seconds = output.queue_seconds
         if output.prompt_logprobs is not None:
             self._unread_prompt = output.prompt_logprobs
+        if len(output.token_ids) <= 1 or not self.params.stop_strings:
+            return self._extend(choice, output)
+        # A stop text may end the choice before the last of several tokens.
+        for token in _one_by_one(output):
+            if self._extend(choice, token):
+                return output.finish_reason is None
+        return False
+
+    def _extend(self, choice: _Choice, output: EngineOutput) -> bool:
+        """Adds tokens to a choice; True when a stop text ended it before the engine did."""
         choice.token_ids += output.token_ids
         for entry in output.logprobs or ():
             choice.logprobs.append(self._logprob_dict(entry))
             choice.cumulative_logprob += entry.logprobs[0]
         choice.finish_reason = output.finish_reason
-        # An end-of-sequence token is the usual end and needs no reason.
+        # A stop_reason is reported for the user's stop tokens, not for EOS.
         if output.stop_reason in (self.params.stop_token_ids or ()):
             choice.stop_reason = output.stop_reason
-        return self._extend_text(choice, output)
-
-    def _extend_text(self, choice: _Choice, output: EngineOutput) -> bool:
         if choice.detokenizer is None:
             return False
         tokens = output.token_ids
@@ -111,12 +128,12 @@ class RequestState:
             return False
         length, stop = hit
         choice.text = choice.text[:length]
-        still_runs = choice.finish_reason is None
+        is_running = choice.finish_reason is None
         choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop
-        return still_runs
+        return is_running
 
     def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
-        """The token taken first, then the likeliest by rank; one entry a token."""
+        """The sampled token first, then the likeliest by rank; one entry per token."""
         result = {}
         ranks = (entry.rank, *range(1, len(entry.token_ids)))
         for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
@@ -137,14 +154,14 @@ class RequestState:
         return self._unread_prompt is not None
 
     def read_prompt(self) -> None:
-        """Makes `prompt_logprobs` of what the engine sent. A thread may do it while outputs are
-        added: of a long prompt that takes seconds."""
+        """Converts the engine's prompt logprobs. Takes seconds for a long prompt: a thread may do
+        it while outputs are added."""
         if self._unread_prompt is not None:
             self.prompt_logprobs = [None, *map(self._logprob_dict, self._unread_prompt)]
             self._unread_prompt = None
 
     def take(self) -> RequestOutput | None:
-        """What is to be told since the last call, in the kind that was asked for; None: nothing."""
+        """What is new since the last call, in the requested output_kind; None for nothing."""
         self.read_prompt()
         kind = self.params.output_kind
         if kind == RequestOutputKind.FINAL_ONLY and not self.is_finished:
@@ -193,12 +210,65 @@ def _has_news(choice: _Choice) -> bool:
     return ended or choice.num_given < len(choice.token_ids)
 
 
+def _one_by_one(output: EngineOutput) -> Iterator[EngineOutput]:
+    """The output as the engine would send it with one token per step."""
+    last = len(output.token_ids) - 1
+    for index, token in enumerate(output.token_ids):
+        yield EngineOutput(
+            request_id=output.request_id,
+            token_ids=[token],
+            logprobs=output.logprobs and output.logprobs[index : index + 1],
+            finish_reason=output.finish_reason if index == last else None,
+            stop_reason=output.stop_reason if index == last else None,
+        )
+
+
+class PoolingState:
+    """A pooling request in flight."""
+
+    def __init__(self, request_id: str, given: ProcessedInput):
+        self.request_id = request_id
+        self.prompt_token_ids = given.prompt_token_ids
+        self.num_cached_tokens = 0
+        self.error: RequestError | None = None
+        self._vector: list[float] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._vector is not None
+
+    def add(self, output: EngineOutput) -> bool:
+        if output.error is not None:
+            self.error = _error_of(output)
+        self.num_cached_tokens = output.num_cached_tokens
+        self._vector = output.pooler_output
+        return False
+
+    def take(self) -> PoolingRequestOutput | None:
+        """The output, once it is there."""
+        if self._vector is None:
+            return None
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=self._vector,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def running_ids(self) -> list[str]:
+        return [] if self.is_finished or self.error else [f"{self.request_id}#0"]
+
+
+def _error_of(output: EngineOutput) -> RequestError:
+    return (NumericsError if output.is_fault else RequestError)(output.error or "")
+
+
 class OutputProcessor:
     """All requests in flight by id."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.states: dict[str, RequestState] = {}
+        self.states: dict[str, RequestState | PoolingState] = {}
         # Text of single tokens, for logprobs; as many as the vocabulary has at most.
         self._token_texts: dict[int, str] = {}
 
@@ -207,13 +277,16 @@ class OutputProcessor:
         self.states[request_id] = state
         return state
 
+    def add_pooling(self, request_id: str, given: ProcessedInput) -> None:
+        self.states[request_id] = PoolingState(request_id, given)
+
     def process(
         self, outputs: Iterable[EngineOutput]
-    ) -> tuple[list[tuple[RequestState, EngineOutput]], list[str]]:
+    ) -> tuple[list[tuple[RequestState | PoolingState, EngineOutput]], list[str]]:
         """Takes the outputs of a step.
 
         Returns the states that changed, each with its output, and the engine's ids of sequences
-        to abort. Outputs of requests that are gone are dropped.
+        to abort. Outputs of removed requests are dropped.
         """
         changed, to_abort = [], []
         for output in outputs:
@@ -226,8 +299,6 @@ class OutputProcessor:
         return changed, to_abort
 
     def remove(self, request_id: str) -> list[str]:
-        """Forgets a request; returns the engine's ids of its choices that still run."""
+        """Removes a request; returns the engine's ids of its sequences that still run."""
         state = self.states.pop(request_id, None)
-        if state is None:
-            return []
-        return [f"{request_id}#{c.index}" for c in state.choices if c.finish_reason is None]
+        return [] if state is None else state.running_ids()

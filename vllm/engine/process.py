@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from vllm.core.request import EngineOutput, EngineRequest
+from vllm.core.outputs import EngineOutput
+from vllm.core.request import EngineRequest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.early_start import started_early
 from vllm.engine.metrics import SchedulerStats
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
-from vllm.executor import prefetch
-from vllm.executor.local_ranks import started_early
 from vllm.logger import get_logger
 from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import current_report, no_collections
@@ -39,7 +39,7 @@ class Add(msgspec.Struct, tag="add"):
 
 
 class Wake(msgspec.Struct, tag="wake"):
-    """Another engine got requests; see LockStep."""
+    """Another engine got requests; see DPCoordinator."""
 
     number: int
 
@@ -82,16 +82,16 @@ FromEngine = Ready | Failed | Outputs
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Which of `data_parallel_size` engines this is. meeting: where the ranks of engines in lock
+class DPRank:
+    """Which of `data_parallel_size` engines this is. rendezvous: where the ranks of engines in lock
     step meet, None for engines on their own; listener: its socket, for the first engine."""
 
     rank: int = 0
-    meeting: tuple[str, int] | None = None
+    rendezvous: tuple[str, int] | None = None
     listener: socket.socket | None = None
 
 
-def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
+def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
     """Body of the engine process: loads the model, then serves until told to stop.
 
     inbox and outbox are ZMQ addresses that the parent has bound, and gets to know there why the
@@ -107,9 +107,8 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, seat: Seat) -> None:
         wire.connect(address)
     loop = _EngineLoop(receiver, sender)
     try:
-        prefetch.begin(args, seat.rank)
-        with started_early(args, seat.rank), no_collections():
-            loop.load(args, seat)
+        with started_early(args, dp_rank.rank), no_collections():
+            loop.load(args, dp_rank)
         _leave_signals_to_parent()  # Ray takes them over
     except Exception as error:
         is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
@@ -156,29 +155,31 @@ class _EngineLoop:
         self._last_sent = time.monotonic()
         self._sender.send(self._encoder.encode(message))
 
-    def load(self, args: EngineArgs, seat: Seat) -> None:
+    def load(self, args: EngineArgs, dp_rank: DPRank) -> None:
         from vllm.engine.core import EngineCore
 
         with current_report().phase("configuration"):
             config = args.create_engine_config()
-        parallel = dataclasses.replace(config.parallel_config, data_parallel_rank=seat.rank)
+        parallel = dataclasses.replace(config.parallel_config, data_parallel_rank=dp_rank.rank)
         config = dataclasses.replace(config, parallel_config=parallel)
-        lock_step = None
-        if seat.meeting is not None:
+        dp_coordinator = None
+        if dp_rank.rendezvous is not None:
             from vllm.distributed import world
-            from vllm.distributed.dp_coordinator import LockStep
+            from vllm.distributed.dp_coordinator import DPCoordinator
 
             self._store = (
-                world.host_store(seat.listener)
-                if seat.listener is not None
-                else world.find_store(seat.meeting)
+                world.host_store(dp_rank.listener)
+                if dp_rank.listener is not None
+                else world.find_store(dp_rank.rendezvous)
             )
             timeout = parallel.distributed_timeout_seconds
-            lock_step = LockStep(self._store, seat.rank, parallel.data_parallel_size, timeout)
-        self.core = EngineCore(config, lock_step, seat.meeting)
+            dp_coordinator = DPCoordinator(
+                self._store, dp_rank.rank, parallel.data_parallel_size, timeout
+            )
+        self.core = EngineCore(config, dp_coordinator, dp_rank.rendezvous)
         kernels = self.core.executor.kernels()
         # Ranks that wait for one another say more, and earlier. A CPU may take any time for a step.
-        is_gpu = self.core.executor.runs_ahead
+        is_gpu = self.core.executor.async_scheduling
         most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
         self.send(Ready(self.core.config.model_config.max_model_len, kernels, most_silent_s))
 
@@ -222,8 +223,8 @@ class _EngineLoop:
         if isinstance(message, Abort):
             self.core.abort(message.request_ids)
             return
-        if self.core.lock_step is not None:
-            self.core.lock_step.hear(message.number)
+        if self.core.dp_coordinator is not None:
+            self.core.dp_coordinator.start_wave(message.number)
         if isinstance(message, Add):
             for request in message.requests:
                 self.core.add(request)

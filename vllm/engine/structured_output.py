@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +16,14 @@ from torch import Tensor
 
 from vllm.config.model import ModelConfig
 from vllm.core.request import EngineRequest
-from vllm.engine.grammar_trial import GrammarError, GrammarTrial
-from vllm.engine.json_schemas import check_schema
+from vllm.engine.grammar import GRAMMAR_KINDS, GrammarChecker, compile_grammar, make_compiler
 from vllm.engine.tokenizer import load_tokenizer
+from vllm.errors import GrammarError
 from vllm.sampling_params import StructuredOutputsParams
 
-MAX_GRAMMAR_CHARS = 200_000
 # Of this thread, for the tokens allowed at one place. Other requests wait meanwhile; what most
 # grammars take is a thousandth of it, and ambiguous ones take longer with every token.
 MAX_STEP_SECONDS = 0.5
-# Unlimited white space lets a small model produce nothing else.
-_MAX_WHITESPACE = 16
 _NUM_COMPILERS = 2
 _MAX_PASSED = 4096
 # Time, file and condition, which xgrammar puts before what is wrong.
@@ -47,9 +44,9 @@ class StructuredOutputs:
         self._compiler: Any = None
         self._making = threading.Lock()
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
-        # The one used last is taken first: it runs already.
-        self._trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
-        self._all_trials: list[GrammarTrial] = []
+        # The one used last is taken first: its process runs already.
+        self._idle_checkers: queue.LifoQueue[GrammarChecker] = queue.LifoQueue()
+        self._checkers: list[GrammarChecker] = []
         self._passed: set[bytes] = set()
         self._pending: dict[str, _Pending] = {}
         self._matchers: dict[str, Any] = {}
@@ -129,27 +126,27 @@ class StructuredOutputs:
     def close(self) -> None:
         """Ends what is being compiled; nothing can be submitted any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for trial in self._all_trials:
-            trial.close()
+        for checker in self._checkers:
+            checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         kind, text = _grammar_of(params)
         with self._making:
             if self._compiler is None:
                 self._make_compiler()
-        self._try(kind, text)
+        self._check(kind, text)
         return compile_grammar(self._compiler, kind, text)
 
-    def _try(self, kind: str, text: str) -> None:
-        """Raises what is wrong with a grammar, found out once and apart from the engine."""
+    def _check(self, kind: str, text: str) -> None:
+        """GrammarError for what is wrong with a grammar; each is checked once."""
         key = hashlib.sha256(f"{kind} {text}".encode()).digest()
         if key in self._passed:
             return
-        trial = self._trials.get()
+        checker = self._idle_checkers.get()
         try:
-            trial.check(kind, text)
+            checker.check(kind, text)
         finally:
-            self._trials.put(trial)
+            self._idle_checkers.put(checker)
         if len(self._passed) >= _MAX_PASSED:
             self._passed.clear()
         self._passed.add(key)
@@ -166,34 +163,15 @@ class StructuredOutputs:
             vocab_size=self._model_config.vocab_size,
             stop_token_ids=sorted(self._model_config.eos_token_ids),
         )
-        self._all_trials = [GrammarTrial(info.serialize_json()) for _ in range(_NUM_COMPILERS)]
-        for trial in self._all_trials:
-            self._trials.put(trial)
+        self._checkers = [GrammarChecker(info.serialize_json()) for _ in range(_NUM_COMPILERS)]
+        for checker in self._checkers:
+            self._idle_checkers.put(checker)
         self._compiler = make_compiler(info)
-
-
-def make_compiler(tokenizer_info: Any) -> Any:
-    import xgrammar
-
-    return xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_limit_bytes=64 << 20)
-
-
-def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
-    """`text` as a grammar of `kind`, the name of its field in StructuredOutputsParams."""
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
-    return _COMPILERS[kind](compiler, text)
-
-
-def check_grammar(kind: str, text: str) -> None:
-    """Raises what its compiler would not say."""
-    if kind == "json" and len(text) <= MAX_GRAMMAR_CHARS:
-        check_schema(text)
 
 
 def _grammar_of(params: StructuredOutputsParams) -> tuple[str, str]:
     """(kind, text) of the one grammar in params."""
-    for kind in _COMPILERS:
+    for kind in GRAMMAR_KINDS:
         value = getattr(params, kind)
         if value is not None and value is not False:
             return kind, value if isinstance(value, str) else json.dumps(value)
@@ -202,25 +180,3 @@ def _grammar_of(params: StructuredOutputsParams) -> tuple[str, str]:
 
 def _said(error: Exception) -> str:
     return f"structured output: {_XGRAMMAR_MARK.sub('', str(error)).strip()}"
-
-
-def _compile_json(compiler: Any, schema: str) -> Any:
-    return compiler.compile_json_schema(schema, max_whitespace_cnt=_MAX_WHITESPACE)
-
-
-def _compile_choice(compiler: Any, text: str) -> Any:
-    choices = json.loads(text)
-    if not choices:
-        raise GrammarError("choice is empty")
-    # EBNF has JSON's escapes except for surrogate pairs.
-    root = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return compiler.compile_grammar(f"root ::= {root}")
-
-
-_COMPILERS: dict[str, Callable[[Any, str], Any]] = {
-    "json": _compile_json,
-    "json_object": lambda compiler, _: _compile_json(compiler, '{"type": "object"}'),
-    "regex": lambda compiler, text: compiler.compile_regex(text),
-    "choice": _compile_choice,
-    "grammar": lambda compiler, text: compiler.compile_grammar(text),
-}

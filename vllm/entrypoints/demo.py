@@ -76,6 +76,7 @@ def dequantise(gguf: Path, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     }
+    model.config.architectures = [type(model).__name__]
     _write(tensors, tokenizer, model.config, folder)
 
 
@@ -85,7 +86,7 @@ def _write(tensors: dict[str, Any], tokenizer: Any, model_config: Any, folder: P
 
     config = model_config.to_dict()
     config.pop("quantization_config", None)
-    config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.update(dtype="bfloat16")
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")

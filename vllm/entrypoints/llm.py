@@ -7,12 +7,16 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.early_start import started_early
 from vllm.engine.input_processor import Prompt
 from vllm.errors import RequestError
-from vllm.executor import prefetch
-from vllm.executor.local_ranks import started_early
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams, default_sampling_params
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    default_sampling_params,
+)
 from vllm.utils.startup import begin_report, no_collections
 
 
@@ -25,7 +29,6 @@ class LLM:
     def __init__(self, model: str | Path, tokenizer: str | None = None, **engine_args: Any):
         report = begin_report()  # not with this process, which is the user's
         args = EngineArgs.from_keywords(model=model, tokenizer=tokenizer, **engine_args)
-        prefetch.begin(args)
         with started_early(args), no_collections():
             from vllm.engine.llm_engine import LLMEngine
 
@@ -55,12 +58,33 @@ class LLM:
         """
         prompt_list = _as_list(prompts)
         params = self._params_per_prompt(sampling_params, len(prompt_list))
+        return self._run(prompt_list, params, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """One vector per prompt, in the order of the prompts: the last hidden state of the prompt's
+        last token. RequestError, and no vector, when a prompt is malformed."""
+        prompt_list = _as_list(prompts)
+        params = [pooling_params or PoolingParams()] * len(prompt_list)
+        return self._run(prompt_list, params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: bool,
+    ) -> list[Any]:
+        """The output of every prompt, in their order."""
         ids = []
         try:
-            for prompt, param in zip(prompt_list, params):
+            for prompt, param in zip(prompts, params):
                 ids.append(self._next_id())
                 self.llm_engine.add_request(ids[-1], prompt, param)
-            return self._run(ids, use_tqdm)
+            return self._wait(ids, use_tqdm)
         except BaseException:
             for request_id in ids:
                 self.llm_engine.abort(request_id)
@@ -119,8 +143,8 @@ class LLM:
         self._num_requests += 1
         return str(self._num_requests)
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _wait(self, ids: list[str], use_tqdm: bool) -> list[Any]:
+        done: dict[str, Any] = {}
         with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
             while self.llm_engine.has_unfinished:
                 for output in self.llm_engine.step():

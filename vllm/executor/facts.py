@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.kernels.evidence.quarantine import read_failures
 from vllm.machine import Device
 from vllm.platforms.probe import probe_device
+from vllm.version import __version__
 
 # Variables that change nothing of what is computed.
 _OWN_VARIABLES = frozenset(
@@ -36,7 +36,7 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
     names = sorted(name for name in envs.VARIABLES if envs.is_set(name))
     variables = {name: str(envs.read(name)) for name in names if name not in _OWN_VARIABLES}
     return {
-        "versions": f"vllm {vllm.__version__}, torch {torch.__version__}",
+        "versions": f"vllm {__version__}, torch {torch.__version__}",
         "the device": str(probe_device()),
         "variables": json.dumps(variables),
         "kernels in quarantine (vllm kernels quarantine)": _quarantined(),
@@ -51,7 +51,7 @@ def _quarantined() -> str:
     places = {
         f"{f.backend} {f.version} {f.size_key}"
         for f in read_failures()
-        if f.release == vllm.__version__ and Device.parse(f.device).arch == arch
+        if f.release == __version__ and Device.parse(f.device).arch == arch
     }
     return "; ".join(sorted(places)) or "none"
 

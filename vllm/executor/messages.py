@@ -1,4 +1,4 @@
-"""What passes between an engine and its ranks, pickled, on a connection per rank."""
+"""Messages between an engine and its ranks, pickled, on one connection per rank."""
 
 import contextlib
 import signal
@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING
 
 from vllm import errors
 from vllm.config import VllmConfig
+from vllm.core.outputs import SchedulerOutput
 from vllm.distributed.layout import Layout
 from vllm.errors import EngineDeadError, VllmError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.core.scheduler import Step
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """device_index: the GPU to take on the rank's machine, which has num_neighbours ranks.
-    meeting: host and port of the store."""
+    """device_index: GPU of the rank on its node. num_neighbours: ranks on that node. rendezvous:
+    host and port of the store."""
 
     config: VllmConfig
     layout: Layout
     device_index: int
     num_neighbours: int
-    meeting: tuple[str, int]
+    rendezvous: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +33,19 @@ class Started:
     """The model is loaded. device_kind: where, `cpu` or `cuda`."""
 
     num_blocks: int
-    runs_ahead: bool
+    async_scheduling: bool
     device_kind: str
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    step: "Step"
+class ExecuteModel:
+    scheduler_output: SchedulerOutput
     bitmasks: "dict[str, Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
-class TakeResult:
-    """Asks for the result of the step launched first of those whose result was not taken."""
+class GetOutput:
+    """Asks for the output of the oldest step in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Last words of a rank. error_type: name of one of vllm.errors for what the user can correct.
-    is_of_peer: it failed because another rank did."""
+    """Why a rank ended. error_type: name of a class of vllm.errors, for what the user can correct.
+    is_of_peer: caused by another rank's failure."""
 
     text: str
     error_type: str | None = None
@@ -81,7 +80,7 @@ def failure_of(error: BaseException, traceback: str) -> Failure:
     if isinstance(error, VllmError):
         name, is_of_peer = type(error).__name__, getattr(error, "is_of_peer", False)
         return Failure(str(error), name if hasattr(errors, name) else "VllmError", is_of_peer)
-    # Not imported: torch may be what is broken. What is not there did not raise.
+    # Not imported here: torch itself may be broken. A module that is not loaded raised nothing.
     groups, dist = (sys.modules.get(n) for n in ("vllm.distributed.groups", "torch.distributed"))
     if groups is not None and isinstance(error, groups.PeerError):
         return Failure(str(error), is_of_peer=True)
@@ -99,7 +98,7 @@ def failure_of(error: BaseException, traceback: str) -> Failure:
 
 
 def leave_signals_to_parent() -> None:
-    """Signals may reach the whole group; the parent acts on them and stops us when it is time."""
+    """Signals may reach the whole process group; the parent handles them and stops this process."""
     with contextlib.suppress(ValueError):  # not in the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

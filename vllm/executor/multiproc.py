@@ -1,7 +1,7 @@
 """Ranks in processes of this machine."""
 
 from vllm.executor import local_ranks
-from vllm.executor.workers import Place
+from vllm.executor.workers import RankHandle
 
 
 class LocalLauncher:
@@ -13,9 +13,9 @@ class LocalLauncher:
     def host(self) -> str:
         return "127.0.0.1"
 
-    def launch(self, ranks: range) -> list[Place]:
+    def launch(self, ranks: range) -> list[RankHandle]:
         num_neighbours = len(ranks) * self._num_engines
-        return [Place(*local_ranks.take(rank), rank, num_neighbours) for rank in ranks]
+        return [RankHandle(*local_ranks.take(rank), rank, num_neighbours) for rank in ranks]
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, EngineDeadError
-from vllm.executor.workers import Place
+from vllm.executor.workers import RankHandle
 from vllm.platforms.installed import installed_device
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ class RayLauncher:
     def host(self) -> str:
         return str(self._ray.util.get_node_ip_address())
 
-    def launch(self, ranks: range) -> list[Place]:
+    def launch(self, ranks: range) -> list[RankHandle]:
         actors = self._start_actors(len(ranks))
         nodes = self._ray.get([actor.node.remote() for actor in actors])
         # Neighbours talk most, so they should be on one machine.
@@ -91,7 +91,7 @@ class RayLauncher:
             ]
             connections = self._accept(server, servings, key)
         return [
-            Place(
+            RankHandle(
                 connections[rank],
                 RayProcess(self._ray, actors[index], servings[rank]),
                 device_index=0,  # Ray shows an actor its own GPU alone

@@ -1,6 +1,6 @@
-"""The one rank of an engine, in the engine's process."""
+"""The executor of one rank in this process."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,13 +9,14 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.emulate import emulate, not_emulated
 from vllm.config.policy import make_policy
-from vllm.core.scheduler import Step
+from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
-from vllm.distributed.custom_all_reduce import make_peer_sums
+from vllm.distributed.custom_all_reduce import make_custom_all_reduce
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
 from vllm.executor import prefetch
+from vllm.executor.base import Address
 from vllm.executor.facts import facts_of
 from vllm.kernels.evidence.tables import find_tables, missing_note
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
@@ -25,22 +26,20 @@ from vllm.logger import get_logger
 from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 from vllm.utils.startup import current_report
 from vllm.utils.torch_utils import DTYPES
-from vllm.worker.model_runner import LaunchedStep, ModelRunner
-
-if TYPE_CHECKING:
-    from vllm.executor.base import Address
+from vllm.worker.async_output import AsyncModelRunnerOutput
+from vllm.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
 
 class UniprocExecutor:
-    """selection: its kernel choices. runner: the model, its cache and batch. report: where the
-    seconds of the start went."""
+    """selection: its kernel decisions. runner: the model, its KV cache and batch. report: start-up
+    time by phase."""
 
     def __init__(
-        self, config: VllmConfig, meeting: "Address | None" = None, layout: Layout | None = None
+        self, config: VllmConfig, rendezvous: Address | None = None, layout: Layout | None = None
     ):
-        """layout: where this rank stands; None: it is all of engine `data_parallel_rank`."""
+        """layout: this rank's position; None: the only rank of engine `data_parallel_rank`."""
         parallel = Parallel()
         if layout is None:
             ranks = config.parallel_config
@@ -49,9 +48,9 @@ class UniprocExecutor:
         self.report = report = current_report()
         report.count_rest("imports")
         if layout.num_ranks > 1:
-            assert meeting is not None
+            assert rendezvous is not None
             with report.phase("connecting ranks"):
-                parallel = _join(config, layout, meeting)
+                parallel = _join(config, layout, rendezvous)
         with report.phase("libraries and device"):
             prefetch.finish()
             if torch.cuda.is_available():
@@ -66,10 +65,12 @@ class UniprocExecutor:
         report.log(MONITOR.summary())
         self.config = self.runner.config
         self.num_blocks = self.runner.num_blocks
-        self.runs_ahead = self.runner.runs_ahead
+        self.async_scheduling = self.runner.async_scheduling
 
-    def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
-        return self.runner.launch(step, bitmasks)
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+    ) -> AsyncModelRunnerOutput:
+        return self.runner.execute_model(scheduler_output, bitmasks)
 
     def kernels(self) -> dict[str, Any]:
         return self.selection.to_json()
@@ -78,12 +79,12 @@ class UniprocExecutor:
         pass
 
     def shutdown(self) -> None:
-        self.runner.drop_graphs()  # NCCL waits for those that its work is in
+        self.runner.drop_graphs()  # NCCL waits for graphs that hold its work
         world.leave()
 
 
 def engine_layout(config: VllmConfig, rank: int) -> Layout:
-    """Of rank `rank` of this engine, among all ranks that talk to it."""
+    """Of rank `rank` of this engine, among all ranks that it communicates with."""
     parallel = config.parallel_config
     is_alone = not parallel.is_in_lock_step
     first = 0 if is_alone else parallel.data_parallel_rank * parallel.num_engine_ranks
@@ -95,12 +96,12 @@ def engine_layout(config: VllmConfig, rank: int) -> Layout:
     )
 
 
-def _join(config: VllmConfig, layout: Layout, meeting: "Address") -> Parallel:
+def _join(config: VllmConfig, layout: Layout, rendezvous: Address) -> Parallel:
     ranks, kind = config.parallel_config, probe_device().kind
     parallel = world.join(
         layout,
         ranks.enable_expert_parallel,
-        meeting,
+        rendezvous,
         kind,
         ranks.distributed_timeout_seconds,
         facts_of(config),
@@ -108,7 +109,7 @@ def _join(config: VllmConfig, layout: Layout, meeting: "Address") -> Parallel:
     if kind == "cuda" and parallel.tensor.size > 1:
         model = config.model_config
         size, dtype = model.hf_text_config.hidden_size, DTYPES[model.dtype]
-        parallel.tensor.peer_sums = make_peer_sums(parallel.tensor, size, dtype)
+        parallel.tensor.custom_all_reduce = make_custom_all_reduce(parallel.tensor, size, dtype)
     return parallel
 
 

@@ -1,4 +1,4 @@
-"""The body of a rank in a process of its own: does what the engine says, until it says stop."""
+"""Main loop of a rank in its own process: serves the engine's messages until `Stop`."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from vllm.executor import prefetch
 from vllm.executor.messages import (
+    ExecuteModel,
     Failure,
-    Launch,
+    GetOutput,
     ShowKernels,
     Start,
     Started,
     Stop,
-    TakeResult,
     failure_of,
     leave_signals_to_parent,
 )
@@ -26,30 +26,30 @@ from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
     from vllm.executor.uniproc import UniprocExecutor
-    from vllm.worker.model_runner import LaunchedStep
+    from vllm.worker.async_output import AsyncModelRunnerOutput
 
 
 def run_local(descriptor: int) -> None:
-    """For a process that its engine started: the connection is an inherited socket."""
+    """In a process that its engine started: the connection is an inherited socket."""
     leave_signals_to_parent()
     threading.Thread(target=_end_with_engine, args=(descriptor,), daemon=True).start()
     failure = run(Connection(descriptor))
     sys.stdout.flush()
-    # Taking down the interpreter with all that is loaded takes seconds, and the engine waits.
+    # A regular interpreter exit takes seconds, and the engine waits.
     os._exit(failure is not None)
 
 
 def _end_with_engine(descriptor: int) -> None:
-    """Ends this process when the other end of its socket is closed, whatever it is doing: it may
-    be reading weights for minutes, or wait for a peer that ended too."""
+    """Ends this process when the engine's end of the socket is closed, even while it loads weights
+    or waits for a peer."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # hang-ups and errors are told of unasked
+    poll.register(descriptor, 0)  # hang-ups and errors are always reported
     poll.poll()
     os._exit(1)
 
 
 def run(connection: Connection) -> Failure | None:
-    """Serves until told to stop, or the engine is gone; returns its last words if it failed."""
+    """Serves until `Stop` or until the engine is gone; returns the failure, if any."""
     try:
         prefetch.begin_rank()
         with no_collections():  # while the engine still reads its configuration
@@ -58,7 +58,7 @@ def run(connection: Connection) -> Failure | None:
         start = connection.recv()
         executor = _load(start)
         kind = executor.selection.device.kind
-        connection.send(Started(executor.num_blocks, executor.runs_ahead, kind))
+        connection.send(Started(executor.num_blocks, executor.async_scheduling, kind))
         _serve(connection, executor, start.layout.is_output)
     except (EOFError, ConnectionError):
         return None
@@ -73,14 +73,14 @@ def run(connection: Connection) -> Failure | None:
 
 
 def _load(start: Start) -> "UniprocExecutor":
-    # One rank tells what all of them do.
+    # Only rank 0 logs.
     if start.layout.rank > 0:
         logging.getLogger("vllm").setLevel(logging.WARNING)
         _hide_progress()
     from vllm.executor.uniproc import UniprocExecutor, use_device
 
     use_device(start.device_index, start.num_neighbours)
-    return UniprocExecutor(start.config, start.meeting, start.layout)
+    return UniprocExecutor(start.config, start.rendezvous, start.layout)
 
 
 def _hide_progress() -> None:
@@ -92,7 +92,7 @@ def _hide_progress() -> None:
 
 
 def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool) -> None:
-    running: deque[LaunchedStep] = deque()
+    running: deque[AsyncModelRunnerOutput] = deque()
 
     def take() -> None:
         result = running.popleft().result()
@@ -101,11 +101,11 @@ def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool)
 
     while True:
         message = connection.recv()
-        if isinstance(message, Launch):
-            running.append(executor.launch(message.step, message.bitmasks))
-            if not executor.runs_ahead:
+        if isinstance(message, ExecuteModel):
+            running.append(executor.execute_model(message.scheduler_output, message.bitmasks))
+            if not executor.async_scheduling:
                 take()
-        elif isinstance(message, TakeResult):
+        elif isinstance(message, GetOutput):
             take()
         elif isinstance(message, ShowKernels):
             connection.send(executor.kernels())

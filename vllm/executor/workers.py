@@ -1,4 +1,4 @@
-"""Ranks in other processes, as the engine sees them: a connection to each."""
+"""The executor of ranks in other processes, with a connection to each."""
 
 import os
 import pickle
@@ -14,40 +14,39 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.core.scheduler import Step
+from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 from vllm.errors import EngineDeadError, VllmError
 from vllm.executor.base import Address
 from vllm.executor.messages import (
+    ExecuteModel,
     Failure,
-    Launch,
+    GetOutput,
     ShowKernels,
     Start,
     Started,
     Stop,
-    TakeResult,
 )
 from vllm.executor.uniproc import engine_layout
 from vllm.worker.kv_cache import fit_max_model_len
-from vllm.worker.model_runner import StepResult
 
-# How long ranks get to say why a peer of theirs failed, and to end when they are told to.
+# Time for ranks to report why a peer failed, and to end after `Stop`.
 _CAUSE_SECONDS = 3.0
 _STOP_SECONDS = 5.0
 
 
 class Process(Protocol):
-    """A rank's process, wherever it runs."""
+    """A rank's process, on any node."""
 
     def end(self, timeout: float) -> str:
-        """How it ended, for people: `killed by SIGKILL`; waits for it."""
+        """Waits for its end; how it ended, such as `killed by SIGKILL`."""
         ...
 
     def kill(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank runs. device_index: its GPU there. num_neighbours: ranks on that machine."""
+class RankHandle:
+    """A started rank. device_index: its GPU. num_neighbours: ranks on its node."""
 
     connection: Connection
     process: Process
@@ -57,31 +56,31 @@ class Place:
 
 class Launcher(Protocol):
     def host(self) -> str:
-        """The address under which ranks reach this machine."""
+        """The address at which ranks reach this node."""
         ...
 
-    def launch(self, ranks: range) -> list[Place]:
+    def launch(self, ranks: range) -> list[RankHandle]:
         """Starts processes that run `worker.run` on their end of a connection. ranks: of this
         engine, among those of all engines."""
         ...
 
     def close(self) -> None:
-        """Frees what it holds for ranks that have ended."""
+        """Frees the resources of ranks that have ended."""
         ...
 
 
-class _Result:
+class _PendingOutput:
     def __init__(self, executor: "WorkersExecutor"):
         self._executor = executor
 
-    def result(self) -> StepResult:
-        return self._executor.take_result()
+    def result(self) -> ModelRunnerOutput:
+        return self._executor.get_output()
 
 
 class WorkersExecutor:
-    """One message to every rank a step, and one from the rank that answers for them."""
+    """Sends one message to every rank per step, and receives one from the output rank."""
 
-    def __init__(self, config: VllmConfig, launcher: Launcher, meeting: Address | None):
+    def __init__(self, config: VllmConfig, launcher: Launcher, rendezvous: Address | None):
         from vllm.distributed import world
 
         self._launcher = launcher
@@ -90,39 +89,39 @@ class WorkersExecutor:
         self._layouts = [engine_layout(config, rank) for rank in range(num_ranks)]
         self._output = next(i for i, layout in enumerate(self._layouts) if layout.is_output)
         self._timeout = parallel.distributed_timeout_seconds
-        if meeting is None:
+        if rendezvous is None:
             listener = world.listen(launcher.host())
-            meeting = listener.getsockname()[:2]
+            rendezvous = listener.getsockname()[:2]
             self._store = world.host_store(listener)
         first = parallel.data_parallel_rank * num_ranks
         try:
-            self._places = launcher.launch(range(first, first + num_ranks))
+            self._handles = launcher.launch(range(first, first + num_ranks))
         except BaseException:
             launcher.close()
             raise
-        self._connections = [place.connection for place in self._places]
+        self._connections = [handle.connection for handle in self._handles]
         for connection in self._connections:
             _limit_sending(connection, self._timeout)
-        self.shutdown = weakref.finalize(self, _shut_down, self._places, launcher)
+        self.shutdown = weakref.finalize(self, _shut_down, self._handles, launcher)
         try:
-            started = self._start(config, meeting)
+            started = self._start(config, rendezvous)
         except BaseException:
             self._kill()
             raise
         self.num_blocks = started[0].num_blocks
-        self.runs_ahead = started[0].runs_ahead
+        self.async_scheduling = started[0].async_scheduling
         self.config = fit_max_model_len(config, self.num_blocks, started[0].device_kind)
 
-    def _start(self, config: VllmConfig, meeting: Address) -> list[Started]:
-        for layout, place in zip(self._layouts, self._places):
+    def _start(self, config: VllmConfig, rendezvous: Address) -> list[Started]:
+        for layout, handle in zip(self._layouts, self._handles):
             self._send(
-                [place.connection],
-                Start(config, layout, place.device_index, place.num_neighbours, meeting),
+                [handle.connection],
+                Start(config, layout, handle.device_index, handle.num_neighbours, rendezvous),
             )
         return self._gather()
 
     def _gather(self) -> list[Any]:
-        """What each rank says next, however long that takes."""
+        """The next message of each rank, without a timeout."""
         found: dict[Connection, Any] = {}
         while len(found) < len(self._connections):
             silent = [c for c in self._connections if c not in found]
@@ -132,14 +131,16 @@ class WorkersExecutor:
                     raise self._cause(self._connections.index(connection), message)
         return [found[connection] for connection in self._connections]
 
-    def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> _Result:
-        self._send(self._connections, Launch(step, bitmasks))
-        return _Result(self)
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+    ) -> "_PendingOutput":
+        self._send(self._connections, ExecuteModel(scheduler_output, bitmasks))
+        return _PendingOutput(self)
 
-    def take_result(self) -> StepResult:
-        if self.runs_ahead:
-            self._send(self._connections, TakeResult())
-        result: StepResult = self._receive(self._output)
+    def get_output(self) -> ModelRunnerOutput:
+        if self.async_scheduling:
+            self._send(self._connections, GetOutput())
+        result: ModelRunnerOutput = self._receive(self._output)
         return result
 
     def kernels(self) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class WorkersExecutor:
         return shown
 
     def check_alive(self) -> None:
-        """A rank that waits for a step has nothing to say, so what it says is that it ended."""
+        """An idle rank sends nothing, so any message means that it ended."""
         if _with_news(self._connections, 0):
             raise self._cause()
 
@@ -163,8 +164,8 @@ class WorkersExecutor:
                 raise self._cause() from None
 
     def _receive(self, index: int) -> Any:
-        """What rank `index` of this engine says next. All others have nothing to say, unless they
-        fail."""
+        """The next message of rank `index` of this engine. The others send something only when
+        they fail."""
         wanted = self._connections[index]
         ready = _with_news(self._connections, self._timeout + _STOP_SECONDS)
         if not ready:
@@ -181,20 +182,20 @@ class WorkersExecutor:
         return message
 
     def _read(self, connection: Connection) -> Any:
-        """A message, or a Failure that says how the rank ended without one."""
+        """A message, or a Failure where the rank ended without one."""
         try:
             return connection.recv()
         except (EOFError, OSError):
-            place = self._places[self._connections.index(connection)]
-            return Failure(place.process.end(_STOP_SECONDS), error_type="EngineDeadError")
+            handle = self._handles[self._connections.index(connection)]
+            return Failure(handle.process.end(_STOP_SECONDS), error_type="EngineDeadError")
 
     def _cause(
         self, index: int | None = None, failure: Failure | None = None, hanging: int | None = None
     ) -> VllmError:
-        """Why the first of the ranks that failed did; ends all of them. hanging: one that did not
-        take a message in time.
+        """The failure that caused the others; ends all ranks. hanging: a rank that did not accept
+        a message in time.
 
-        One that failed by another's fault tells of that one, which may still have to be heard.
+        A rank that failed because of a peer reports first; the peer's own report may follow.
         """
         found = {} if index is None or failure is None else {index: failure}
         end = time.monotonic() + _CAUSE_SECONDS
@@ -212,7 +213,7 @@ class WorkersExecutor:
         unheard = [str(layout) for i, layout in enumerate(self._layouts) if i not in found]
         if hanging is not None and not culprits:
             unheard = [str(self._layouts[hanging])]
-        if unheard and not culprits:  # who waited for them in vain has spoken
+        if unheard and not culprits:  # only their peers have reported
             heard = "; ".join(f"{self._layouts[i]}: {f.text}" for i, f in found.items())
             limit = f" within {self._timeout:g} s (--distributed-timeout-seconds)"
             return EngineDeadError(
@@ -223,34 +224,33 @@ class WorkersExecutor:
         return found[index].as_error(self._layouts[index])
 
     def _kill(self) -> None:
-        for place in self._places:
-            place.process.kill()
+        for handle in self._handles:
+            handle.process.kill()
         self.shutdown()
 
 
 def _limit_sending(connection: Connection, seconds: float) -> None:
-    """A message that the other end does not take in that time is an OSError: it hangs, and a large
-    one does not fit what the system keeps for it."""
+    """Sending raises OSError where a hanging peer does not accept a large message in time."""
     whole, part = divmod(seconds, 1.0)
     timeval = struct.pack("@ll", int(whole), int(part * 1e6) or int(whole == 0))
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
-def _shut_down(places: list[Place], launcher: Launcher) -> None:
-    for place in places:
+def _shut_down(handles: list[RankHandle], launcher: Launcher) -> None:
+    for handle in handles:
         try:
-            place.connection.send(Stop())
+            handle.connection.send(Stop())
         except OSError:
             continue
     end = time.monotonic() + _STOP_SECONDS
-    for place in places:
-        place.process.end(max(0.0, end - time.monotonic()))
-        place.process.kill()
-        place.connection.close()
+    for handle in handles:
+        handle.process.end(max(0.0, end - time.monotonic()))
+        handle.process.kill()
+        handle.connection.close()
     launcher.close()
 
 
 def _with_news(connections: Sequence[Connection], seconds: float | None = None) -> list[Connection]:
-    """Those that have something to be read, or whose other end is gone; waits for the first."""
+    """Waits for connections that are readable or closed; returns them."""
     return cast("list[Connection]", wait(connections, seconds))

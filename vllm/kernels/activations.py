@@ -7,23 +7,20 @@ activation of an MLP) then quantises in the same pass over memory, and hands ove
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import (
+from vllm.kernels.interface import LinearKernel, MoEKernel
+from vllm.ops.fp8_quant import (
     ScaleLayout,
     empty_groups,
     per_token_group_fp8_quant,
     rms_norm_group_quant,
     silu_and_mul_group_quant,
 )
-from vllm.kernels.interface import LinearKernel, MoEKernel
-from vllm.model_executor.layers.quantization.utils.fp8_utils import MIN_AMAX
-
-if TYPE_CHECKING:
-    from vllm.distributed.custom_all_reduce import PeerSums
+from vllm.utils.fp8 import MIN_AMAX
 
 GROUP_SIZE = 128
 
@@ -79,7 +76,7 @@ class InputQuant:
         return QuantizedInput(*results, x.dtype, normed)
 
     def sum_and_norm(
-        self, sums: "PeerSums", x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, sums: "FusedAllReduce", x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedInput:
         """residual += the sum of x over the ranks, in place; then the norm of residual."""
         normed = torch.empty_like(x) if self.keeps_source else None
@@ -96,6 +93,32 @@ class InputQuant:
         assert not self.keeps_source
         results = silu_and_mul_group_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
         return QuantizedInput(*results, x.dtype)
+
+
+class FusedAllReduce(Protocol):
+    """An all-reduce that runs together with what reads the sum, in one kernel.
+
+    x [n, dim] is this rank's addend and is overwritten. residual += the sum, rounded, in place.
+    """
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the all-reduce supports x's shape and dtype."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """x = the RMSNorm of residual."""
+        ...
+
+    def can_quantise(self) -> bool: ...
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *results: Any
+    ) -> None:
+        """Quantises the RMSNorm of residual. results: what `rms_norm_fp8_quant_group` takes after
+        eps."""
+        ...
 
 
 class UnaddedRows(ABC):

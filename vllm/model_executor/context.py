@@ -2,32 +2,30 @@
 
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm.architectures.decoder import Decoder
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.selection import Selection
 from vllm.ops.paged_attention import AttentionBatch
 
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.quantization import QuantizationConfig
-
 
 @dataclass(frozen=True)
 class ModelContext:
-    """hf_config: the text model's config. dtype: of activations. weight_dtype: in which weights
-    that are not quantised are kept. ops: the small kernels (norms, rotary, activations) of the
-    device. kv_cache_format: short name of the cache's type. max_model_len: positions to serve.
-    ties_embeddings: the output projection uses the embedding's weight. parallel: the ranks that
-    share the model with this one.
+    """decoder: what the model is made of. dtype: of activations. weight_dtype: in which weights
+    that are not quantised are kept. quant_config: a QuantizationConfig, None where nothing is
+    quantised. ops: the small kernels (norms, rotary, activations) of the device. kv_cache_format:
+    short name of the cache's type. max_model_len: positions to serve. ties_embeddings: the output
+    projection uses the embedding's weight. parallel: the ranks that share the model with this one.
     """
 
-    hf_config: Any
+    decoder: Decoder
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    quant_config: "QuantizationConfig | None"
+    quant_config: Any
     selection: Selection
     ops: ModuleType
     kv_cache_format: str

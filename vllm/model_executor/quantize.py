@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
-from vllm.model_executor.models.registry import model_class
+from vllm.model_executor.models.decoder import CausalLM
 from vllm.model_executor.quantize_formats import FORMATS
 
 
@@ -77,10 +77,9 @@ def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
         raise CheckpointError(f"{source} is quantised already; quantise the original instead")
     model_config = ModelConfig.load(str(source), quantization="fp8", max_model_len=1)
     config = VllmConfig(model_config=model_config)
-    cls = model_class(model_config.architectures)
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
-        model = cls(model_context(cls, config, selection, checkpoint))
+        model = CausalLM(model_context(config, selection, checkpoint))
     ours = set()
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod):
@@ -89,7 +88,8 @@ def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
             ours |= {
                 f"{name}.weight" for e in range(layer.num_experts) for name in layer.expert_names(e)
             }
-    return {name for name in checkpoint.infos if cls.slot_name(name) in ours}
+    slot_name = model_config.architecture.slot_name
+    return {name for name in checkpoint.infos if slot_name(name) in ours}
 
 
 def _kept_weights(checkpoint: Checkpoint, wanted: set[str]) -> list[str]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from vllm.errors import CheckpointError
 from vllm.model_executor.layers.quantization.awq import GROUP_SIZES
 from vllm.model_executor.layers.quantization.fp8_config import DEFAULT_BLOCK
-from vllm.model_executor.layers.quantization.utils import nvfp4_utils
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
+from vllm.ops import nvfp4 as nvfp4_ops
 from vllm.ops.packed_weights import int4_quantize, pack_int32
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 NumColumns = Mapping[str, int]
 """Of the weights to quantise, by name."""
@@ -65,7 +65,7 @@ def fp8_tensor(num_columns: NumColumns) -> Format:
 
 def nvfp4(num_columns: NumColumns) -> Format:
     """Weight-only. Each weight has the global scale that fits it."""
-    group = _common_group(num_columns, (nvfp4_utils.GROUP,))
+    group = _common_group(num_columns, (nvfp4_ops.GROUP,))
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": group}
     weights |= {"dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
 
@@ -74,8 +74,8 @@ def nvfp4(num_columns: NumColumns) -> Format:
         if not bool(torch.isfinite(amax)):
             raise ValueError("the weight holds NaN or infinity and cannot be quantised")
         # A weight of zeros, or of values so small that a scale would overflow, takes the largest.
-        scale = nvfp4_utils.nvfp4_global_scale(amax).clamp(max=torch.finfo(torch.float32).max)
-        packed, scales = nvfp4_utils.nvfp4_quantize(weight, scale.view(1))
+        scale = nvfp4_ops.nvfp4_global_scale(amax).clamp(max=torch.finfo(torch.float32).max)
+        packed, scales = nvfp4_ops.nvfp4_quantize(weight, scale.view(1))
         return {
             name + "_packed": packed,
             name + "_scale": scales,

@@ -64,11 +64,11 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
     return slots
 
 
-def elsewhere(model: nn.Module) -> frozenset[str]:
-    """Names of layers that are of this model but on other ranks: what its modules list as theirs
-    in `elsewhere`."""
+def layers_on_other_ranks(model: nn.Module) -> frozenset[str]:
+    """Names of layers of this model whose weights other ranks read: what its modules list in
+    `on_other_ranks`."""
     return frozenset(
-        name for module in model.modules() for name in getattr(module, "elsewhere", ())
+        name for module in model.modules() for name in getattr(module, "on_other_ranks", ())
     )
 
 

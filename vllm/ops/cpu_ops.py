@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.fused_moe.router import choose_experts
+from vllm.ops.moe_router import choose_experts
 from vllm.platforms import native
 
 __all__ = ["choose_experts"]

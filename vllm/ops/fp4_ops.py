@@ -1,23 +1,24 @@
 """Quantising activations to NVFP4 with the native CUDA kernels, as torch custom ops.
 
-CPU tensors are computed by the torch references in `nvfp4_utils`, which the kernels equal bit for
-bit (those with SiLU up to the chip's exponential). Formulas: csrc/quantization/fp4/nvfp4_quant.h.
+CPU tensors are computed by the torch references in `vllm.ops.nvfp4`, which the kernels equal bit
+for bit (those with SiLU up to the chip's exponential). Formulas:
+csrc/quantization/fp4/nvfp4_quant.h.
 """
 
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.utils.fp8_utils import FP8
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     GROUP,
     TILE_COLUMNS,
     TILE_ROWS,
     max_grouped_scale_rows,
     nvfp4_quantize,
     nvfp4_quantize_grouped,
-    silu_and_mul,
 )
 from vllm.ops.torch_library import register
+from vllm.ops.torch_ops import silu_and_mul
+from vllm.utils.fp8 import FP8
 from vllm.utils.math_utils import round_up
 
 
@@ -75,7 +76,7 @@ def scaled_fp4_quant(
     input_global_scale: float32, one element: 448 * 6 / max|input| or less. Returns codes uint8
     [M, K / 2], the even column in the low nibble, and scales float8_e4m3fn of groups of 16 columns:
     [M, K / 16], or for tensor-core GEMMs [M up to 128s, K / 16 up to 4s] in tiles of 128 x 4 whose
-    filling is zeros (`nvfp4_utils`). input ~ code * scale / input_global_scale.
+    filling is zeros (`vllm.ops.nvfp4`). input ~ code * scale / input_global_scale.
     """
     q, scales = _results(input, 1, is_sf_swizzled_layout)
     global_scale = input_global_scale.reshape(1)

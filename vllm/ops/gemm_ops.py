@@ -9,13 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    FP8,
-)
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    cutlass_scaled_mm as block_scaled_mm,
-)
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.fp8 import block_scaled_mm
+from vllm.ops.nvfp4 import (
     GROUP,
     TILE_ROWS,
     e2m1_decode,
@@ -23,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
     unswizzle_scales,
 )
 from vllm.ops.torch_library import register
+from vllm.utils.fp8 import FP8
 from vllm.utils.math_utils import cdiv, round_up
 
 _BLOCK = 128
@@ -31,7 +27,7 @@ _BLOCK = 128
 def _fp8_block_gemm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    product = block_scaled_mm(a, b, a_scales, b_scales, (_BLOCK, _BLOCK), torch.float32)
+    product = block_scaled_mm(a, b, a_scales, b_scales, (_BLOCK, _BLOCK))
     out.copy_(product if bias is None else product + bias)
 
 
@@ -143,6 +139,30 @@ def cutlass_scaled_mm(
             f"[{cdiv(k, _BLOCK)}, {cdiv(n, _BLOCK)}]"
         )
     return _plain_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)
+
+
+def cutlass_block_scaled_mm(
+    A: Tensor,
+    B: Tensor,
+    As: Tensor,
+    Bs: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype = torch.float16,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A [M, K] @ B [N, K].T (+ bias float32 [N]) of FP8 values with block scales.
+
+    As: float32 [M, K blocks]; Bs: float32 [N blocks, K blocks]; edge blocks may be partial. 128x128
+    blocks and an output in bfloat16 or float16 run the native kernel on CUDA (K a multiple of 16),
+    others torch.
+    """
+    is_half = output_dtype in (torch.bfloat16, torch.float16)
+    if not is_half or tuple(block_size) != (_BLOCK, _BLOCK):
+        product = block_scaled_mm(A, B, As, Bs, block_size)
+        return (product if bias is None else product + bias).to(output_dtype)
+    out = A.new_empty(A.shape[0], B.shape[0], dtype=output_dtype)
+    cutlass_fp8_block_gemm(A, As, B, Bs, bias, out)
+    return out
 
 
 def _plain_scaled_mm(

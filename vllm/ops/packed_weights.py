@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.interface import LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     e2m1_decode,
     pack_e2m1,
     unpack_e2m1,
@@ -40,8 +40,8 @@ def element_values(tensors: LinearTensors) -> Tensor:
     codes = unpack_e2m1(tensors.weight).view(torch.int8)
     if tensors.zero_points is None:
         return (codes - SYMMETRIC_ZERO).to(_E4M3)
-    zeros = tensors.zero_points.view(torch.int8).unsqueeze(-1)
-    return (codes.unflatten(1, (-1, tensors.block_k)) - zeros).flatten(1).to(_E4M3)
+    zeros = tensors.zero_points.view(torch.int8).repeat_interleave(tensors.block_k, 1)
+    return (codes - zeros).to(_E4M3)
 
 
 def pack_with(pack: Callable[..., Packed], tensors: LinearTensors) -> Packed:

@@ -109,11 +109,6 @@ class PagedAttention:
         self.k_scale = self.v_scale = 1.0
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of this layer, K and V."""
-        p = self.problem
-        return 2 * p.num_kv_heads * p.head_dim * block_size * self.dtype.itemsize
-
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         """Zeros, so that a position never written holds a finite number."""
         sizes = {

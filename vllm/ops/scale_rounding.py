@@ -12,8 +12,8 @@ from torch import Tensor
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
-from vllm.model_executor.layers.quantization.utils import fp8_utils
-from vllm.model_executor.layers.quantization.utils.fp8_utils import RequantError
+from vllm.ops import fp8
+from vllm.ops.fp8 import RequantError
 from vllm.ops.packed_weights import element_values
 
 _MOST_ELEMENTS = 1 << 24  # of a weight, widened at a time
@@ -25,14 +25,14 @@ def requantised(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> Line
     if scales == Scales.ACTIVATION:
         return with_scales_of_type(tensors, dtype)
     if scales in (Scales.UE8M0, Scales.FLOAT32_CEIL_UE8M0):
-        return fp8_utils.requantised_ue8m0(tensors)
+        return fp8.requantised_ue8m0(tensors)
     return tensors
 
 
 def requant_error(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> RequantError:
     """What `requantised` changes, against the weight as stored."""
     if scales != Scales.ACTIVATION:
-        return fp8_utils.requant_error(tensors)
+        return fp8.requant_error(tensors)
     stored, rounded = tensors.row_scales(), with_scales_of_type(tensors, dtype).row_scales()
     assert stored is not None and rounded is not None
     change = rounded - stored

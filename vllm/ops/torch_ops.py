@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.fused_moe.router import choose_experts
+from vllm.ops.moe_router import choose_experts
 from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
 
 __all__ = ["causal_conv1d", "gated_delta_rule", "choose_experts"]

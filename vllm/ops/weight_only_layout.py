@@ -14,13 +14,14 @@ that are left.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm.kernels.interface import NVFP4_GROUP, LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.ops.nvfp4 import (
     e2m1_decode,
     pack_e2m1,
     unpack_e2m1,
@@ -82,7 +83,7 @@ def pack_experts(
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
         if stacked is None:
-            new = {
+            new: dict[str, Any] = {
                 name: None if part is None else part.new_empty(num_experts, *part.shape)
                 for name in parts
                 for part in (getattr(packed, name),)
@@ -137,7 +138,13 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     num_rows, num_columns = codes.shape
     rows, columns = round_up(num_rows, TILE_ROWS), round_up(num_columns, TILE_COLUMNS)
     padded = pad(codes, (0, columns - num_columns, 0, rows - num_rows))
-    sizes = (rows // TILE_ROWS, 2, 8, columns // TILE_COLUMNS, *map(_AXES.get, _COLUMNS[format]))
+    sizes = (
+        rows // TILE_ROWS,
+        2,
+        8,
+        columns // TILE_COLUMNS,
+        *map(_AXES.__getitem__, _COLUMNS[format]),
+    )
     tiles = padded.view(*sizes).permute(*_places(_PACKED[format], _COLUMNS[format]))
     if format == "fp8":
         return tiles.flip(-1).reshape(sizes[0], sizes[3], 2, 32, 16)
@@ -151,7 +158,7 @@ def unpack_codes(packed: Tensor, format: str) -> Tensor:
     if format == "nvfp4":
         packed = _exchanged(packed, _spread_codes(packed.device).argsort())
     codes = packed.flatten(2) if format == "fp8" else unpack_e2m1(packed.flatten(2))
-    tiles = codes.view(num_tiles, column_tiles, *map(_AXES.get, _PACKED[format]))
+    tiles = codes.view(num_tiles, column_tiles, *map(_AXES.__getitem__, _PACKED[format]))
     if format == "fp8":
         tiles = tiles.flip(-1)
     places = _places(_PACKED[format], _COLUMNS[format])

@@ -7,7 +7,7 @@ stand for.
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import scaled_fp8_quant
+from vllm.ops.fp8_quant import scaled_fp8_quant
 from vllm.ops.torch_library import register
 from vllm.ops.weight_only_layout import (
     PackedWeight,
@@ -45,9 +45,14 @@ def _gemm_grouped(
             continue
         rows = slice(first, min(end, first + block_rows))
         of_x = rows if order is None else order[rows].long() // top_k
-        own = x[of_x], None if x_scales is None else x_scales[of_x]
-        parts = [None if part is None else part[expert] for part in (codes, scales, row_factors)]
-        _gemm(*own, *parts, None, out[rows], format, columns_per_scale, 0, 0)  # type: ignore[arg-type]
+        own_scales, own_factors, own_x_scales = (
+            None if part is None else part[index]
+            for part, index in ((scales, expert), (row_factors, expert), (x_scales, of_x))
+        )
+        _gemm(
+            x[of_x], own_x_scales, codes[expert], own_scales, own_factors, None, out[rows],
+            format, columns_per_scale, 0, 0,
+        )  # fmt: skip
 
 
 def _widen(

@@ -1,25 +1,33 @@
 """The GPU libraries a machine may have: absent, broken (with its own error), or which version.
 
 Two levels. `installed_libs` reads package metadata and imports nothing: for explaining choices on
-any machine. `working_libs` tries each library in a process of its own (`trial.py`): it can install,
-import, and fail, fault or hang at its first call.
+any machine. `working_libs` tries each library in a child process: it can install, import, and
+fail, crash or hang at its first call. What is run there beyond the import is declared by the
+backend's module (TRIALS). Trials that passed are remembered for the same files, torch and chip.
 """
 
+import contextlib
+import json
+import os
 import re
+import shutil
+import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
-from vllm.kernels.jit.flashinfer import prebuilt_modules
-from vllm.kernels.jit.nvcc_cache import find_nvcc
-from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
-from vllm.platforms import native, trial
+from vllm import envs
+from vllm.kernels import registry
+from vllm.machine import NATIVE, Lib, Libs
+from vllm.platforms import child, native
 from vllm.platforms.installed import installed_device
+from vllm.utils.files import write_atomically
 
 # Module, which is also our name for the library -> distributions that install it.
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -31,6 +39,25 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "fla": ("flash-linear-attention", "fla-core"),
     "humming": ("humming-kernels",),
 }
+TRIAL_SECONDS = 60.0
+_MAX_REMEMBERED = 64
+# Modules of FlashInfer that take too long to build at a first call, and what of
+# `flashinfer.jit.fused_moe` makes them.
+FLASHINFER_LARGE_MODULES = {
+    f"fused_moe_{arch}": f"gen_cutlass_fused_moe_sm{arch}_module" for arch in (90, 100, 103, 120)
+}
+FLASHINFER_CACHE = "flashinfer"
+"""Folder of its modules in VLLM_KERNEL_CACHE."""
+
+
+class LibraryTrial(NamedTuple):
+    """What a backend runs on the GPU to find out whether its library works; raises what goes wrong.
+
+    run: gets the imported library and the architectures it carries. seconds: None for the usual.
+    """
+
+    run: Callable[[ModuleType, tuple[str, ...]], None]
+    seconds: float | None = None
 
 
 def installed_libs() -> Libs:
@@ -92,15 +119,59 @@ def library_state(module: str, distributions: tuple[str, ...] | None = None) -> 
     if found is None:
         return None
     key = _trial_key(found)
-    if key and trial.remembers(key):
+    if key and key in passed_trials():
         return found
-    result = trial.try_library(module, found.archs, _TRIAL_SECONDS.get(module))
-    if "broken" in result:
-        version = f"version {found.version}, " if found.version else ""
-        return Lib(module, broken=f"{version}{result['broken']}")
+    version, broken = _try_in_child(module, found.archs)
+    if broken:
+        known = f"version {found.version}, " if found.version else ""
+        return Lib(module, broken=known + broken)
     if key:
-        trial.remember(key)
-    return Lib(module, found.version or _public_version(result["version"]), found.archs)
+        remember_trial(key)
+    return Lib(module, found.version or _public_version(version), found.archs)
+
+
+def find_nvcc() -> str | None:
+    """Where libraries find it, in their order."""
+    homes = (envs.foreign("CUDA_HOME"), envs.foreign("CUDA_PATH"))
+    places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    places += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
+    return next((place for place in places if place and os.access(place, os.X_OK)), None)
+
+
+# ---------------------------------------------------------------- trials
+
+
+def _try_in_child(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
+    """(its own version, why it does not work); one of them may be empty."""
+    trial = _declared_trial(module)
+    seconds = TRIAL_SECONDS if trial is None else trial.seconds or TRIAL_SECONDS
+    try:
+        function = "vllm.platforms.libraries:try_library"
+        result: tuple[str, str] = child.run(function, module, archs, timeout=seconds)
+        return result
+    except TimeoutError:
+        return "", f"its trial did not end within {seconds:g} s"
+    except child.ChildEndedError as error:
+        return "", f"its trial {error}"
+
+
+def try_library(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
+    """Runs in the child: imports the library and runs the trial that a backend declares for it."""
+    try:
+        library = import_module(module)
+        trial = _declared_trial(module)
+        if trial is not None and installed_device().kind == "cuda":
+            trial.run(library, archs)
+        return str(getattr(library, "__version__", "")), ""
+    except Exception as error:  # whatever a foreign library raises makes it unusable
+        return "", one_line(error)
+
+
+def _declared_trial(library: str) -> LibraryTrial | None:
+    """In TRIALS of a backend's module."""
+    backends = {name for family in registry.FAMILIES for name in registry.backend_names(family)}
+    declared = (getattr(registry.backend(name), "TRIALS", {}) for name in backends)
+    return next((trials[library] for trials in declared if library in trials), None)
 
 
 def _trial_key(lib: Lib) -> str:
@@ -118,6 +189,33 @@ def _compiler() -> str:
     """The nvcc that libraries compile with at run time: one that is replaced has its date."""
     found = find_nvcc()
     return f"{found} of {Path(found).stat().st_mtime_ns}" if found else "no nvcc"
+
+
+def remember_trial(key: str) -> None:
+    """A folder that cannot be written is no error: the trial then runs again."""
+    with _REMEMBERING, contextlib.suppress(OSError):
+        text = json.dumps([*passed_trials(), key][-_MAX_REMEMBERED:], indent=0)
+        write_atomically(_trials_file(), text.encode())
+
+
+def passed_trials() -> list[str]:
+    """Keys of the trials that passed on this machine."""
+    try:
+        found = json.loads(_trials_file().read_text())
+    except (OSError, ValueError):
+        return []
+    return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
+
+
+def _trials_file() -> Path:
+    folder: Path = envs.VLLM_CACHE_ROOT
+    return folder / "library_trials.json"
+
+
+_REMEMBERING = threading.Lock()  # libraries are tried in several threads
+
+
+# ---------------------------------------------------------------- what is installed
 
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
@@ -158,9 +256,6 @@ def one_line(error: BaseException) -> str:
     return f"{line} <- {one_line(error.__cause__)}" if error.__cause__ is not None else line
 
 
-# ---------------------------------------------------------------- DeepGEMM
-
-
 def _deep_gemm_archs(folder: Path) -> tuple[str, ...]:
     """Architectures whose FP8 GEMM the package carries.
 
@@ -171,63 +266,31 @@ def _deep_gemm_archs(folder: Path) -> tuple[str, ...]:
     return tuple(f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
 
 
-def _try_deep_gemm(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
-    """Lays scales out on the GPU and compares with our own layout; raises what goes wrong.
+def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
+    """Those of FLASHINFER_LARGE_MODULES that are built already. Imports nothing.
 
-    Builds against another torch import and then fail right here ("dim == 2 or dim == 3"), and so
-    does a machine without nvcc, which the library compiles its kernels with.
+    They lie in the package flashinfer-jit-cache where that is installed, else in the folder
+    `package` of the library itself or in our own cache.
     """
-    if installed_device().kind == "cpu":
-        return
-    import torch
-
-    from vllm.utils.deep_gemm import transform_sf_into_required_layout
-
-    device = Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
-    has_kernels = device.arch == "sm_90" or device.family == "sm_10x"
-    if not has_kernels and not (device.family == "sm_12x" and "sm120" in archs):
-        return
-    num_rows, num_groups = 6, 8
-    exponents = 100 + torch.arange(num_rows * num_groups, dtype=torch.int32, device="cuda")
-    scales = (exponents << 23).view(torch.float32).view(num_rows, num_groups)  # powers of two
-    sizes = (num_rows, num_groups * 128, (1, 128, 128))
-    theirs = deep_gemm.transform_sf_into_required_layout(scales, *sizes, None, True)
-    ours = transform_sf_into_required_layout(scales, *sizes, None, True, arch=device)
-    if theirs.stride() != ours.stride() or not torch.equal(theirs, ours):
-        raise RuntimeError(f"its layout of scales on {device} is not the documented one")
-
-
-# ---------------------------------------------------------------- FlashInfer
+    jit_cache = find_spec("flashinfer_jit_cache")
+    place, below = package / "data" / "aot", ""
+    if jit_cache is not None and jit_cache.origin is not None:
+        place, below = Path(jit_cache.origin).parent, "**/"
+    elif not place.exists():
+        place = envs.VLLM_KERNEL_CACHE / FLASHINFER_CACHE
+        below = f"{version}/*/cached_ops/cuda*/"
+    return tuple(
+        name
+        for name in FLASHINFER_LARGE_MODULES
+        if any(file.stat().st_size for file in place.glob(f"{below}{name}/{name}.so"))
+    )
 
 
 def _flashinfer_modules(folder: Path) -> tuple[str, ...]:
     return prebuilt_modules(folder, _distribution_version(*DISTRIBUTIONS["flashinfer"]))
 
 
-# ---------------------------------------------------------------- humming
-
-
-def _try_humming(humming: ModuleType, archs: tuple[str, ...]) -> None:
-    """Compiles and compares one product on the GPU; raises what goes wrong.
-
-    Without nvcc a product may still come from the library's cache, and the next size would fail.
-    """
-    if installed_device().kind == "cpu":
-        return
-    if find_nvcc() is None:
-        raise RuntimeError("it compiles with nvcc, which is not here: put it on PATH or CUDA_HOME")
-    from vllm.kernels.backends.humming import try_product
-
-    try_product()
-
-
 _ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "deep_gemm": _deep_gemm_archs,
     "flashinfer": _flashinfer_modules,
 }
-TRIALS: dict[str, Callable[[ModuleType, tuple[str, ...]], None]] = {
-    "deep_gemm": _try_deep_gemm,
-    "humming": _try_humming,
-}
-# Of libraries whose first product compiles for longer than trials usually take.
-_TRIAL_SECONDS = {"humming": 240.0}

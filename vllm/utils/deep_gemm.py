@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.architectures.architecture import Architecture
+from vllm.architectures.registry import known
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels import registry
@@ -26,14 +28,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-        per_block_cast_to_fp8 as per_block_cast_to_fp8,
-    )
+    from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
-# Text models that lose 4 to 12 points of GSM8K when their FP8 weights are re-quantised to the
-# UE8M0 scales that DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319
-# questions, 5-shot; published with the exclusion upstream).
-_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+# Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
+# DeepGEMM needs on capability family 100; their own files say what was measured.
+_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
+    name
+    for name, one in known().items()
+    if isinstance(one, Architecture) and one.ue8m0_requant_loses_accuracy
+)
 
 LINEAR = next(spec for spec in registry.specs("linear") if spec.backend == "deep_gemm")
 # The smallest problem that DeepGEMM serves wherever it serves anything.
@@ -44,8 +47,9 @@ _SMALLEST = LinearProblem(
 
 def __getattr__(name: str) -> Any:
     if name == "per_block_cast_to_fp8":
-        module = import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
-        return module.per_block_cast_to_fp8
+        from vllm.utils import fp8
+
+        return fp8.per_block_cast_to_fp8
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

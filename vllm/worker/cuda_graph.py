@@ -1,4 +1,4 @@
-"""Steps as captured CUDA graphs: one launch for a whole step of the model."""
+"""CUDA graphs: one launch for a whole step of the model."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,28 +14,28 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 _WARM_UP_RUNS = 2
-_FEW_SEQS = 8  # places in the smaller of the graphs for so many tokens of prompts
+_FEW_SEQS = 8  # requests in the smaller of the two prompt graphs of a size
 
 Shape = TypeVar("Shape", int, "PromptShape")
 
 
 class PromptShape(NamedTuple):
-    """Of a graph for steps with prompts: its tokens, and requests, of which the last is padding.
-    There are more tokens than requests, by which kernels tell such a step from one of decoding."""
+    """Tokens and requests of a prompt graph; the last request is padding. There are more tokens
+    than requests: that is how kernels tell such a step from a decode step."""
 
     tokens: int
     seqs: int
 
 
 def bucket_sizes(max_batch: int) -> list[int]:
-    """Batch sizes to capture: close together where padding costs most."""
+    """Decode batch sizes to capture: denser where padding costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, max_batch + 1, 64)]
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
 def prompt_shapes(max_tokens: int, max_seqs: int) -> list[PromptShape]:
-    """Shapes to capture for steps of up to `max_tokens`, of few requests and of any number: the
-    next larger one has at most half as many tokens again, from 128 on."""
+    """Shapes to capture for steps of up to `max_tokens`, for few requests and for `max_seqs`. From
+    128 tokens on, consecutive sizes differ by a factor of at most 1.5."""
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
     counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
     seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
@@ -44,7 +44,7 @@ def prompt_shapes(max_tokens: int, max_seqs: int) -> list[PromptShape]:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """The same numbers at the same place on a GPU, which do not keep the memory from others."""
+    """A view of the tensor's GPU memory that does not keep the memory allocated."""
     whole_numbers = {1: "|i1", 2: "<i2", 4: "<i4"}[tensor.itemsize]  # the protocol has no bfloat16
     place = {
         "shape": tuple(tensor.shape),
@@ -60,29 +60,31 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> list[PromptShape]:
-    """What is captured of steps with prompts. is_eager: no step is; is_planned: the host plans
-    attention for each."""
+    """Shapes of steps with prompts to capture. is_eager: no step is captured. is_planned: the host
+    plans attention for every step."""
     scheduler = config.scheduler_config
     if not scheduler.max_prompt_graph_tokens:
         return []
     reasons = {
-        "all steps do here": is_eager,
+        "all steps are eager": is_eager,
         "attention is planned on the host": is_planned,
-        "engines in lock step have prompts of their own": config.parallel_config.is_in_lock_step,
+        "data-parallel ranks in lock-step have different prompts": (
+            config.parallel_config.is_in_lock_step
+        ),
     }
     if why := next((text for text, holds in reasons.items() if holds), ""):
-        logger.warning("--max-prompt-graph-tokens: steps with prompts run eagerly: %s", why)
+        logger.info("Steps with prompts run without CUDA graphs: %s", why)
         return []
     return prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs)
 
 
 class CudaGraphs(Generic[Shape]):
-    """Graphs of `compute(shape)` by shape: its result is that of a step.
+    """CUDA graphs of `compute(shape)`, by shape.
 
-    `compute` must read its inputs from memory that stays where it is. The largest shape is captured
-    first: the smaller ones then fit into the memory it left in the pool, results too, which nobody
-    reads any more when another graph of the pool runs. pool: of other graphs, to share. prepare:
-    fills in inputs before a shape is captured.
+    `compute` must read its inputs from persistent memory. The largest shape is captured first: the
+    smaller ones reuse its memory in the pool, results included, which are read before the next
+    replay. pool: a memory pool to share with other graphs. prepare: fills in the inputs before a
+    shape is captured.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class CudaGraphs(Generic[Shape]):
                 compute(shape)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Only this thread must not wait: NCCL's watchdog asks for the state of its events.
+            # Thread-local: NCCL's watchdog thread queries its events meanwhile.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 result = compute(shape)
             self._graphs[shape] = graph, without_memory(result)
@@ -111,7 +113,7 @@ class CudaGraphs(Generic[Shape]):
         logger.info("Captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
     def replay(self, shape: Shape) -> Tensor:
-        """Runs the graph of this shape; its result is valid until the next replay of any."""
+        """Runs the graph of this shape; the result is valid until the next replay of any graph."""
         graph, result = self._graphs[shape]
         graph.replay()
         return result

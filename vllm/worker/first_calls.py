@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.all2all import AllToAll
+from vllm.distributed.all2all import NaiveAll2All
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.errors import ConfigError, KernelFailedError, VllmError, is_of_machine
 from vllm.kernels import registry
@@ -61,7 +61,7 @@ class FirstCalls:
             elif isinstance(layer, FusedMoE):
                 # They get the tokens of all engines together, or a row for each of theirs.
                 most *= num_engines
-                if isinstance(layer.exchange, AllToAll):
+                if isinstance(layer.all2all, NaiveAll2All):
                     most *= layer.problem.top_k
             compiles = isinstance(layer, FusedMoE) or _compilers(layer.decision) - {NVCC}
             for count in token_counts(most) if compiles else _ends(layer.decision, most):
@@ -209,8 +209,8 @@ def _multiply(layer: Linear | FusedMoE, num_tokens: int) -> None:
     assert kernel is not None
     x = _zeros(layer, num_tokens, problem.hidden)
     own = problem.num_experts // problem.cut_experts
-    # Ranks that exchange rows hand over each of a token's experts by itself.
-    top_k = 1 if isinstance(layer.exchange, AllToAll) else problem.top_k
+    # Ranks that all2all rows hand over each of a token's experts by itself.
+    top_k = 1 if isinstance(layer.all2all, NaiveAll2All) else problem.top_k
     ids = (torch.arange(num_tokens * top_k, device=x.device) % own).view(num_tokens, top_k)
     kernel(x, torch.ones_like(ids, dtype=torch.float32), ids)
 

@@ -1,4 +1,4 @@
-"""The running requests as rows of arrays that live as long as the engine."""
+"""The running requests as rows of persistent arrays."""
 
 from array import array
 
@@ -11,18 +11,18 @@ from vllm.utils.math_utils import cdiv
 
 
 class InputBatch:
-    """Row r belongs to one running request; rows are dense, the last one fills a gap.
+    """One row per running request. Rows are dense: the last row moves into a gap.
 
     token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
-    num_computed: int64 [rows]. block_table: int32 [rows, max blocks]. sampled_at: int64 [rows],
-    where the device keeps the last token, in the order of the step that sampled it; -1 for a token
-    that is in token_ids. num_tokens counts tokens that are not there yet. state_slots: int32
-    [rows], from 1 to the number of rows; a request keeps its slot when its row moves.
+    num_computed: int64 [rows]; num_tokens includes tokens that are still on the device.
+    block_table: int32 [rows, max blocks]. sampled_at: int64 [rows], index of the last token in the
+    device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows], slots of
+    recurrent states from 1 on; a request keeps its slot when its row moves.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
         self.block_size = block_size
-        # Zeroed pages come from the system on first use: a long max_model_len costs nothing here.
+        # The system maps zeroed pages on first use: a long max_model_len costs no memory here.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, cdiv(max_model_len, block_size)), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -37,15 +37,17 @@ class InputBatch:
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.ones(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
-        # Rows to look at one by one; most requests ask for neither.
+        # Rows that need work of their own; most need none.
         self.may_edit_logits = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.wants_pooling = np.zeros(max_num_seqs, np.bool_)
         self.requests: list[Request] = []
         self.row_of: dict[str, int] = {}
 
     _ROW_ARRAYS = (
         "num_blocks", "num_tokens", "num_prompt", "num_computed", "sampled_at", "state_slots",
         "seeds", "temperature", "top_k", "top_p", "min_p", "may_edit_logits", "wants_logprobs",
+        "wants_pooling",
     )  # fmt: skip
 
     def add(self, request: Request, num_computed: int) -> None:
@@ -68,6 +70,7 @@ class InputBatch:
         self.min_p[row] = sampling.min_p
         self.may_edit_logits[row] = sampling.may_edit_logits
         self.wants_logprobs[row] = sampling.logprobs is not None
+        self.wants_pooling[row] = request.pooling is not None
 
     def drop(self, request_id: str) -> None:
         row = self.row_of.pop(request_id)
@@ -95,23 +98,23 @@ class InputBatch:
         self.num_blocks[row] = start + len(blocks)
 
     def reserve_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Places of the next token of each of `rows`, which `put_tokens` fills in later.
+        """Positions of the next token of each of `rows`, which `put_tokens` fills in later.
 
-        A full row ends with this step and takes none: its place is past the end.
+        A full row finishes with this step: its position is past the end.
         """
         places: np.ndarray = self.num_tokens[rows]
         self.num_tokens[rows] += places < self.token_ids.shape[1]
         return places
 
     def put_tokens(self, request_ids: list[str], places: np.ndarray, tokens: np.ndarray) -> None:
-        """The tokens that were reserved; requests that are gone are passed over."""
+        """Fills in reserved tokens; skips requests that are gone."""
         rows = np.array([self.row_of.get(request_id, -1) for request_id in request_ids], np.int64)
         fits = (rows >= 0) & (places < self.token_ids.shape[1])
         self.token_ids[rows[fits], places[fits]] = tokens[fits]
 
 
 def make_batch(config: VllmConfig) -> InputBatch:
-    """ConfigError naming the flags where memory does not hold it."""
+    """ConfigError, with the flags to lower, where memory is too small."""
     num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     try:
         return InputBatch(num_seqs, length, config.cache_config.block_size)

@@ -1,17 +1,20 @@
-"""Size and allocation of the KV cache."""
+"""Size and allocation of what layers keep of requests, by the kind of cache that each has: pages
+of the KV cache, and recurrent states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from vllm import envs
+from vllm.architectures.kv_cache import FullAttentionSpec, RecurrentStateSpec
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.ops.paged_attention import PagedAttention
+from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.cuda import gpu_memory
 from vllm.utils.math_utils import cdiv
@@ -37,31 +40,42 @@ def allocate_kv_cache(
     promised_bytes: memory of the CPU that is spoken for without being taken yet. agree: the least
     number of all ranks, given that of this one.
     """
-    kernels = [module.kernel for module in model.modules() if isinstance(module, Attention)]
+    layers = _layers_with(model, FullAttentionSpec)
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
-    if num_blocks is None and not kernels:
+    block_bytes = sum(_block_bytes(layer, config) for layer in layers)
+    if num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
     elif num_blocks is None and device.type == "cpu":
-        num_blocks = _num_blocks_on_cpu(kernels, config, promised_bytes)
+        num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes)
     elif num_blocks is None:
-        num_blocks = _num_blocks_on_gpu(kernels, config, peak_bytes)
+        num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes)
     num_blocks = int(agree(num_blocks))
-    _check_size(kernels, config, device, num_blocks)
-    for kernel in kernels:
-        kernel.allocate(num_blocks, block_size, device)
-    size = num_blocks * sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
+    _check_size(block_bytes, config, device, num_blocks)
+    for layer in layers:
+        layer.kernel.allocate(num_blocks, block_size, device)
+    size = num_blocks * block_bytes / _GIB
     logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
     return num_blocks
 
 
+def _layers_with(model: nn.Module, kind: type[Any]) -> list[Any]:
+    """Layers whose description has a cache of this kind."""
+    return [part for part in model.modules() if isinstance(getattr(part, "cache_spec", None), kind)]
+
+
+def _block_bytes(layer: Attention, config: VllmConfig) -> int:
+    ranks, item_size = config.parallel_config.tensor_parallel_size, layer.kernel.dtype.itemsize
+    return config.cache_config.block_size * layer.cache_spec.token_bytes(item_size, ranks)
+
+
 def _check_size(
-    kernels: list[PagedAttention], config: VllmConfig, device: torch.device, num_blocks: int
+    block_bytes: int, config: VllmConfig, device: torch.device, num_blocks: int
 ) -> None:
     """ConfigError where the cache has no room for a block, or memory none for the cache."""
     block_size = config.cache_config.block_size
-    gib = sum(kernel.block_bytes(block_size) for kernel in kernels) / _GIB
+    gib = block_bytes / _GIB
     if num_blocks < 2:
         raise ConfigError(
             f"--block-size {block_size}: a block takes {gib:.3g} GiB, and the KV cache has no room "
@@ -115,11 +129,10 @@ def fit_max_model_len(config: VllmConfig, num_blocks: int, device_kind: str) -> 
     return replace(config, model_config=replace(model, max_model_len=num_tokens))
 
 
-def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_bytes: int) -> int:
+def _num_blocks_on_gpu(block_bytes: int, config: VllmConfig, peak_bytes: int) -> int:
     """What is left beside weights, the largest step and captured graphs with their logits: of this
     engine's share of the GPU (gpu_memory_utilization, whatever others use), and of what is free at
     all."""
-    block_bytes = sum(kernel.block_bytes(config.cache_config.block_size) for kernel in kernels)
     share = config.cache_config.gpu_memory_utilization
     memory = gpu_memory(share)
     logit_bytes = 4 * config.scheduler_config.max_num_seqs * config.model_config.vocab_size
@@ -136,12 +149,8 @@ def _num_blocks_on_gpu(kernels: list[PagedAttention], config: VllmConfig, peak_b
     return left // block_bytes
 
 
-def _num_blocks_on_cpu(
-    kernels: list[PagedAttention], config: VllmConfig, promised_bytes: int
-) -> int:
+def _num_blocks_on_cpu(block_bytes: int, config: VllmConfig, promised_bytes: int) -> int:
     """As many as all requests can use at their longest, within the memory there is."""
-    block_size = config.cache_config.block_size
-    block_bytes = sum(kernel.block_bytes(block_size) for kernel in kernels)
     space = envs.VLLM_CPU_KVCACHE_SPACE
     free = max(0, available_memory() - promised_bytes)
     if space is not None:
@@ -160,3 +169,65 @@ def _most_blocks(config: VllmConfig) -> int:
     """All requests at their longest."""
     longest = cdiv(config.model_config.max_model_len, config.cache_config.block_size)
     return longest * config.scheduler_config.max_num_seqs
+
+
+# ---------------------------------------------------------------- recurrent states
+
+
+def state_layers(model: nn.Module) -> list[GatedDeltaNet]:
+    return _layers_with(model, RecurrentStateSpec)
+
+
+def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) -> int:
+    """Gives every recurrent layer its states; returns their bytes, on the CPU of pages that are
+    taken only when they are used. ConfigError where memory does not hold them."""
+    layers = state_layers(model)
+    if not layers:
+        return 0
+    num_seqs, num_kept = config.scheduler_config.max_num_seqs, len(config.snapshot_slots)
+    num_slots = num_seqs + 1 + num_kept  # the first is for rows that fill up a captured graph
+    of_one = sum(_state_bytes(layer, config) for layer in layers)
+    free = _free_memory(config, device)
+    if num_slots * of_one > free:
+        fits = max(free // of_one - 1 - num_kept, 0)
+        kept = f" and --num-state-snapshots {num_kept}" if num_kept else ""
+        raise ConfigError(
+            f"--max-num-seqs {num_seqs}{kept}: so many recurrent states need "
+            f"{num_slots * of_one / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB of memory are free; "
+            f"lower --max-num-seqs to at most {fits}, less what the KV cache needs"
+        )
+    for layer in layers:
+        layer.allocate(num_slots, device)
+    logger.info(
+        "Recurrent states: %d requests of %.2f MiB each, %.2f GiB. %s",
+        num_seqs,
+        of_one / (1 << 20),
+        num_slots * of_one / _GIB,
+        f"{num_kept} of earlier prompts are kept for those that begin alike"
+        if num_kept
+        else "Prefix caching is off: a state holds all tokens of its request; with "
+        "--enable-prefix-caching copies are kept for others that begin alike",
+    )
+    return num_slots * of_one
+
+
+def _state_bytes(layer: GatedDeltaNet, config: VllmConfig) -> int:
+    """Of one request."""
+    ranks = config.parallel_config.tensor_parallel_size
+    return layer.cache_spec.request_bytes(layer.dtype.itemsize, ranks)
+
+
+def copy_states(layers: Iterable[GatedDeltaNet], pairs: Iterable[tuple[int, int]]) -> None:
+    """Copies states of all layers: pairs of slots, from and to."""
+    pairs = list(pairs)
+    for layer in layers if pairs else ():
+        for states in (layer.conv_state, layer.state):
+            for source, target in pairs:
+                states[target].copy_(states[source])
+
+
+def _free_memory(config: VllmConfig, device: torch.device) -> int:
+    if device.type == "cpu":
+        ranks = config.parallel_config
+        return available_memory() // (ranks.num_engine_ranks * ranks.data_parallel_size)
+    return gpu_memory(config.cache_config.gpu_memory_utilization).left

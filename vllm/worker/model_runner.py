@@ -1,21 +1,18 @@
-"""Runs the model: from a step of the scheduler to the next token of each request."""
+"""Runs the model on a scheduler output: computes logits and samples the next tokens."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.core.request import Request, TokenLogprobs
-from vllm.core.scheduler import Step
-from vllm.distributed.groups import wait_for
+from vllm.core.outputs import SchedulerOutput, TokenLogprobs
+from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.device_ops import usable_ops
-from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
@@ -23,6 +20,7 @@ from vllm.model_executor.layers.attention import Attention, planners
 from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
+from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.cuda_graph import (
     CudaGraphs,
     PromptShape,
@@ -32,82 +30,28 @@ from vllm.worker.cuda_graph import (
     prompt_shape,
 )
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
-from vllm.worker.input_batch import InputBatch, make_batch
+from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
-from vllm.worker.kv_cache import allocate_kv_cache, fit_max_model_len
-from vllm.worker.numerics import BROKEN, NumericsWatch, mark_broken
+from vllm.worker.kv_cache import (
+    allocate_kv_cache,
+    allocate_states,
+    copy_states,
+    fit_max_model_len,
+    state_layers,
+)
+from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
-from vllm.worker.state_cache import allocate_states, copy_states, state_layers
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
 logger = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class StepResult:
-    """tokens: the next token by request. logprobs: by request, where asked for.
-
-    prompt_logprobs: by request, once, with the step that completes the prompt; the first token
-    of a prompt has none. broken: why requests got no token; their logits were not finite.
-    num_compiled: kernels that were compiled since the step before, which should be none.
-    """
-
-    tokens: dict[str, int]
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    num_compiled: int = 0
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step on its way. On a GPU it may still run; the next one can be launched meanwhile.
-
-    places: where each request's token goes in the batch. copied: when `tokens` (host memory) hold
-    them; None where they do at once. watch: of the layers, where --debug-numerics is set;
-    first_broken: the first it had found when the step was launched. timeout_s: how long to wait.
-    """
-
-    batch: InputBatch
-    request_ids: list[str]
-    places: np.ndarray
-    tokens: Tensor
-    copied: torch.cuda.Event | None
-    logprobs: dict[str, TokenLogprobs]
-    prompt_logprobs: dict[str, list[TokenLogprobs]]
-    watch: NumericsWatch | None = None
-    first_broken: str | None = None
-    timeout_s: float | None = None
-
-    def result(self) -> StepResult:
-        """Waits for the step's end. To be called once, in the order of launching."""
-        if self.copied is not None:
-            wait_for(self.copied, self.timeout_s)
-        self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
-        tokens = dict(zip(self.request_ids, self.tokens.tolist()))
-        broken = {}
-        if BROKEN in tokens.values():
-            reason = self._what_broke()
-            broken = {name: reason for name, token in tokens.items() if token == BROKEN}
-            tokens = {name: token for name, token in tokens.items() if token != BROKEN}
-        num_compiled = MONITOR.take()
-        return StepResult(tokens, self.logprobs, self.prompt_logprobs, broken, num_compiled)
-
-    def _what_broke(self) -> str:
-        text = "the model's logits for the next token are NaN or infinite"
-        if self.watch is None:
-            return f"{text}; start with --debug-numerics to learn in which layer that begins"
-        self.watch.reset()  # the next failure may begin elsewhere
-        return f"{text}; the first output that is not finite is that of {self.first_broken}"
-
-
 class ModelRunner:
-    """The model with its KV cache and the batch it works on.
+    """The model with its KV cache and the input batch.
 
-    runs_ahead: a step may be launched before the result of the one before it was taken; of two
-    before it, the first must have been.
+    async_scheduling: one step may be launched while the result of the one before it is pending.
     """
 
     def __init__(
@@ -117,7 +61,7 @@ class ModelRunner:
         report: StartupReport,
         parallel: Parallel | None = None,
     ):
-        """parallel: the ranks that share the model with this one; None: it is alone."""
+        """parallel: process groups of this rank; None for a single rank."""
         self._parallel = parallel = parallel or Parallel()
         self.device = torch.device(selection.device.kind)
         self._ops = usable_ops(selection.device.kind)
@@ -158,9 +102,9 @@ class ModelRunner:
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
-        self.runs_ahead = self.device.type == "cuda"
+        self.async_scheduling = self.device.type == "cuda"
         self._copies = [
-            torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=self.runs_ahead)
+            torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=self.async_scheduling)
             for _ in range(2)
         ]
         self._graphs: CudaGraphs[int] | None = None
@@ -172,12 +116,12 @@ class ModelRunner:
         self._watch = NumericsWatch(self.model) if debugs else None
 
     def _begin_warm_up(self, selection: Selection) -> None:
-        """While weights are read, compilers run."""
+        """Compiles kernels while weights are read."""
         if self.device.type == "cuda":
             self._warm_up = begin_warm_up(selection, self._max_tokens)
 
     def _call_kernels(self, calls: FirstCalls, config: VllmConfig) -> None:
-        """On a CPU, where nothing compiles and time is short, with one token."""
+        """Runs every chosen kernel once; on a CPU, where nothing compiles, with one token."""
         if self.device.type == "cpu":
             calls.of_weights(1, 1)
             return
@@ -187,8 +131,8 @@ class ModelRunner:
         torch.cuda.empty_cache()
 
     def _peak_bytes(self, calls: FirstCalls, config: VllmConfig) -> int:
-        """Memory that the largest step allocates on the way, measured without a cache: of one
-        request, and of as many as there can be, for each of which kernels may keep something."""
+        """Peak activation memory of the largest steps, measured without a KV cache: all tokens of
+        one request, and as many requests as possible."""
         num_tokens = config.scheduler_config.max_num_batched_tokens
         num_seqs = config.scheduler_config.max_num_seqs
         torch.cuda.synchronize()
@@ -196,7 +140,7 @@ class ModelRunner:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
-        self._parallel.token_counts = (num_tokens,) * self._parallel.data.size
+        self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
         longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
@@ -207,10 +151,10 @@ class ModelRunner:
             del hidden
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
-        if self._prompt_shapes:  # graphs keep what their steps need to themselves
+        if self._prompt_shapes:  # graphs keep their activations allocated
             torch.cuda.reset_peak_memory_stats()
             largest = self._prompt_shapes[-1]
-            self._parallel.token_counts = (largest.tokens,) * self._parallel.data.size
+            self._parallel.num_tokens_across_dp = (largest.tokens,) * self._parallel.data.size
             self.model(inputs.padding(*largest, max_seq_len=longest))
             torch.cuda.synchronize()
             peak_bytes += torch.cuda.max_memory_allocated() - before
@@ -219,7 +163,7 @@ class ModelRunner:
     def _make_decoding_ready(
         self, config: VllmConfig, report: StartupReport, is_eager: bool
     ) -> None:
-        """Captures graphs, or decodes once: kernels of few tokens compile at a first call."""
+        """Captures CUDA graphs, or decodes once eagerly: kernels compile at their first call."""
         max_num_seqs = config.scheduler_config.max_num_seqs
         knobs = "--gpu-memory-utilization, --max-num-seqs"
         wants_prompts = bool(self._prompt_shapes)
@@ -229,12 +173,12 @@ class ModelRunner:
             naming_the_knob(f"{knobs}{', --max-prompt-graph-tokens' * wants_prompts} (lower)"),
         ):
             if is_eager:
-                for size in {1, min(2, max_num_seqs)}:  # strides of one row may be any
+                for size in {1, min(2, max_num_seqs)}:  # strides of a single row are arbitrary
                     self._decode_once(size)
                 torch.cuda.synchronize()
             else:
                 pool = None
-                if wants_prompts:  # first, for they need more memory
+                if wants_prompts:  # first: they need more memory
                     prepare = self._inputs.pad_prompts
                     self._prompt_graphs = CudaGraphs(
                         self._prompts_once, self._prompt_shapes, prepare=prepare
@@ -243,35 +187,36 @@ class ModelRunner:
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
 
     def _decode_once(self, size: int) -> Tensor:
-        self._parallel.token_counts = (size,) * self._parallel.data.size
+        self._parallel.num_tokens_across_dp = (size,) * self._parallel.data.size
         return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
 
     def _prompts_once(self, shape: PromptShape) -> Tensor:
-        self._parallel.token_counts = (shape.tokens,) * self._parallel.data.size
+        self._parallel.num_tokens_across_dp = (shape.tokens,) * self._parallel.data.size
         hidden: Tensor = self.model(self._inputs.prompt_batch(shape))
         return hidden
 
     def drop_graphs(self) -> None:
-        """After which steps run eagerly."""
+        """Later steps run eagerly."""
         self._graphs = self._prompt_graphs = None
 
-    def launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
-        """Starts a step. bitmasks: allowed tokens of requests that follow a grammar.
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+    ) -> AsyncModelRunnerOutput:
+        """Starts a scheduler_output. bitmasks: allowed tokens of requests with a grammar.
 
-        Requests whose logits are edited by what they sampled before, and those with a grammar,
-        take part only when the results of all steps before were taken.
+        Requests with penalties or a grammar must not be scheduled while a result is pending.
         """
         with torch.inference_mode(), self._cores_for_kernels():
             if self._warm_up is not None:
                 self._warm_up.promote()
-            return self._launch(step, bitmasks)
+            return self._execute(scheduler_output, bitmasks)
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:
-        """Lets torch compute in this thread alone while kernels with threads of their own run.
+        """Limits torch to this thread while kernels with their own thread pool run.
 
-        torch's threads spin for a while after each of its operations, on the very cores that the
-        next kernel needs: that was a third of a step.
+        torch's threads spin after each operation, on the cores that the next kernel needs: that
+        took a third of a scheduler_output.
         """
         num_threads = torch.get_num_threads()
         if not self._ops.USES_TORCH_THREADS:
@@ -281,23 +226,28 @@ class ModelRunner:
         finally:
             torch.set_num_threads(num_threads)
 
-    def _launch(self, step: Step, bitmasks: dict[str, Tensor]) -> LaunchedStep:
-        self._update_batch(step)
+    def _execute(
+        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+    ) -> AsyncModelRunnerOutput:
+        self._update_batch(scheduler_output)
         batch = self.batch
-        # An engine without requests computes a token of padding with the others.
-        self._parallel.token_counts = tuple(max(1, count) for count in step.token_counts)
-        if step.is_empty:
-            self._compute_padding(step)
-            return self._without_tokens({})
-        rows = np.array([batch.row_of[i] for i in step.num_tokens], np.int64)
-        counts = np.fromiter(step.num_tokens.values(), np.int64, len(rows))
+        # A data-parallel rank without requests computes one token of padding.
+        self._parallel.num_tokens_across_dp = tuple(
+            max(1, count) for count in scheduler_output.num_tokens_across_dp
+        )
+        if scheduler_output.is_empty:
+            self._compute_padding(scheduler_output)
+            return self._without_tokens({}, {})
+        rows = np.array([batch.row_of[i] for i in scheduler_output.num_scheduled_tokens], np.int64)
+        counts = np.fromiter(scheduler_output.num_scheduled_tokens.values(), np.int64, len(rows))
         if counts.max() == 1:
-            # Longest first, or attention ends with a long one while most of a GPU has no work.
+            # Longest first: a long request that starts last would leave most of the GPU idle.
             rows = rows[np.argsort(-batch.num_computed[rows], kind="stable")]
         starts = batch.num_computed[rows]
         ends = starts + counts
         complete = np.flatnonzero(ends == batch.num_tokens[rows])
-        size = self._graph_size(step, counts, complete)
+        size = self._graph_size(scheduler_output, rows, counts, complete)
+        pooled: dict[str, list[float]] = {}
         if size is not None:
             assert self._graphs is not None
             self._inputs.fill_decode(batch, rows, starts, size)
@@ -305,28 +255,44 @@ class ModelRunner:
             prompt_logprobs = {}
         else:
             last = np.cumsum(counts) - 1
-            hidden = self._hidden(step, rows, counts, starts, complete)
+            hidden = self._hidden(scheduler_output, rows, counts, starts, complete)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(complete):
                     hidden = hidden[to_device(last[complete], self.device)]
-                logits = self.model.compute_logits(hidden)
+                is_pooled = batch.wants_pooling[rows[complete]]
+                if is_pooled.any():
+                    pooled = self._pool(hidden[is_pooled], rows[complete[is_pooled]])
+                    hidden, complete = hidden[~is_pooled], complete[~is_pooled]
+                if len(complete):
+                    logits = self.model.compute_logits(hidden)
         batch.num_computed[rows] = ends
-        kept = step.kept_states.items()
-        copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in kept])
+        snapshots = scheduler_output.state_snapshots.items()
+        copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(complete) == 0:
-            return self._without_tokens(prompt_logprobs)
-        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs)
+            return self._without_tokens(prompt_logprobs, pooled)
+        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs, pooled)
+
+    def _pool(self, hidden: Tensor, rows: np.ndarray) -> dict[str, list[float]]:
+        """The vectors of pooling requests, from the hidden states [P, hidden] of their last tokens.
+        Blocks: none of them has a next step to prepare meanwhile."""
+        requests = [self.batch.requests[row] for row in rows]
+        vectors = hidden.float()
+        norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+        normalize = [[r.pooling is not None and r.pooling.normalize] for r in requests]
+        is_normalized = torch.tensor(normalize, device=vectors.device)
+        vectors = torch.where(is_normalized, vectors / norms, vectors)
+        return dict(zip([r.request_id for r in requests], vectors.tolist()))
 
     def _hidden(
         self,
-        step: Step,
+        scheduler_output: SchedulerOutput,
         rows: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,
         complete: np.ndarray,
     ) -> Tensor:
-        """Last hidden states of all tokens of a step with prompts, or of those that are read."""
+        """Last hidden states of all tokens of a step with prompts, or only of `_read_rows`."""
         last = np.cumsum(counts) - 1
         if self._prompt_graphs is not None:
             num_tokens = int(last[-1]) + 1
@@ -334,29 +300,38 @@ class ModelRunner:
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 return self._prompt_graphs.replay(shape)[:num_tokens]
-        read = self._read_rows(step, last, complete)
+        read = self._read_rows(scheduler_output, last, complete)
         hidden: Tensor = self.model(self._inputs.fill(self.batch, rows, counts, starts, read))
         return hidden
 
-    def _read_rows(self, step: Step, last: np.ndarray, complete: np.ndarray) -> np.ndarray | None:
-        """The tokens of a step whose last hidden state somebody reads; None for all. last: of each
-        request.
+    def _read_rows(
+        self, scheduler_output: SchedulerOutput, last: np.ndarray, complete: np.ndarray
+    ) -> np.ndarray | None:
+        """Tokens whose last hidden state is needed; None for all. last: last token of each request.
 
-        Where nothing is sampled it is one that nobody reads, for no kernel takes none. Prompt
-        logprobs read all. Engines in lock step count on each other's tokens in every layer.
+        Where nothing is sampled it is one token, because no kernel takes zero rows. Prompt
+        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens.
         """
-        if self._prompt_logprobs or step.token_counts or len(complete) > last[-1]:
+        if (
+            self._prompt_logprobs
+            or scheduler_output.num_tokens_across_dp
+            or len(complete) > last[-1]
+        ):
             return None
         return last[complete] if len(complete) else last[-1:]
 
-    def _without_tokens(self, prompt_logprobs: dict[str, list[TokenLogprobs]]) -> LaunchedStep:
+    def _without_tokens(
+        self, prompt_logprobs: dict[str, list[TokenLogprobs]], pooled: dict[str, list[float]]
+    ) -> AsyncModelRunnerOutput:
         nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
-        return LaunchedStep(self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs)
+        return AsyncModelRunnerOutput(
+            self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs, pooled
+        )
 
-    def _compute_padding(self, step: Step) -> None:
-        """What an engine without requests does where others need its experts."""
+    def _compute_padding(self, scheduler_output: SchedulerOutput) -> None:
+        """The step of a data-parallel rank without requests: others need its experts."""
         nothing = np.empty(0, np.int64)
-        size = self._graph_size(step, nothing, nothing)
+        size = self._graph_size(scheduler_output, nothing, nothing, nothing)
         if size is None:
             self.model(self._inputs.padding(1))
             return
@@ -364,17 +339,27 @@ class ModelRunner:
         self._inputs.fill_decode(self.batch, nothing, nothing, size)
         self._graphs.replay(size)
 
-    def _graph_size(self, step: Step, counts: np.ndarray, complete: np.ndarray) -> int | None:
-        """The captured graph that serves this step; None for a step that has to run eagerly.
+    def _graph_size(
+        self,
+        scheduler_output: SchedulerOutput,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        complete: np.ndarray,
+    ) -> int | None:
+        """The captured decode graph for this step; None where it has to run eagerly.
 
-        Engines in lock step take the same one: sizes of what they exchange are in it.
+        Data-parallel ranks in lock-step choose the same one: it contains their exchange sizes.
         """
         if self._graphs is None:
             return None
-        if step.token_counts:
-            return decode_shape(self._graphs, max(step.token_counts)) if step.all_decode else None
+        if scheduler_output.num_tokens_across_dp:
+            return (
+                decode_shape(self._graphs, max(scheduler_output.num_tokens_across_dp))
+                if scheduler_output.uniform_decode
+                else None
+            )
         is_decode = len(complete) == len(counts) and counts.max() == 1
-        if not is_decode or self._prompt_logprobs:
+        if not is_decode or self._prompt_logprobs or self.batch.wants_pooling[rows].any():
             return None
         return decode_shape(self._graphs, len(counts))
 
@@ -384,14 +369,15 @@ class ModelRunner:
         rows: np.ndarray,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
-    ) -> LaunchedStep:
+        pooled: dict[str, list[float]],
+    ) -> AsyncModelRunnerOutput:
         batch, num_rows = self.batch, len(rows)
         tokens, reported, logprobs = self._next_tokens(logits, rows, bitmasks)
         self._copies.reverse()
         host = self._copies[0][:num_rows]
         host.copy_(reported, non_blocking=True)
         copied = None
-        if self.runs_ahead:
+        if self.async_scheduling:
             self._inputs.sampled[:num_rows] = tokens
             batch.sampled_at.fill(-1)
             batch.sampled_at[rows] = np.arange(num_rows)
@@ -399,7 +385,7 @@ class ModelRunner:
                 copied = torch.cuda.Event()
                 copied.record()
         ids = [batch.requests[row].request_id for row in rows]
-        return LaunchedStep(
+        return AsyncModelRunnerOutput(
             batch=batch,
             request_ids=ids,
             places=batch.reserve_tokens(rows),
@@ -407,6 +393,7 @@ class ModelRunner:
             copied=copied,
             logprobs={ids[index]: entry for index, entry in logprobs.items()},
             prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
             watch=self._watch,
             first_broken=self._watch.first if self._watch is not None else None,
             timeout_s=self._parallel.timeout_s,
@@ -415,9 +402,9 @@ class ModelRunner:
     def _next_tokens(
         self, logits: Tensor, rows: np.ndarray, bitmasks: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, dict[int, TokenLogprobs]]:
-        """What the last stage samples, on all stages, for the next step to read; the same with
-        broken ones marked, as the last stage knows them; and logprobs. The tensor-parallel ranks
-        of a stage have the same logits, and so draw the same tokens."""
+        """Sampled tokens, the same on all pipeline stages; the tokens with broken ones marked, on
+        the last stage; and logprobs. Tensor-parallel ranks have equal logits and so sample equal
+        tokens."""
         stages = self._parallel.pipeline
         if not stages.is_last:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -428,17 +415,17 @@ class ModelRunner:
         tokens, logprobs = sample(logits, settings, self._ops)
         return stages.broadcast(tokens, stages.size - 1), mark_broken(logits, tokens), logprobs
 
-    def _update_batch(self, step: Step) -> None:
-        for request_id in step.dropped:
+    def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.removed_request_ids:
             self.batch.drop(request_id)
             self._prompt_logprobs.drop(request_id)
-        for admission in step.admitted:
-            request = admission.request
-            self.batch.add(request, admission.num_computed_tokens)
-            self._prompt_logprobs.add(request)
-        restored = [(a.state_from, a.request.request_id) for a in step.admitted if a.state_from]
+        new_reqs = scheduler_output.scheduled_new_reqs
+        for new in new_reqs:
+            self.batch.add(new.request, new.num_computed_tokens)
+            self._prompt_logprobs.add(new.request)
+        restored = [(n.state_slot, n.request.request_id) for n in new_reqs if n.state_slot]
         copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
-        for request_id, blocks in step.new_blocks.items():
+        for request_id, blocks in scheduler_output.new_block_ids.items():
             self.batch.append_blocks(request_id, blocks)
 
     def _sampling_batch(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> SamplingBatch:
@@ -483,6 +470,6 @@ class ModelRunner:
         )
 
     def _bitmasks(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> dict[int, Tensor]:
-        """By place among `rows`, for requests that follow a grammar."""
+        """By index in `rows`, for requests with a grammar."""
         ids = (self.batch.requests[row].request_id for row in rows) if bitmasks else ()
         return {index: bitmasks[name] for index, name in enumerate(ids) if name in bitmasks}

@@ -6,7 +6,8 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
-from vllm.core.request import Request, TokenLogprobs
+from vllm.core.outputs import TokenLogprobs
+from vllm.core.request import Request
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.sampler import gather_logprobs

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.request import TokenLogprobs
+from vllm.core.outputs import TokenLogprobs
 from vllm.worker.input_buffers import to_device
 
 

@@ -150,8 +150,8 @@ def test_the_engine_starts_beside_a_library_that_faults_or_hangs(folder, tmp_pat
     dump = str(tmp_path / "d")
     script = f"""
 from vllm import LLM, SamplingParams
-from vllm.platforms import trial
-trial.TIMEOUT_SECONDS = 20.0
+from vllm.platforms import libraries
+libraries.TRIAL_SECONDS = 20.0
 if __name__ == "__main__":
     llm = LLM({folder!r}, skip_tokenizer_init=True, max_num_seqs=4, max_model_len=256,
               num_gpu_blocks_override=100, enforce_eager=True, dump_decisions={dump!r})

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.demo import demo_model_path
 from vllm.errors import CheckpointError
-from vllm.model_executor.layers.quantization.utils.fp8_utils import dequantise_blocks
+from vllm.utils.fp8 import dequantise_blocks
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 32

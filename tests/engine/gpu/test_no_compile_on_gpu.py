@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import builtin_config
 from vllm.kernels.jit.monitor import MONITOR
-from vllm.kernels.report.builtin_models import builtin_config
 
 pytestmark = pytest.mark.gpu
 MODELS = ("Qwen3-8B-FP8", "Qwen3-30B-A3B-FP8", "Qwen3.5-35B-A3B-FP8")

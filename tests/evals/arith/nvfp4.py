@@ -9,11 +9,12 @@ from evals.arith import texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
+from vllm.ops import nvfp4 as nvfp4_ops
+from vllm.utils import fp8
 
 # Of a row for each head or expert: too few for a kernel of 4-bit weights.
 _KEPT = (".in_proj_a", ".in_proj_b", ".mlp.gate", ".shared_expert_gate")
-_LARGEST = nvfp4_utils.E4M3_MAX * nvfp4_utils.E2M1_MAX
+_LARGEST = nvfp4_ops.E4M3_MAX * nvfp4_ops.E2M1_MAX
 
 
 def write(folder: Path, calibration: list[list[int]]) -> None:
@@ -28,8 +29,8 @@ def write(folder: Path, calibration: list[list[int]]) -> None:
         if layer not in largest:
             quantised[name] = weight
             continue
-        scale = nvfp4_utils.nvfp4_global_scale(weight.abs().max())
-        packed, scales = nvfp4_utils.nvfp4_quantize(weight.float(), scale.view(1))
+        scale = nvfp4_ops.nvfp4_global_scale(weight.abs().max())
+        packed, scales = nvfp4_ops.nvfp4_quantize(weight.float(), scale.view(1))
         quantised |= {
             f"{layer}.weight": packed,
             f"{layer}.weight_scale": scales,
@@ -47,7 +48,7 @@ def _dequantised() -> dict[str, Tensor]:
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
         if scales is not None:
-            tensor = fp8_utils.dequantise_blocks(tensor, scales).bfloat16()
+            tensor = fp8.dequantise_blocks(tensor, scales).bfloat16()
         if not name.endswith("_scale_inv"):
             weights[name] = tensor
     return weights

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as quant
-from vllm._custom_ops import ScaleLayout
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.platforms import native
 
 FP8 = torch.float8_e4m3fn

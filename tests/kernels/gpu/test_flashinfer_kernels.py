@@ -18,15 +18,13 @@ from vllm.kernels import registry
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    dequantise_blocks,
-    per_token_group_quant_fp8,
-)
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import (
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
 )
 from vllm.platforms.probe import probe_device, probe_libs
+from vllm.utils.fp8 import dequantise_blocks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    per_block_cast_to_fp8,
     per_token_group_quant_fp8,
     per_token_group_quant_fp8_packed_for_deepgemm,
     requant_weight_ue8m0_inplace,
 )
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

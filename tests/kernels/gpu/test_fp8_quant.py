@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as ops
-from vllm._custom_ops import ScaleLayout
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    FP8,
-    MIN_AMAX,
-    fp8_scales,
     per_token_group_quant_fp8,
     per_token_group_quant_fp8_packed_for_deepgemm,
-    round_to_fp8,
 )
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
+from vllm.utils.fp8 import FP8, MIN_AMAX, fp8_scales, round_to_fp8
 from vllm.utils.math_utils import cdiv, round_up
 
 DEVICE = "cuda"

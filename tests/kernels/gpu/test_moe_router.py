@@ -5,19 +5,20 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
+from vllm.architectures.router import Router
 from vllm.kernels.activations import KernelByTokens
 from vllm.kernels.backends.torch import DenseKernel
 from vllm.kernels.triton import moe_router as kernels
-from vllm.model_executor.layers.fused_moe import router
-from vllm.model_executor.layers.fused_moe.router import Routing, route
+from vllm.ops import moe_router as router
+from vllm.ops.moe_router import route
 
 pytestmark = MARKS
 ROUTERS = {
     "softmax": (128, 8, {}),
     "not renormalised": (60, 4, {"renormalise": False}),
-    "sigmoid": (100, 6, {"is_sigmoid": True, "factor": 2.5}),
-    "groups": (64, 6, {"num_groups": 8, "kept_groups": 3}),
-    "groups with bias": (256, 8, {"is_sigmoid": True, "num_groups": 8, "kept_groups": 4}),
+    "sigmoid": (100, 6, {"scoring": "sigmoid", "routed_scale": 2.5}),
+    "groups": (64, 6, {"num_groups": 8, "topk_groups": 3}),
+    "groups with bias": (256, 8, {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4}),
     "one expert": (1, 1, {}),
 }
 
@@ -83,7 +84,7 @@ def chosen_beside(
     """Among the first `count` rows of the gate, in memory that holds NaN before it is written."""
     torch.use_deterministic_algorithms(True)
     try:
-        routing = Routing(count, top_k, renormalise, **options)
+        routing = Router(count, top_k, renormalise, **options)
         return kernels.choose_experts(x, gate, routing, bias)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -124,7 +125,7 @@ def test_rows_beyond_the_experts_are_multiplied_beside_them(count, num_tokens, n
 def test_rows_beyond_the_experts_of_a_gate_that_keeps_no_weight():
     x, weight = whole_numbers(5, 512), whole_numbers(41, 512)
     for choose in (kernels.choose_experts, router.choose_experts):
-        _, ids, others = choose(x, lambda x: multiply(x, weight), Routing(40, 4, True))
+        _, ids, others = choose(x, lambda x: multiply(x, weight), Router(40, 4, True))
         assert torch.equal(others, multiply(x, weight[40:])) and int(ids.max()) < 40
 
 
@@ -159,7 +160,7 @@ def test_a_token_that_is_nan_spoils_no_other():
 
 def test_a_gate_that_keeps_no_weight_is_called():
     x, weight = whole_numbers(5, 512), whole_numbers(40, 512)
-    gate, routing = lambda x: multiply(x, weight), Routing(40, 4, True)
+    gate, routing = lambda x: multiply(x, weight), Router(40, 4, True)
     weights, ids, _ = kernels.choose_experts(x, gate, routing)
     wanted, expected = kernels.route(multiply(x, weight), 4, True)
     assert torch.equal(ids, expected) and torch.equal(weights, wanted)
@@ -172,7 +173,7 @@ def test_a_gate_whose_kernel_depends_on_the_number_of_tokens_keeps_its_weight():
         raise AssertionError("the router's product was not ours")
 
     split = KernelByTokens([(8, unread), (None, gate)])
-    found, wanted = (kernels.choose_experts(x, g, Routing(40, 4, True)) for g in (split, gate))
+    found, wanted = (kernels.choose_experts(x, g, Router(40, 4, True)) for g in (split, gate))
     assert all(map(torch.equal, found, wanted))
 
 
@@ -180,7 +181,7 @@ def test_a_gate_whose_kernel_depends_on_the_number_of_tokens_keeps_its_weight():
 def test_a_captured_graph_routes_other_tokens():
     x = torch.randn(64, 2048, device=DEVICE).bfloat16()
     gate = DenseKernel(torch.randn(129, 2048, device=DEVICE).bfloat16() / 45, multiply)
-    routing = Routing(128, 8, True)
+    routing = Router(128, 8, True)
     kernels.choose_experts(x, gate, routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

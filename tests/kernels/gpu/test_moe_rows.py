@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, MARKS, needs_gpu
 
-from vllm._custom_ops import ScaleLayout
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import InputQuant, QuantizedInput
@@ -19,6 +18,7 @@ from vllm.kernels.triton.moe import Experts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.ops import torch_ops
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.utils.deep_gemm import pack_ue8m0
 from vllm.worker.numerics import _is_broken
 
@@ -174,7 +174,7 @@ def test_a_norm_takes_sums_that_are_left_to_it(layout: ScaleLayout | None):
     """In the same launch, but for a reader of packed scales or of floats."""
     rows, first = rows_of_pairs(True, 256), torch.randn(5, 256, device=DEVICE)
     second = first.clone()
-    context = SimpleNamespace(ops=torch_ops, hf_config=SimpleNamespace(rms_norm_eps=1e-6))
+    context = SimpleNamespace(ops=torch_ops, decoder=SimpleNamespace(rms_norm_eps=1e-6))
     norm = RMSNorm(context, "norm", 256).to(DEVICE)
     norm.weight.data.fill_(1.5)
     quant = layout and InputQuant(layout)

@@ -11,7 +11,7 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.utils import nvfp4_utils as nvfp4
+from vllm.ops import nvfp4, torch_ops
 from vllm.platforms import native
 
 DEVICE = "cuda"
@@ -105,7 +105,7 @@ def check(library, x: Tensor, global_scale: float, is_swizzled: bool, is_gated: 
     function = library.silu_and_mul_nvfp4_quant if is_gated else library.nvfp4_quant
     with tvm_ffi.use_torch_stream():
         function(x, scale, q.tensor, scales.tensor, is_swizzled)
-    quantised = nvfp4.silu_and_mul(x) if is_gated else x
+    quantised = torch_ops.silu_and_mul(x) if is_gated else x
     expected = nvfp4.nvfp4_quantize(quantised.cpu(), scale.cpu(), is_swizzled)
     assert_same(q.read(), expected[0])
     assert_same(scales.read(), expected[1])
@@ -204,7 +204,7 @@ def test_experts_equal_the_reference_for_each_alone(library, counts, dtype, is_g
     x = torch.randn(sum(counts), 2 * k if is_gated else k, device=DEVICE).mul(3).to(dtype)
     global_scales = torch.rand(len(counts)) * 300 + 1
     q, scales = run_grouped(library, x, global_scales.to(DEVICE), offsets.to(DEVICE), is_gated)
-    quantised = nvfp4.silu_and_mul(x) if is_gated else x
+    quantised = torch_ops.silu_and_mul(x) if is_gated else x
     expected = nvfp4.nvfp4_quantize_grouped(quantised.cpu(), global_scales, offsets)
     assert_same(q, expected[0])
     used = expected[1].shape[0]

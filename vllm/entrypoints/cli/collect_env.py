@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vllm import __version__, envs
+from vllm import envs
+from vllm.version import __version__
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "apache-tvm-ffi",

@@ -29,9 +29,9 @@ def add_parser(subparsers: Any) -> None:
     paired = kinds.add_parser(
         "paired",
         help="Two configurations of the engine on the same tokens.",
-        description="Runs configuration A, then B, on the same texts, and compares what they "
-        "think of every token. Exits with 1 if B is further from A than the budget allows. A "
-        "configuration is what `vllm serve` takes, after variables if there are any: "
+        description="Runs configuration A, then B, on the same texts, and compares their "
+        "logprobs of every token. The exit code is 1 if B exceeds the budget. A configuration is "
+        "the arguments of `vllm serve`, after variables if there are any: "
         '--b "VLLM_USE_DEEP_GEMM=0 MODEL --linear-backend emulation"; "" is the demo model.',
     )
     _add_paired_flags(paired)
@@ -40,18 +40,28 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_paired_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    flag("--a", required=True, metavar="ARGS", help="The reference.")
-    flag("--b", required=True, metavar="ARGS", help="What is judged.")
+    flag("--a", required=True, metavar="ARGS", help="The reference configuration.")
+    flag("--b", required=True, metavar="ARGS", help="The configuration compared with it.")
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--prompts", type=Path, metavar="FILE", help="Texts, one per line.")
     texts.add_argument("--gsm8k", type=Path, metavar="DIR",
                        help="Folder of GSM8K: questions with their worked answers.")  # fmt: skip
-    flag("--num-questions", type=int, default=100, help="Of --gsm8k (default: 100).")
+    flag(
+        "--num-questions",
+        type=int,
+        default=100,
+        help="Number of questions of --gsm8k (default: 100).",
+    )
     flag("--answers", action="store_true",
-         help="With --gsm8k: let both answer, 5-shot, for McNemar's test.")  # fmt: skip
-    flag("--no-checksum", action="store_true", help="Take data other than the published files.")
-    flag("--max-tokens", type=int, default=256, help="Longest answer in tokens.")
-    flag("--top-k", type=int, default=100, help="Likeliest tokens to compare (default: 100).")
+         help="With --gsm8k: both answer, 5-shot, for McNemar's test.")  # fmt: skip
+    flag("--no-checksum", action="store_true", help="Accept data other than the published files.")
+    flag("--max-tokens", type=int, default=256, help="Maximum tokens of an answer.")
+    flag(
+        "--top-k",
+        type=int,
+        default=100,
+        help="Number of likeliest tokens to compare (default: 100).",
+    )
     flag("--max-kl", type=float, metavar="NATS", help="Budget: mean KL(A || B) per token.")
     flag("--min-top1", type=float, metavar="SHARE", help="Budget: top-1 agreement, 0 to 1.")
     flag("--min-p", type=float, metavar="P",

@@ -1,39 +1,21 @@
-"""`vllm kernels`: which kernels exist, which would serve a model on a chip, and why.
-
-`tune` and `quarantine` are in kernels_tune.py.
-"""
+"""`vllm kernels`: which kernels exist, and the parsers of its other kinds (`kernels_*.py`)."""
 
 import argparse
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from vllm import envs
-from vllm.config.emulate import emulate, not_emulated
-from vllm.config.kernel import ON_UNMET, KernelConfig
-from vllm.config.policy import make_policy
-from vllm.entrypoints.cli import kernels_precompile, kernels_tune
+from vllm.entrypoints.cli import kernels_explain, kernels_precompile, kernels_tune
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import find_tables, missing_note
-from vllm.kernels.registry import FLAGS
-from vllm.kernels.report import diff, json_report, question, text_report
-from vllm.kernels.select.decision import NoKernelError
-from vllm.kernels.selection import Selection
-from vllm.machine import Device
-from vllm.platforms.installed import installed_chip, installed_device
-from vllm.platforms.probe import installed_kernel_libs
-
-_MIN_WIDTH, _MAX_WIDTH = 72, 120
+from vllm.kernels.report import question
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("kernels", help="List kernels and explain how one is chosen.")
     kinds = parser.add_subparsers(dest="kernels_kind", metavar="KIND", required=True)
     _add_list(kinds)
-    _add_explain(kinds)
+    kernels_explain.add_parser(kinds)
     kernels_tune.add_parsers(kinds)
     kernels_precompile.add_parser(kinds)
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
@@ -42,64 +24,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_list(kinds: Any) -> None:
-    parser = kinds.add_parser("list", help="What exists, on which chips, needing what.")
+    parser = kinds.add_parser("list", help="List kernels with their chips and requirements.")
     parser.add_argument("--family", help=f"Only one of {', '.join(registry.FAMILIES)}.")
-    parser.add_argument("--device", metavar="CHIP", help="Only what runs on this chip, as sm_100.")
+    parser.add_argument(
+        "--device", metavar="CHIP", help="Only kernels that run on this chip, such as sm_100."
+    )
     parser.add_argument("--json", action="store_true", help="As JSON, with all details.")
     parser.set_defaults(run=run_list)
-
-
-def _add_explain(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "explain",
-        help="Which kernel serves which layer, and why not the others.",
-        description="Say which kernel would serve each layer of MODEL on a chip, who decided, and "
-        "everything that speaks against the others. Needs neither the chip nor the weights. Exits "
-        "with 1 where a layer has no kernel.",
-    )
-    text = parser.add_argument
-    text("model", nargs="?", metavar="MODEL", help="Folder, config.json or built-in name.")
-    text("--layer", action="append", help=f"A layer instead, sizes N x K: {question.LAYER_SYNTAX}.")
-    text("--diff", nargs=2, metavar=("A.json", "B.json"),
-         help="Compare two files of --json or --dump-decisions instead; exit with 1 if any layer "
-         "differs.")  # fmt: skip
-    where = parser.add_argument_group("where")
-    text = where.add_argument
-    text("--device", metavar="CHIP", help="As sm_100, b200, 'RTX PRO 6000' or cpu:avx2; "
-         "default: this machine's.")  # fmt: skip
-    text("--libs", metavar="LIST", help="Libraries beside torch, triton and our native kernels, as "
-         "deep_gemm,flashinfer==0.6.13; all; none; default: those installed.")  # fmt: skip
-    text("--tp", "--tensor-parallel-size", type=int, default=1, help="Tensor-parallel ranks.")
-    text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
-    text("--dtype", default="auto", help="Of activations; default: fp32 on the CPU, else the "
-         "model's.")  # fmt: skip
-    text("--kv-cache-dtype", default="auto", help="Of the KV cache; default: that of activations.")
-    text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
-    text("--env", action="append", default=[], metavar="NAME=VALUE",
-         help="A variable to set, as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    _add_preferences(parser.add_argument_group("preferences, as of vllm serve"))
-    shown = parser.add_argument_group("how it is shown")
-    shown.add_argument("--brief", action="store_true", help="Only what was chosen for how many "
-                       "layers, who decided, and what to know of it.")  # fmt: skip
-    shown.add_argument("--json", action="store_true", help="The JSON of GET /kernels.")
-    shown.add_argument("--html", type=Path, metavar="FILE", help="Also as a page for a browser.")
-    parser.set_defaults(run=run_explain)
-
-
-def _add_preferences(group: Any) -> None:
-    text = group.add_argument
-    text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
-         help="The backend of layers whose name matches; repeatable.")  # fmt: skip
-    for family, flag in FLAGS.items():
-        text(flag, metavar="BACKEND", help=f"The backend of every {family} layer.")
-    text("--on-unmet", choices=ON_UNMET, default="error",
-         help="Where a backend that was asked for cannot run.")  # fmt: skip
-    text("--require-native", action="store_true", help="No weight-only or emulated kernels.")
-    text("--max-requant-error", type=float, metavar="ERROR",
-         help="Most relative error that re-quantising a weight may cause.")  # fmt: skip
-
-
-# ---------------------------------------------------------------- list, docs
 
 
 def run_list(args: argparse.Namespace) -> None:
@@ -119,176 +50,11 @@ def run_list(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps([entry.to_json() for entry in found], indent=1))
     else:
-        print(catalog.text(found, _width()) or f"no kernel runs on {device}")
-        print("\n" + catalog.native_text(native_lib(), _width()))
+        print(catalog.text(found, kernels_explain.text_width()) or f"no kernel runs on {device}")
+        print("\n" + catalog.native_text(native_lib(), kernels_explain.text_width()))
 
 
 def run_docs(args: argparse.Namespace) -> None:
     from vllm.kernels.report.docs import document
 
-    _write(args.output, document())
-
-
-# ---------------------------------------------------------------- explain
-
-
-def run_explain(args: argparse.Namespace) -> int:
-    if sum((args.model is not None, bool(args.layer), args.diff is not None)) != 1:
-        raise ConfigError("give one of MODEL, --layer and --diff; see vllm kernels explain --help")
-    if args.diff:
-        return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
-    selection, variables = _select(args)
-    refusal = _refusal(selection)
-    report = json_report.Report(selection.device, selection.libs, variables, selection.records)
-    if args.json:
-        print(json.dumps(json_report.report(*report), indent=1))
-    else:
-        if args.device and args.libs is None:
-            print("note: with the libraries installed here; --libs all assumes all of them",
-                  file=sys.stderr)  # fmt: skip
-        print(text_report.page(report, _width(), sys.stdout.isatty(), args.brief))
-    if args.html:
-        from vllm.kernels.report.html_report import html_page
-
-        _write(args.html, html_page(report, args.model or ", ".join(args.layer)))
-    if refusal:
-        print(f"vllm: error: {refusal}", file=sys.stderr)
-    return 1 if refusal else 0
-
-
-def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
-    """The selection after every layer has asked, and the variables that were set."""
-    for text in args.env:
-        _set_variable(text)
-    device = question.device_of(args.device) if args.device else installed_device()
-    libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
-    problems, model_type, quant_config = _problems(args, device)
-    config = KernelConfig(
-        kernel=tuple(args.kernel),
-        on_unmet=args.on_unmet,
-        require_native=args.require_native,
-        max_requant_error=args.max_requant_error,
-        **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
-    )
-    preferences = config.preferences(quant_config).for_device(model_type, device)
-    variables = envs.kernel_variables()
-    policy = make_policy(not_emulated(preferences), variables)
-    chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
-    selection = Selection(device, libs, policy, find_tables(chip))
-    if note := missing_note(chip):
-        print(f"note: {note}", file=sys.stderr)
-    emulate(selection, preferences, variables, model_type)
-    for name, problem in problems:
-        selection.decide(name, problem)
-    return selection, json_report.variable_texts(variables)
-
-
-def _set_variable(text: str) -> None:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--env {text!r}: it takes NAME=VALUE, as VLLM_USE_DEEP_GEMM=0")
-    if name not in envs.KERNEL_VARIABLES:
-        raise ConfigError(
-            f"--env {text!r}: {name} decides nothing about kernels; it takes "
-            f"{', '.join(envs.KERNEL_VARIABLES)}{did_you_mean(name, envs.KERNEL_VARIABLES)}"
-        )
-    envs.set_for_children(name, value)
-
-
-def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str, Any]:
-    """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config."""
-    from vllm.kernels.problems import MODEL_TYPES
-
-    asked_type = args.model_type
-    if asked_type is not None and asked_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"--model-type {asked_type!r}: it takes {', '.join(MODEL_TYPES)}"
-            f"{did_you_mean(asked_type, MODEL_TYPES)}"
-        )
-    if args.layer:
-        if args.tp != 1 or args.ep != 1:
-            raise ConfigError("--tp and --ep cut models; write a cut layer as fp8-block:18432/32xK")
-        dtype = question.dtype_of(args.dtype, {}, device)
-        return [question.layer_of(text, dtype) for text in args.layer], asked_type or "", None
-    problems, own_type, quant_config = model_problems(args.model, args, device)
-    return problems, asked_type or own_type, quant_config
-
-
-def model_problems(
-    model: str, args: argparse.Namespace, device: Device
-) -> tuple[list[Any], str, Any]:
-    """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
-    tp, ep and, where the command has it, kv_cache_dtype."""
-    from vllm.kernels.problems import layer_problems, model_type, text_config
-
-    config = question.read_model(model)
-    text = text_config(config)
-    dtype = question.dtype_of(args.dtype, text, device)
-    quant_config = _quantization(config, text, model)
-    problems = layer_problems(
-        config,
-        quant_config,
-        dtype=dtype,
-        kv_format=question.kv_format_of(getattr(args, "kv_cache_dtype", "auto"), dtype),
-        tp=args.tp,
-        ep=args.ep,
-    )
-    return problems, model_type(config), quant_config
-
-
-def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:
-    from vllm.model_executor.layers.quantization import modelopt_file, resolve_quantization
-
-    stored = config.get("quantization_config") or text.get("quantization_config")
-    stored = stored or modelopt_file(Path(model).expanduser())
-    return resolve_quantization(stored, None, model)
-
-
-def _refusal(selection: Selection) -> str:
-    """What makes the engine refuse to start: a layer without a kernel, or a wish that no layer
-    can follow; "" for nothing. ConfigError for a wish that means no layer."""
-    if any(decision.chosen is None for _, decision in selection.records):
-        return 'there are layers without a kernel: NO KERNEL above, "chosen": null in JSON'
-    try:
-        selection.check_overrides()
-    except NoKernelError as error:
-        return str(error)
-    return ""
-
-
-# ---------------------------------------------------------------- diff
-
-
-def _compare(before: Path, after: Path, as_json: bool) -> int:
-    old, new = _read(before), _read(after)
-    found = diff.changes(old, new, (str(before), str(after)))
-    if as_json:
-        print(json.dumps([change.to_json() for change in found], indent=1))
-    elif text := diff.page(old, new, found, _width()):
-        print(text)
-    return 1 if found else 0
-
-
-def _read(path: Path) -> json_report.Report:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    return json_report.parse_report(content, str(path))
-
-
-# ---------------------------------------------------------------- in and out
-
-
-def _width() -> int:
-    return min(
-        _MAX_WIDTH, max(_MIN_WIDTH, shutil.get_terminal_size((text_report.WIDTH, 24)).columns)
-    )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    print(f"wrote {path}", file=sys.stderr)
+    kernels_explain.write_text(args.output, document())

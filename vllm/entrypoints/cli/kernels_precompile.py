@@ -33,15 +33,14 @@ def add_parser(kinds: Any) -> None:
 
     parser = kinds.add_parser(
         "precompile",
-        help="Compile what a start of MODEL would, into a folder to ship.",
-        description="Start an engine of MODEL with random weights on the GPUs here, and keep "
-        "every kernel that was compiled for it. With VLLM_KERNEL_BUNDLE=DIR a start elsewhere, on "
-        "the same chip with the same libraries, compiles nothing. Takes the flags of vllm serve: "
-        "what they change about kernels, they change here.",
+        help="Compile the kernels of MODEL into a bundle for other machines.",
+        description="Start an engine of MODEL with random weights on the GPUs of this machine and "
+        "write every kernel that it compiles. With VLLM_KERNEL_BUNDLE=DIR a start on the same chip "
+        "with the same libraries compiles nothing. The flags of vllm serve apply.",
     )
     parser.add_argument("model", metavar="MODEL", help="Folder, config.json or built-in name.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",
-                        help="A new folder, or a bundle to replace.")  # fmt: skip
+                        help="A new folder, or an older bundle to replace.")  # fmt: skip
     parser.add_argument("--tp", type=int, metavar="N", help="Same as --tensor-parallel-size.")
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(run=run_precompile)

@@ -6,6 +6,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.cli.kernels_explain import model_problems
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
@@ -26,37 +27,39 @@ def add_parsers(kinds: Any) -> None:
     parser = kinds.add_parser(
         "tune",
         help="Measure which kernel is fastest here, layer by layer.",
-        description="Compare every kernel that can run the linear layers of MODEL on this machine "
-        "with a reference, time those that are right, and write a table that later starts choose "
-        "by. An interrupted run goes on where it ended, with the same command.",
+        description="Check every kernel that can run the linear layers of MODEL on this machine "
+        "against a reference, time those that are correct, and write a table that later starts "
+        "use. The same command continues an interrupted run.",
     )
     text = parser.add_argument
     text("models", nargs="*", metavar="MODEL", help="Folder, config.json or built-in name.")
     text("--layer", action="append", default=[], help=f"One more layer: {question.LAYER_SYNTAX}.")
     text("--tp", "--tensor-parallel-size", default="1", metavar="N", help="Tensor-parallel ranks; "
-         "several numbers for the layers of each. Default: 1.")  # fmt: skip
+         "a list measures the layers of each (1,2). Default: 1.")  # fmt: skip
     text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
-    text("--dtype", default="auto", help="Of activations; default: fp32 on the CPU, else the "
-         "model's.")  # fmt: skip
+    text("--dtype", default="auto", help="Dtype of activations; default: fp32 on the CPU, else "
+         "the model's.")  # fmt: skip
     text("--tokens", metavar="M,M", help="Numbers of tokens to time; default: "
          f"{','.join(map(str, TOKENS))}.")  # fmt: skip
-    text("--backend", action="append", default=[], help="Only this one; repeatable.")
-    text("--again", action="store_true", help="Measure anew what the table holds already.")
-    text("--plan", action="store_true", help="Only say what would be measured.")
+    text("--backend", action="append", default=[], help="Measure only this backend; repeatable.")
+    text("--again", action="store_true", help="Measure again what the table already holds.")
+    text("--plan", action="store_true", help="Print what would be measured, and stop.")
     text("--output", type=Path, metavar="FILE", help=f"Default: in {user_folder()}.")
     limits = parser.add_argument_group("limits")
     text = limits.add_argument
-    text("--seconds-per-kernel", type=float, default=10.0, metavar="S", help="For timing one "
-         "kernel for one layer; what is left after is left out. Default: 10.")  # fmt: skip
-    text("--seconds", type=float, metavar="S", help="For everything; default: no limit.")
-    text("--timeout", type=float, default=300.0, metavar="S", help="A kernel that gives no sign of "
-         "life for so long is rejected. Default: 300.")  # fmt: skip
+    text("--seconds-per-kernel", type=float, default=10.0, metavar="S", help="Time limit for "
+         "timing one kernel for one layer. Default: 10.")  # fmt: skip
+    text("--seconds", type=float, metavar="S", help="Time limit of the whole run; default: none.")
+    text("--timeout", type=float, default=300.0, metavar="S", help="A kernel without progress for "
+         "this time is rejected. Default: 300.")  # fmt: skip
     text("--jobs", type=int, metavar="N", help="Processes that check (and compile) at once; "
          "default: half of the cores with a GPU, if they fit its memory, else 1.")  # fmt: skip
     parser.set_defaults(run=run_tune)
-    parser = kinds.add_parser("quarantine", help="Kernels that failed here, and how to lift that.")
-    parser.add_argument("--clear", action="store_true", help="Forget them.")
-    parser.add_argument("--backend", help="Only those of this backend.")
+    parser = kinds.add_parser(
+        "quarantine", help="List kernels that failed on this machine, or clear the list."
+    )
+    parser.add_argument("--clear", action="store_true", help="Clear the list.")
+    parser.add_argument("--backend", help="Only kernels of this backend.")
     parser.set_defaults(run=run_quarantine)
 
 
@@ -111,8 +114,6 @@ def _say(line: str) -> None:
 
 
 def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
-    from vllm.entrypoints.cli.kernels import model_problems
-
     found = []
     for tp, model in product(_numbers("--tp", args.tp), args.models):
         own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from vllm import __version__, envs
+from vllm import envs
 from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
+from vllm.version import __version__
 
 # Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
 # that name with `set_defaults(run=function)`; the function takes the parsed arguments and returns

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.launch import ServerSettings, bind, raise_file_limit, serve
+from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
+from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.utils.startup import begin_report, current_report, process_start
 
@@ -33,32 +34,41 @@ def add_parser(subparsers: Any) -> None:
 def _add_server_flags(group: Any) -> None:
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
-         "those of the command line win.")  # fmt: skip
+         "the command line overrides it.")  # fmt: skip
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
-    text("--port", type=_port, default=8000, help="Port; 0 takes a free one (default: 8000).")
+    text("--port", type=_port, default=8000, help="Port; 0: any free port (default: 8000).")
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action="store_true",
-         help="Let a request bring its own chat template.")  # fmt: skip
+         help="Accept chat templates in requests.")  # fmt: skip
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
-         help="auto: sampling defaults as in generation_config.json; vllm: none.")  # fmt: skip
-    text("--max-waiting", type=_count, help="Sequences that may wait; more get 503 (default: any).")
+         help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
+    text(
+        "--max-waiting",
+        type=_count,
+        help="Maximum waiting sequences; more get 503 (default: no limit).",
+    )
     text("--max-body-size", type=_positive, default=8 << 20, metavar="BYTES",
          help="Largest request body (default: 8 MiB).")  # fmt: skip
     text("--shutdown-timeout", type=_seconds, default=120.0, metavar="SECONDS",
-         help="Time for running requests after SIGTERM (default: 120).")  # fmt: skip
+         help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
-    text("--allow-credentials", action="store_true", help="CORS credentials.")
+    text("--allow-credentials", action="store_true", help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
-    text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning", help="Of the web server.")
+    text(
+        "--uvicorn-log-level",
+        choices=_LOG_LEVELS,
+        default="warning",
+        help="Log level of the web server.",
+    )
     text("--disable-log-requests", "--disable-uvicorn-access-log", action="store_true",
-         help="No log line per request.")  # fmt: skip
+         help="Do not log a line per request.")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-import vllm
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
@@ -27,7 +26,6 @@ from vllm.entrypoints.openai.http import (
     read_json,
     until_disconnect,
 )
-from vllm.entrypoints.openai.launch import ServerSettings
 from vllm.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     ChatCompletionRequest,
@@ -36,14 +34,16 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import VllmError
+from vllm.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
     """The whole application, middleware included."""
-    app = FastAPI(title="vLLM", version=vllm.__version__)
+    app = FastAPI(title="vLLM", version=__version__)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     _add_generation_paths(app, service, settings.max_body_size)
@@ -76,7 +76,7 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response({"version": vllm.__version__})
+        return json_response({"version": __version__})
 
     @app.get("/kernels")
     async def kernels() -> Response:

@@ -15,8 +15,8 @@ from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
 from vllm.entrypoints.openai.http import Gate
-from vllm.entrypoints.openai.launch import ServerSettings
 from vllm.entrypoints.openai.prompts import Prompts
+from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import EngineDeadError
 from vllm.logger import get_logger
 from vllm.sampling_params import generation_defaults

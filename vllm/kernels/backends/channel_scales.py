@@ -2,6 +2,7 @@
 columns of the product are multiplied by those of the rows at the end."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.formats.weight_format import ActScheme
@@ -18,6 +19,19 @@ ACTS = frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.S
 BLOCK = 128
 
 
+def input_quantiser(
+    tensors: "LinearTensors", winner: Candidate
+) -> "Callable[[Tensor], tuple[Tensor, Tensor]]":
+    """x [M, K] -> float8_e4m3fn [M, K] and its scales: one, or [M, 1]."""
+    from vllm.ops.quant_fp8 import QuantFP8
+    from vllm.utils.fp8 import GroupShape
+
+    if winner.act is ActScheme.STATIC_TENSOR:
+        return partial(QuantFP8(True, GroupShape.PER_TENSOR), scale=tensors.input_scale)
+    is_per_token = winner.act is ActScheme.DYNAMIC_TOKEN
+    return QuantFP8(False, GroupShape.PER_TOKEN if is_per_token else GroupShape.PER_TENSOR)
+
+
 def channel_kernel(
     tensors: "LinearTensors", winner: Candidate, gemm: Callable[..., object]
 ) -> "LinearKernel":
@@ -28,18 +42,15 @@ def channel_kernel(
     """
     import torch
 
-    from vllm._custom_ops import scaled_fp8_quant
-
     weight, bias, row_scales = tensors.weight, tensors.bias, tensors.row_scales()
     assert row_scales is not None
     column_scales = row_scales.reshape(-1).contiguous()
-    is_per_token = winner.act is ActScheme.DYNAMIC_TOKEN
-    input_scale = tensors.input_scale if winner.act is ActScheme.STATIC_TENSOR else None
+    quantise = input_quantiser(tensors, winner)
     num_rows, num_blocks = weight.shape[0], cdiv(weight.shape[1], BLOCK)
     ones = torch.ones(cdiv(num_rows, BLOCK), num_blocks, device=weight.device)
 
     def apply(x: "Tensor") -> "Tensor":
-        q, scales = scaled_fp8_quant(x, input_scale, use_per_token_if_dynamic=is_per_token)
+        q, scales = quantise(x)
         scales = scales.reshape(-1, 1).expand(len(x), num_blocks)
         out = x.new_empty(len(x), num_rows)
         gemm(q, scales, weight, ones, column_scales, bias, out)

@@ -93,24 +93,22 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     quantises x [M, K] and multiplies."""
     if problem.format == "nvfp4":
         return _nvfp4_linear(tensors)
-    from vllm.platforms import native
-
     if problem.format in channel_scales.FORMATS:
+        from vllm.platforms import native
+
         gemm = native.load().sm90_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.ops.block_fit import fitted_kernel
-
-    gemm = native.load().cutlass_fp8_block_gemm
+    from vllm.ops.fp8_quant import ScaleLayout
+    from vllm.ops.gemm_ops import cutlass_block_scaled_mm
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+        assert scales is not None
 
         def multiply(x: QuantizedInput) -> "Tensor":
-            out = x.q.new_empty(x.shape[0], weight.shape[0], dtype=x.dtype)
-            gemm(x.q, x.scales, weight, scales, bias, out)
-            return out
+            return cutlass_block_scaled_mm(x.q, weight, x.scales, scales, (128, 128), x.dtype, bias)
 
         return QuantizingKernel(InputQuant(ScaleLayout.TMA_ALIGNED), multiply)
 
@@ -120,8 +118,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def _nvfp4_linear(tensors: "LinearTensors") -> "LinearKernel":
     """One product for each run of merged parts that share a global scale."""
     from vllm._custom_ops import scaled_fp4_quant
-    from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_scales
     from vllm.ops.gemm_ops import cutlass_nvfp4_gemm
+    from vllm.ops.nvfp4 import swizzle_scales
 
     weight, bias, input_scale = tensors.weight, tensors.bias, tensors.input_scale
     assert tensors.scales is not None and tensors.global_scales is not None
@@ -161,7 +159,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         return _nvfp4_moe(tensors, is_in_triton)
     import torch
 
-    from vllm._custom_ops import per_token_group_fp8_quant, silu_and_mul_group_quant
+    from vllm.ops.fp8_quant import per_token_group_fp8_quant, silu_and_mul_group_quant
     from vllm.ops.gemm_ops import cutlass_fp8_block_gemm_grouped as gemm
 
     if winner.fit is not None:
@@ -251,7 +249,7 @@ class _Nvfp4Experts:
         input_scales: "Tensor | None",
     ) -> "_Nvfp4Experts":
         """As MoETensors has them: [E, N of all parts, ...], and of the last two [E, parts]."""
-        from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_each
+        from vllm.ops.nvfp4 import swizzle_each
 
         assert scales is not None and global_scales is not None and input_scales is not None
         inputs = input_scales.amax(1)  # parts share their input
@@ -317,10 +315,7 @@ class Nvfp4Moe:
     ) -> None:
         """To row r of out what the expert of pair pairs[r] makes of its token. Expert e has rows
         ends[e] to ends[e + 1]; others are not written, and nothing depends on them."""
-        from vllm._custom_ops import (
-            scaled_fp4_quant_grouped,
-            silu_and_mul_scaled_fp4_quant_grouped,
-        )
+        from vllm.ops.fp4_ops import scaled_fp4_quant_grouped, silu_and_mul_scaled_fp4_quant_grouped
         from vllm.ops.gemm_ops import cutlass_nvfp4_gemm_grouped as gemm
 
         gate_up, down = self.gate_up, self.down

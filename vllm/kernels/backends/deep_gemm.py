@@ -1,6 +1,7 @@
 """DeepGEMM: FP8 block GEMM, dense and grouped, compiled at run time by the library itself."""
 
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vllm.formats.scales import Scales
@@ -9,6 +10,9 @@ from vllm.kernels.jit.nvcc_cache import CompiledCall
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
+from vllm.machine import Device
+from vllm.platforms.installed import installed_device
+from vllm.platforms.libraries import LibraryTrial
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,25 +79,28 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 
 def prepare(
-    tensors: "LinearTensors", winner: Candidate, arch: "Device | None" = None
+    tensors: "LinearTensors", winner: Candidate, arch: Device | None = None
 ) -> "tuple[Tensor, Tensor]":
     """The weight and its scales as `fp8_gemm_nt` reads them; `tensors` are never written to.
 
     arch: the chip to lay out for, None for the current one.
     """
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import requantised_ue8m0
-    from vllm.utils.deep_gemm import transform_sf_into_required_layout
+    import torch
 
-    if winner.is_lossy:
-        tensors = requantised_ue8m0(tensors)
+    from vllm.ops.fp8 import deepgemm_post_process_fp8_weight_block, requantised_ue8m0
+
     weight, scales = tensors.weight, tensors.scales
     assert scales is not None
-    *experts, n, k = weight.shape
-    num_groups = experts[0] if experts else None
-    scales = transform_sf_into_required_layout(
-        scales, n, k, (_BLOCK, _BLOCK), num_groups=num_groups, arch=arch
+    if scales.dtype == torch.int32:  # exponents, laid out before
+        return weight, scales
+    if winner.is_lossy:
+        tensors = requantised_ue8m0(tensors)
+        weight, scales = tensors.weight, tensors.scales
+    assert scales is not None
+    # Already re-quantised, in tensors of their own.
+    return deepgemm_post_process_fp8_weight_block(
+        weight, scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
     )
-    return weight, scales
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
@@ -150,8 +157,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _input_quant(winner: Candidate) -> "InputQuant":
     """x [M, K] -> float8_e4m3fn [M, K] and scales of 1x128 groups, laid out for the chip."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant
+    from vllm.ops.fp8_quant import ScaleLayout
 
     if winner.scales == Scales.UE8M0:
         return InputQuant(ScaleLayout.PACKED_UE8M0)
@@ -281,3 +288,33 @@ def _ones(rows: int, k: int, block_rows: int, num_groups: int | None = None) -> 
     return transform_sf_into_required_layout(
         scales, rows, k, (block_rows, _BLOCK), num_groups=num_groups
     )
+
+
+# ---------------------------------------------------------------- trial
+
+
+def _try(deep_gemm: ModuleType, archs: tuple[str, ...]) -> None:
+    """Lays scales out on the GPU and compares with our own layout; raises what goes wrong.
+
+    Builds against another torch import and then fail right here ("dim == 2 or dim == 3"), and so
+    does a machine without nvcc, which the library compiles its kernels with.
+    """
+    import torch
+
+    from vllm.utils.deep_gemm import transform_sf_into_required_layout
+
+    device = installed_device()
+    has_kernels = device.arch == "sm_90" or device.family == "sm_10x"
+    if not has_kernels and not (device.family == "sm_12x" and "sm120" in archs):
+        return
+    num_rows, num_groups = 6, 8
+    exponents = 100 + torch.arange(num_rows * num_groups, dtype=torch.int32, device="cuda")
+    scales = (exponents << 23).view(torch.float32).view(num_rows, num_groups)  # powers of two
+    sizes = (num_rows, num_groups * 128, (1, 128, 128))
+    theirs = deep_gemm.transform_sf_into_required_layout(scales, *sizes, None, True)
+    ours = transform_sf_into_required_layout(scales, *sizes, None, True, arch=device)
+    if theirs.stride() != ours.stride() or not torch.equal(theirs, ours):
+        raise RuntimeError(f"its layout of scales on {device} is not the documented one")
+
+
+TRIALS = {"deep_gemm": LibraryTrial(_try)}

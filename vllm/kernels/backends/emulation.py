@@ -105,17 +105,18 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
 
 def _rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
     """How the winner quantises activations, and what its products see of them."""
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm.ops.fp8 import quantise_groups
+    from vllm.utils import fp8
 
     def tensor_scale(x: "Tensor") -> "Tensor":
-        return fp8_utils.fp8_scales(x.float().abs().max().clamp(min=fp8_utils.MIN_AMAX))
+        return fp8.fp8_scales(x.float().abs().max().clamp(min=fp8.MIN_AMAX))
 
     def per_tensor(x: "Tensor", scale: "Tensor") -> "Tensor":
-        return fp8_utils.round_to_fp8(x, scale).float() * scale
+        return fp8.round_to_fp8(x, scale).float() * scale
 
     def per_group(x: "Tensor", group: int) -> "Tensor":
-        q, scales = fp8_utils.per_token_group_quant_fp8(x, group, use_ue8m0=winner.is_lossy)
-        return fp8_utils.dequantise_blocks(q, scales, (1, group))
+        q, scales = quantise_groups(x, group, use_ue8m0=winner.is_lossy)
+        return fp8.dequantise_blocks(q, scales, (1, group))
 
     match winner.act:
         case ActScheme.DYNAMIC_GROUP128:
@@ -135,8 +136,8 @@ def _rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
 
 
 def _nvfp4_rounding(tensors: "LinearTensors") -> "Rounding":
-    from vllm.model_executor.layers.quantization.utils import nvfp4_utils
+    from vllm.ops import nvfp4
 
     assert tensors.input_scale is not None
     divisor = tensors.input_scale.float().reciprocal().reshape(1)
-    return lambda x: nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, divisor), divisor)
+    return lambda x: nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, divisor), divisor)

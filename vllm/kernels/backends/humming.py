@@ -9,6 +9,7 @@ blocks in float32. Written for the library's public interface, and not run on ha
 
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm.formats.scales import Scales
@@ -16,6 +17,7 @@ from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.reason import Reason, Why
 from vllm.kernels.select.spec import KernelSpec
+from vllm.platforms.libraries import LibraryTrial, find_nvcc
 
 if TYPE_CHECKING:
     import torch
@@ -191,8 +193,13 @@ def _with_scales(
 # ---------------------------------------------------------------- trial
 
 
-def try_product() -> None:
-    """Compiles one kernel and compares its product on the GPU; raises what goes wrong."""
+def _try(humming: ModuleType, archs: tuple[str, ...]) -> None:
+    """Compiles one kernel and compares its product on the GPU; raises what goes wrong.
+
+    Without nvcc a product may still come from the library's cache, and the next size would fail.
+    """
+    if find_nvcc() is None:
+        raise RuntimeError("it compiles with nvcc, which is not here: put it on PATH or CUDA_HOME")
     import torch
 
     from vllm.formats.weight_format import WeightFormat
@@ -208,3 +215,7 @@ def try_product() -> None:
     expected = (x.double() @ (weight.double() * scales).T).to(x.dtype)
     if not torch.equal(found, expected):
         raise RuntimeError("its product of small whole numbers is wrong")
+
+
+# Its first product compiles for longer than trials usually take.
+TRIALS = {"humming": LibraryTrial(_try, seconds=240.0)}

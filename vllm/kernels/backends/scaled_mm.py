@@ -3,7 +3,7 @@ serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 
 from typing import TYPE_CHECKING
 
-from vllm.formats.weight_format import ActScheme
+from vllm.kernels.backends import channel_scales
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.spec import KernelSpec
@@ -18,10 +18,10 @@ SPECS = (
         backend="scaled_mm",
         family="linear",
         devices=frozenset({"sm_89", "sm_9x", "sm_10x", "sm_12x"}),
-        formats=frozenset({"fp8-tensor", "fp8-channel"}),
+        formats=channel_scales.FORMATS,
         # Scales per row give bfloat16 only.
         dtypes=frozenset({"bf16"}),
-        act=frozenset({ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.STATIC_TENSOR}),
+        act=channel_scales.ACTS,
         n_align=16,
         k_align=16,
     ),
@@ -35,11 +35,10 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     the rows of the weight and the tokens. Sums are kept in float32, not in the fewer bits that the
     tensor cores of the H100 have (`use_fast_accum` is off).
     """
-    from vllm._custom_ops import cutlass_scaled_mm, scaled_fp8_quant
+    from vllm._custom_ops import cutlass_scaled_mm
 
     weight, bias = tensors.weight, tensors.bias
-    is_per_token = winner.act is ActScheme.DYNAMIC_TOKEN
-    input_scale = tensors.input_scale if winner.act is ActScheme.STATIC_TENSOR else None
+    quantise = channel_scales.input_quantiser(tensors, winner)
     scales = tensors.row_scales()
     assert scales is not None
     scales = scales.reshape(1, -1)
@@ -47,7 +46,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         scales = scales[:, :1]
 
     def apply(x: "Tensor") -> "Tensor":
-        q, x_scale = scaled_fp8_quant(x, input_scale, use_per_token_if_dynamic=is_per_token)
+        q, x_scale = quantise(x)
         return cutlass_scaled_mm(q, weight.t(), x_scale, scales, x.dtype, bias)
 
     return apply

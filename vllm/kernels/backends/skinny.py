@@ -83,9 +83,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     if problem.format in channel_scales.FORMATS:
         gemm = native.load().skinny_fp8_channel_gemm
         return channel_scales.channel_kernel(tensors, winner, gemm)
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
 
     gemm = native.load().skinny_fp8_block_gemm
 

@@ -98,10 +98,10 @@ MAKES = {"moe": _HALF | {"fp8-block"}}
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored; each call quantises x [M, K] and multiplies."""
-    from vllm._custom_ops import ScaleLayout
     from vllm.kernels.activations import InputQuant, QuantizingKernel
     from vllm.kernels.triton.linear import fp8_block_gemm
     from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, scales, block = tensors.weight, tensors.scales, tensors.format.block

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from vllm import __version__
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import user_folder, write_whole
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.reason import Why
 from vllm.machine import Device, Libs, Quarantined
+from vllm.version import __version__
 
 FILE_NAME = "quarantine.json"
 LIFT = "vllm kernels quarantine --clear"

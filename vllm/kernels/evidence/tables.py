@@ -17,9 +17,9 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
-from vllm.kernels.jit import nvcc
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
+from vllm.utils.files import write_atomically
 
 SHIPPED = Path(__file__).parent / "tuned"
 
@@ -288,7 +288,7 @@ def write_table(path: Path, table: Table) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     try:
-        nvcc.write_whole(path, text.encode())
+        write_atomically(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm._custom_ops import ScaleLayout
 from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
 from vllm.kernels.interface import LinearKernel, LinearTensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_scales
+from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.nvfp4 import swizzle_scales
 
 # `gemm_fp8_nt_groupwise` asks for whole multiples of so many rows.
 _ROWS = 4

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm._custom_ops import ScaleLayout
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import TILE_ROWS, swizzle_scales
+from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.nvfp4 import TILE_ROWS, swizzle_scales
 
 # RoutingMethodType.TopK: weights are taken as they are, and not made from logits.
 _TOP_K_ALONE = 5

@@ -15,10 +15,11 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels.jit.nvcc import write_whole
 from vllm.kernels.jit.nvcc_cache import Memory, make_memory
 from vllm.logger import get_logger
 from vllm.machine import Device, Libs
+from vllm.platforms.libraries import FLASHINFER_CACHE
+from vllm.utils.files import write_atomically
 
 logger = get_logger(__name__)
 
@@ -26,7 +27,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 # Folders below the root. DeepGEMM's own is kept by the path it is installed at, and is filled from
 # `nvcc`: it stays on this machine.
-TRITON, NVCC, FLASHINFER = "triton", "nvcc", "flashinfer"
+TRITON, NVCC, FLASHINFER = "triton", "nvcc", FLASHINFER_CACHE
 # Libraries' own variables, and the folder for each.
 OWN_VARIABLES = {
     "TRITON_CACHE_DIR": TRITON,
@@ -158,7 +159,7 @@ def fill(root: Path, bundle: Path, places: dict[str, Path]) -> int:
             damaged.append(name)
             continue
         try:
-            write_whole(target, content, mode=0o755 if target.suffix == ".so" else 0o644)
+            write_atomically(target, content, mode=0o755 if target.suffix == ".so" else 0o644)
         except OSError as error:
             logger.warning("VLLM_KERNEL_BUNDLE=%s cannot be copied from on: %s", bundle, error)
             break

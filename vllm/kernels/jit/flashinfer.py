@@ -19,14 +19,9 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.jit.caches import FLASHINFER, flashinfer_modules, use_caches
 from vllm.kernels.jit.monitor import MONITOR, Compilation
-from vllm.kernels.jit.nvcc import write_whole
-from vllm.kernels.jit.nvcc_cache import find_nvcc
+from vllm.platforms.libraries import FLASHINFER_LARGE_MODULES, find_nvcc
+from vllm.utils.files import write_atomically
 
-# Modules that the library does not build in the time that somebody waits for a first call, and what
-# of `flashinfer.jit.fused_moe` makes them.
-LARGE_MODULES = {
-    f"fused_moe_{arch}": f"gen_cutlass_fused_moe_sm{arch}_module" for arch in (90, 100, 103, 120)
-}
 # Its own variables. It runs the second for its FP8 block products, and looks for none.
 _NO_DOWNLOAD, _NVCC = "FLASHINFER_NO_DOWNLOAD", "TRTLLM_DG_NVCC_COMPILER"
 
@@ -70,33 +65,16 @@ def _changed_at(path: Path) -> int:
 def _publish(built: Path, place: Path) -> None:
     if built.exists() and not place.exists():
         with contextlib.suppress(OSError):  # the module serves without a copy
-            write_whole(place, built.read_bytes(), mode=0o755)
+            write_atomically(place, built.read_bytes(), mode=0o755)
 
 
 # ---------------------------------------------------------------- large modules
 
 
-def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
-    """Those of LARGE_MODULES that are there: in the package flashinfer-jit-cache where that is
-    installed, else in the folder `package` of the library itself or where we keep them. Imports
-    nothing."""
-    jit_cache = find_spec("flashinfer_jit_cache")
-    place, below = package / "data" / "aot", ""
-    if jit_cache is not None and jit_cache.origin is not None:
-        place, below = Path(jit_cache.origin).parent, "**/"
-    elif not place.exists():
-        place, below = envs.VLLM_KERNEL_CACHE / FLASHINFER, f"{version}/*/cached_ops/cuda*/"
-    return tuple(
-        name
-        for name in LARGE_MODULES
-        if any(file.stat().st_size for file in place.glob(f"{below}{name}/{name}.so"))
-    )
-
-
 def check_large_module(name: str) -> None:
     """ConfigError where a first call would build it after all: one that was found by its name may
     be of another CUDA, or for other chips."""
-    spec: Any = getattr(import_module("flashinfer.jit.fused_moe"), LARGE_MODULES[name])()
+    spec = _spec_of(name)
     if not spec.is_aot:
         raise ConfigError(
             f"flashinfer's {name} is here, but not as {spec.aot_path}, of this CUDA and for these "
@@ -108,20 +86,27 @@ def check_large_module(name: str) -> None:
 def copy_large_modules(root: Path) -> None:
     """To another VLLM_KERNEL_CACHE, which shall be found complete."""
     kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
-    for name in LARGE_MODULES:
+    for name in FLASHINFER_LARGE_MODULES:
         for file in kept.glob(f"**/{name}/{name}.so"):
-            write_whole(root / FLASHINFER / file.relative_to(kept), file.read_bytes(), mode=0o755)
+            write_atomically(
+                root / FLASHINFER / file.relative_to(kept), file.read_bytes(), mode=0o755
+            )
+
+
+def _spec_of(name: str) -> Any:
+    """FlashInfer's description of a large module: where it lies and how it is built."""
+    return getattr(import_module("flashinfer.jit.fused_moe"), FLASHINFER_LARGE_MODULES[name])()
 
 
 def build_module(name: str) -> Path:
-    """Builds one of LARGE_MODULES where it is not there; its file."""
-    if name not in LARGE_MODULES:
-        raise ConfigError(f"no module {name!r}: it takes {', '.join(LARGE_MODULES)}")
+    """Builds one of FLASHINFER_LARGE_MODULES where it is not there; its file."""
+    if name not in FLASHINFER_LARGE_MODULES:
+        raise ConfigError(f"no module {name!r}: it takes {', '.join(FLASHINFER_LARGE_MODULES)}")
     if find_spec("flashinfer") is None:
         raise ConfigError("flashinfer is not installed here: pip install flashinfer-python")
     use_caches()
     watch_flashinfer()
-    spec: Any = getattr(import_module("flashinfer.jit.fused_moe"), LARGE_MODULES[name])()
+    spec = _spec_of(name)
     if not spec.is_aot:
         spec.build(verbose=True)
     path: Path = spec.get_library_path()

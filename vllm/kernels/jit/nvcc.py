@@ -1,6 +1,6 @@
 """nvcc with a memory, for libraries that compile at run time and let us name their compiler.
 
-Runs as a script of its own, once for each kernel, and so imports nothing of this package. What was
+Runs once for each kernel, so it imports the standard library and `utils.files` only. What was
 compiled is kept by what it was made of: the source (which, in DeepGEMM, names a hash of all headers
 it includes), the options and the compiler. Entries appear whole or not at all, begin with the
 SHA-256 of the rest, and are compiled once however many processes ask.
@@ -14,11 +14,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from vllm.utils.files import write_atomically
 
 _DIGEST_BYTES = 32
 # Options with a folder in them: where headers lie says nothing about what is in them.
@@ -76,22 +77,7 @@ def read_entry(store: Path, key: str) -> bytes | None:
 
 
 def write_entry(store: Path, key: str, made: bytes) -> None:
-    write_whole(store / key, hashlib.sha256(made).digest() + made)
-
-
-def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Whole or not at all, whoever else writes it: process ids are no names, since machines and
-    containers that share a folder count their processes alike."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(".partial", f"{path.name}.", path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(partial, mode)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)  # it may be what fills the disk
-        raise
+    write_atomically(store / key, hashlib.sha256(made).digest() + made)
 
 
 @contextlib.contextmanager
@@ -127,7 +113,7 @@ def compiled(
 
 
 def main() -> int:
-    """usage: nvcc.py REAL VERSION STORE LOG ARGUMENTS_OF_NVCC...
+    """arguments: REAL VERSION STORE LOG ARGUMENTS_OF_NVCC...
 
     LOG gets a line of JSON for each kernel that had to be compiled.
     """
@@ -150,7 +136,3 @@ def main() -> int:
         with contextlib.suppress(OSError), Path(log).open("a") as file:
             file.write(line)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

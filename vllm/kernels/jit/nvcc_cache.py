@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from typing import Any
 
 from vllm import envs
 from vllm.kernels.jit import nvcc
+from vllm.platforms.libraries import find_nvcc
+from vllm.utils.files import write_atomically
 
 _FRONT = """#!/bin/sh
 # real: {real}
@@ -37,6 +38,11 @@ case " $* " in *" -cubin "*)
 esac
 exec {words} "${{NVCC_LOG:-/dev/null}}" "$@"
 """
+# Without `site`, which takes longer to import than all of this.
+_FRONT_CODE = (
+    f"import sys; sys.path.append({str(Path(__file__).parents[3])!r}); "
+    f"from vllm.kernels.jit.nvcc import main; sys.exit(main())"
+)
 _PREFIX = "nvcc-front-"
 
 
@@ -98,7 +104,7 @@ class Memory:
         with tempfile.TemporaryDirectory(prefix="vllm-plan-") as name, _planning(name):
             found = {size: self._asked(call, size, Path(name)) for size in call.sizes}
         if all(found.values()):  # else it depends on what this process did before
-            nvcc.write_whole(path, json.dumps(list(found.values())).encode())
+            write_atomically(path, json.dumps(list(found.values())).encode())
         return found
 
     def _asked(self, call: CompiledCall, size: int, folder: Path) -> str:
@@ -118,7 +124,7 @@ class Memory:
         recipe = self._recipe(request.key)
         if not recipe.exists():
             text = json.dumps({"source": source, "arguments": arguments})
-            nvcc.write_whole(recipe, text.encode())
+            write_atomically(recipe, text.encode())
         return request.key
 
     def _recipe(self, key: str) -> Path:
@@ -145,22 +151,14 @@ def make_memory(folder: Path) -> Memory | None:
     said = subprocess.run([real, "--version"], capture_output=True, text=True).stdout
     version = hashlib.sha256(said.encode()).hexdigest()[:16]
     memory = Memory(folder, real, version)
-    words = [sys.executable, "-I", "-S", nvcc.__file__, real, version, str(folder)]
+    words = [sys.executable, "-I", "-S", "-c", _FRONT_CODE, real, version, str(folder)]
     text = _FRONT.format(real=real, words=shlex.join(words))
     front = folder / f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     # A machine that lost power may have kept an empty file, which would be run.
     if _text_of(front) != text:
-        nvcc.write_whole(front, text.encode(), mode=0o755)
+        write_atomically(front, text.encode(), mode=0o755)
     envs.set_for_children("DG_JIT_NVCC_COMPILER", str(front))
     return memory
-
-
-def find_nvcc() -> str | None:
-    """Where libraries find it, in their order."""
-    homes = (envs.foreign("CUDA_HOME"), envs.foreign("CUDA_PATH"))
-    places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    places += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    return next((place for place in places if place and os.access(place, os.X_OK)), None)
 
 
 def _read_plan(path: Path) -> list[str] | None:

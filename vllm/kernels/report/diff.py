@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.kernels.report.json_report import Report
 from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
 from vllm.kernels.select.decision import Decision
 

@@ -35,8 +35,8 @@ _RANKS = (
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
     (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
     (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),
-    (RANK_MODEL_RULE, "the model rule", "models that DeepGEMM's UE8M0 scales cost accuracy"),
-    (RANK_MEASURED, "what was measured fastest", "a chip and sizes in a [table](tuning.md)"),
+    (RANK_MODEL_RULE, "the model rule", "models that lose accuracy with DeepGEMM's UE8M0 scales"),
+    (RANK_MEASURED, "a measurement", "a chip and sizes in a [table of measurements](tuning.md)"),
     (DEFAULT_ORDER.rank, "the default order", "the order of the tables below"),
 )
 _HAS_RUN = {"cpu", "sm_90", "sm_9x"}
@@ -46,24 +46,24 @@ _NEVER_RUN = {("linear", "humming"), ("moe", "flashinfer-cutlass")}  # on any ch
 _MODEL = "Qwen3.5-35B-A3B-FP8"
 _EXAMPLES: tuple[tuple[str, str], ...] = (
     (
-        "A model on a chip, with every library that a kernel could use: the model rule speaks.",
+        "A model on a chip, with every library that a kernel can use. The model rule applies.",
         f"vllm kernels explain {_MODEL} --device sm_100 --libs all",
     ),
     (
-        "A layer whose rows 32 ranks share, so that scale blocks are cut, for 1 to 64 tokens.",
+        "A column-parallel layer over 32 ranks with partial scale blocks, for 1 to 64 tokens.",
         "vllm kernels explain --layer fp8-block:18432/32x7168:1,64 --device sm_90 --libs deep_gemm",
     ),
     (
-        "A library that lacks code for the chip.",
+        "A library without code for the chip.",
         "vllm kernels explain --layer fp8-block:4096x7168 --device sm_121 --libs deep_gemm",
     ),
     (
-        "A wish that cannot be followed is refused, with exit code 1.",
+        "A requested backend that cannot run is refused, with exit code 1.",
         "vllm kernels explain --layer nvfp4:4096x7168 --device sm_90 --libs none "
         "--linear-backend cutlass",
     ),
     (
-        "What a change does, here of one variable: two reports compared. Exit code 1, as of diff.",
+        "The effect of one variable: two reports compared. The exit code is 1, as of `diff`.",
         f"vllm kernels explain {_MODEL} --device sm_100 --libs all --json > rule.json\n"
         f"vllm kernels explain {_MODEL} --device sm_100 --libs all --env VLLM_USE_DEEP_GEMM=1 "
         "--json > obeyed.json\n"
@@ -90,49 +90,48 @@ def document() -> str:
 
 
 _HEAD = """
-# Which kernel, and why
+# Kernel selection
 
-This file is written by `vllm kernels docs` from what the kernels declare; do not edit it.
+This file is written by `vllm kernels docs` from the declared kernels; do not edit it.
 
-Each layer of a model asks one question, its problem: sizes per rank, the weight's format, the
-activation schemes that the checkpoint allows, the types. One pure function answers it from the
-chip, the libraries, the wishes and the declared kernels, once, when the model is loaded. The
-answer keeps every kernel that was considered, in order of preference, with all that speaks against
-it, and is shown in one form everywhere:
+The engine chooses a kernel for each layer once, when the model is loaded. A layer is described by a
+*problem*: its sizes per rank, the weight format, the activation schemes that the checkpoint allows,
+and dtypes. `select`, a pure function, maps the problem, the chip, the installed libraries, the
+preferences and the declared kernels to a *decision*. The decision keeps every candidate in order of
+preference with every reason against it. All reports show the same decisions:
 
-- `vllm kernels explain MODEL --device sm_100 --libs all`: before anything is bought or loaded, on
-  any machine. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` to see
-  what a change changes.
-- `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the same JSON, of the
-  decisions in force.
+- `vllm kernels explain MODEL --device sm_100 --libs all`: on any machine, without the chip and the
+  weights. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` for the effect
+  of a change.
+- `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the decisions in
+  force, as JSON.
 - the log of the engine: one line per distinct decision.
-- `vllm kernels list`: which kernels there are.
+- `vllm kernels list`: the declared kernels.
 """
 
 _REQUANT = """
-## Re-quantisation at load: the ledger and its budget
+## Re-quantisation at load: ledger and budget
 
-Where the chosen kernel takes another scale form than the checkpoint has, weights are re-quantised
-while they are loaded, which cannot be undone. Every such transform is entered in a ledger: the
-layer, the transform, the relative Frobenius error and the greatest change of an element. A
-transform that changes no value, as of scales that are powers of two already, is found out and
-marked exact. The log has one summary line, `GET /kernels` and `--dump-decisions` have the entries
-(`ledger`).
+Where the chosen kernel takes another form of scales than the checkpoint has, weights are
+re-quantised at load. This cannot be undone. The *ledger* records every such transform: the layer,
+the transform, the relative Frobenius error and the largest change of an element. A transform that
+changes no value, such as that of scales which are powers of two already, is marked exact. The log
+has one summary line; `GET /kernels` and `--dump-decisions` have the entries (`ledger`).
 
-`--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation would cost a layer more is
-rejected for it (`numerics`), and the next one serves. 0 allows exact transforms alone.
+`--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation exceeds it for a layer is
+rejected (`numerics`), and the next one serves the layer. 0 allows exact transforms only.
 """
 
 _CUTS = """
-## Scale blocks that a shard cuts
+## Partial scale blocks of a shard
 
 A shard of 576 rows of a weight with 128-row scale blocks begins inside a block on every second
-rank. No checkpoint is refused for this, and no arithmetic changes; the decision says which of two
-exact ways is taken and what it costs in bytes per rank:
+rank. No checkpoint is refused for this, and the arithmetic stays the same. The decision names one
+of two exact layouts and its cost in bytes per rank:
 
-- **refined**: the scale grid is refined to the greatest block that fits every shard, each scale
+- **refined**: the scale grid is refined to the largest block that fits every shard, and scales are
   repeated. For kernels that take any block size.
-- **padded**: each cut block is filled with zeros to a whole one. For kernels of fixed blocks.
+- **padded**: each partial block is padded with zeros to a whole one. For kernels of fixed blocks.
 """
 
 
@@ -142,22 +141,23 @@ exact ways is taken and what it costs in bytes per rank:
 def _precedence() -> str:
     rows = [(str(rank), who, what) for rank, who, what in _RANKS]
     return (
-        "## Who wins\n\nThe smallest rank that speaks of a layer decides; the decision names it "
-        "(`origin`).\n\n" + _markdown(("rank", "who", "about"), rows) + "\n\n"
-        "A backend that is asked for (ranks 1 to 3) is used or refused, with the whole explanation "
-        "and a non-zero exit code; with `--on-unmet fallback` the next one serves. "
-        "`VLLM_USE_DEEP_GEMM=1` means every layer that DeepGEMM has a kernel for: one whose shape "
-        "it does not take goes to the next kernel, a machine that it cannot run on is an error. "
-        "`--require-native` refuses weight-only and emulated kernels for quantised weights. "
-        "Without it, a GPU that widens weights made for quantised activations says so and why: an "
-        "event in the log (a warning), in `explain` and in the JSON. So does one for whose "
-        "attention the host has to wait, which is torch's (float32, heads over 256, no Triton that "
-        "runs on the chip): no CUDA graph can hold that, and every step runs eagerly."
+        "## Precedence\n\nThe lowest rank that applies to a layer decides. The decision names it "
+        "(`origin`).\n\n" + _markdown(("rank", "source", "applies to"), rows) + "\n\n"
+        "A requested backend (ranks 1 to 3) is used, or the start is refused with the explanation "
+        "and a non-zero exit code. With `--on-unmet fallback` the next backend serves instead. "
+        "`VLLM_USE_DEEP_GEMM=1` applies to every layer for which DeepGEMM has a kernel: a layer of "
+        "an unsupported shape uses the next kernel; a machine that cannot run DeepGEMM is an "
+        "error.\n\n`--require-native` refuses weight-only and emulated kernels for quantised "
+        "weights.\n\n"
+        "Two side effects of a decision on a GPU are reported in the log (a warning), in `explain` "
+        "and in the JSON: weights made for quantised activations that run weight-only, and "
+        "attention for which the host waits (torch's: float32, heads over 256, or no Triton on the "
+        "chip). The latter cannot be captured in a CUDA graph, so every step runs eagerly."
     )
 
 
 def _reasons() -> str:
-    return "## What a verdict means\n\n" + _markdown(
+    return "## Verdicts\n\n" + _markdown(
         ("verdict", "meaning"), [(f"`{kind}`", text) for kind, text in KINDS.items()]
     )
 
@@ -166,12 +166,11 @@ def _kernels() -> str:
     head = ("backend", "formats", "chips", "types", "activations", "needs", "scale form", "sizes",
             "in this build")  # fmt: skip
     parts = [
-        "## Kernels\n\nBest liked first. *Declared only*: what it supports is known, so that "
-        "choices can be explained, but its code is not in this build, and it never runs."
-        f"{_MARK}: not run on hardware: there was none of this kind to run it on, or it has not "
-        "been run; what is declared comes from the vendor's documents, and native code for it is "
-        "compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` come after every kernel of "
-        "ours for that reason, and experts of the first need a module that is built beforehand "
+        "## Kernels\n\nIn default order of preference. *Declared only*: the limits are declared, "
+        "so that choices can be explained, but this build has no code and never runs it."
+        f"{_MARK}: not run on hardware. Its limits come from the vendor's documents, and native "
+        "code for it is compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` therefore come "
+        "after every kernel of ours; experts of the first need a module that is built beforehand "
         "([cold-start.md](cold-start.md))."
     ]
     for family in registry.FAMILIES:
@@ -206,9 +205,9 @@ def _chips() -> str:
         for chip, gpus in CHIPS.items()
     ]
     return (
-        "## Chips\n\nA family is the capability's major version: 12.1 is of `sm_12x`, and never of "
-        "`sm_10x`. Code with the suffix `a` runs on its own chip alone (`121a`), with `f` on later "
-        "chips of its family too (`120f`).\n\n" + _markdown(("chip", "family", "GPUs"), rows)
+        "## Chips\n\nA family is the major version of the capability: 12.1 belongs to `sm_12x`, "
+        "not to `sm_10x`. Code with the suffix `a` runs on its own chip only (`121a`), with `f` on "
+        "later chips of its family too (`120f`).\n\n" + _markdown(("chip", "family", "GPUs"), rows)
     )
 
 
@@ -218,8 +217,9 @@ def _variables() -> str:
         for name in envs.KERNEL_VARIABLES
     ]
     return (
-        "## Environment variables\n\nEach counts only where it is set, and outranks the model rule "
-        "then. An invalid value is an error.\n\n" + _markdown(("variable", "takes", "means"), rows)
+        "## Environment variables\n\nA variable counts only where it is set, and then takes "
+        "precedence over the model rule. An invalid value is an error.\n\n"
+        + _markdown(("variable", "takes", "means"), rows)
     )
 
 
@@ -248,19 +248,18 @@ def _numerics() -> str:
         ),
     ]
     return (
-        "## NUMERICS: the form of FP8 block scales\n\nA checkpoint stores `w = q * s` with q in "
-        "E4M3 and one float32 s per block of 128x128. Kernels differ in the s they take:\n\n"
-        + _markdown(("form", "scales", "costs"), rows)
-        + "\n\nA weight whose scales are rounded up to powers of two has to be rounded to E4M3 "
-        "once more, independently of the first time. For Gaussian weights with block maxima spread "
-        f"evenly over an octave, that changes the weight by **{requant_error():.1%}** (relative "
-        "Frobenius error, computed when this file is written). Activations are quantised with such "
-        "scales too. On `sm_9x` DeepGEMM takes float32 scales and nothing is lost; on "
-        f"`sm_10x`{_MARK} it takes UE8M0 alone, which is why the model rule exists, and why "
-        "`VLLM_USE_DEEP_GEMM_E8M0=0` rules it out there."
-        f"\n\n`{Scales.ACTIVATION}` is not of blocks: scales of rows and of groups are kept in "
-        "bf16 or fp16, as the activations are, which changes nothing where the checkpoint stores "
-        "them so. What it changes elsewhere is measured at load, and counts against the budget."
+        "## NUMERICS: forms of FP8 block scales\n\nA checkpoint stores `w = q * s`: q in E4M3, one "
+        "float32 s per block of 128x128. Kernels differ in the scales they take:\n\n"
+        + _markdown(("form", "scales", "cost"), rows)
+        + "\n\nA weight whose scales are rounded up to powers of two is rounded to E4M3 a second "
+        "time. For Gaussian weights with block maxima spread evenly over an octave this changes "
+        f"the weight by **{requant_error():.1%}** (relative Frobenius error, computed when this "
+        "file is written). Activations are quantised with such scales too. On `sm_9x` DeepGEMM "
+        f"takes float32 scales, without loss. On `sm_10x`{_MARK} it takes UE8M0 only: the model "
+        "rule exists for this, and `VLLM_USE_DEEP_GEMM_E8M0=0` excludes DeepGEMM there."
+        f"\n\n`{Scales.ACTIVATION}` is for scales per row and per group: they are kept in bf16 or "
+        "fp16, the dtype of the activations, which is exact where the checkpoint stores them so. "
+        "Elsewhere the loss is measured at load and counts against the budget."
     )
 
 
@@ -298,8 +297,8 @@ def _e4m3(value: float) -> float:
 
 def _examples() -> str:
     parts = [
-        "## Examples\n\nWritten by running them. `--libs` names what to assume, so they read the "
-        "same on every machine."
+        "## Examples\n\nThe output of each command, as it runs. `--libs` names the assumed "
+        "libraries, so that the output is the same on every machine."
     ]
     with tempfile.TemporaryDirectory() as folder:
         for text, script in _EXAMPLES:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from html import escape
 
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.json_report import Report
 from vllm.kernels.report.layer_groups import by_decision, by_outcome, compress
 from vllm.kernels.report.page_style import SCRIPT, STYLE
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.report.text_report import KINDS, NO_KERNEL, libs_text, notes, verdict
 from vllm.kernels.select.decision import Candidate, Decision

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.partial_blocks import Fit
@@ -17,6 +17,7 @@ from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation, log_lines, outcome, table
 from vllm.kernels.select.decision import Candidate, Decision, Record
@@ -31,26 +32,12 @@ from vllm.kernels.select.problem import (
 from vllm.kernels.select.reason import Reason, Why
 from vllm.machine import Device, Libs
 
-__all__ = ["Report", "log_lines", "outcome", "parse_report", "report", "table"]
+__all__ = ["log_lines", "outcome", "parse_report", "report", "table"]
 
 _PROBLEMS: dict[str, type[Problem]] = {
     problem.family: problem
     for problem in (LinearProblem, MoEProblem, AttentionProblem, KVQuantProblem)
 }
-
-
-class Report(NamedTuple):
-    """What a report tells: `report(*parse_report(json)) == json`.
-
-    env: variables that were set, as text. records: layers with their decisions. ledger: what was
-    re-quantised at load; None where nothing was loaded.
-    """
-
-    device: Device
-    libs: Libs
-    env: Mapping[str, str]
-    records: list[Record]
-    ledger: Ledger | None = None
 
 
 # ---------------------------------------------------------------- to JSON

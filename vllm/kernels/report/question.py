@@ -206,17 +206,17 @@ def _shard(text: str, size: int, ranks: int) -> int:
 
 def read_model(model: str) -> dict[str, Any]:
     """The config.json of a folder, of a file, or of a built-in name. ConfigError otherwise."""
-    from vllm.kernels.report.builtin_models import BUILTIN_NAMES, HUB_NAMES, builtin_config
+    from vllm.architectures.registry import builtin_config, builtin_names
 
     path = Path(model).expanduser()
     if path.is_file() or path.is_dir():
         return _read_config(path / "config.json" if path.is_dir() else path)
     config = builtin_config(model)
     if config is None:
-        lower = (name.lower() for name in (*BUILTIN_NAMES, *HUB_NAMES.values()))
+        lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
         raise ConfigError(
             f"model {model!r} is neither a folder or config.json here nor a built-in name "
-            f"({', '.join(BUILTIN_NAMES)}){did_you_mean(model.lower(), lower)}"
+            f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
         )
     return config
 

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import ActScheme, WeightFormat
@@ -11,6 +10,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, compress
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
 from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MODEL_RULE
@@ -19,22 +19,19 @@ from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.machine import BUILD, Lib, Libs
 
-if TYPE_CHECKING:
-    from vllm.kernels.report.json_report import Report
-
 WIDTH = 100
 CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
 # What a verdict's kind means.
 KINDS: dict[str, str] = {
     CHOSEN: "serves these layers",
-    COULD_RUN: "nothing against it, later in the order",
-    Why.DEVICE: "not on this chip",
+    COULD_RUN: "can run, but comes later in the order",
+    Why.DEVICE: "does not run on this chip",
     Why.LIBRARY: "a library or our own code is missing, too old or broken",
-    Why.FORMAT: "does not take the weight's format",
-    Why.SHAPE: "does not take the sizes",
-    Why.DTYPE: "does not compute in this type",
-    Why.POLICY: "asked not to, or another is asked for",
-    Why.NUMERICS: "would compute something else, or lose accuracy",
+    Why.FORMAT: "does not support the weight's format",
+    Why.SHAPE: "does not support the sizes",
+    Why.DTYPE: "does not support the dtype",
+    Why.POLICY: "excluded by a flag, a variable or a rule, or another is requested",
+    Why.NUMERICS: "different arithmetic, or loss of accuracy",
 }
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
@@ -209,7 +206,7 @@ def _candidate_lines(
 # ---------------------------------------------------------------- a page
 
 
-def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
+def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
     """Everything: where, what was chosen for how many layers, and each outcome with its rejected
     candidates. is_brief: without these."""
     outcomes = by_outcome(report.records)
@@ -228,7 +225,7 @@ def page(report: "Report", width: int = WIDTH, bold: bool = False, is_brief: boo
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
-def _where(report: "Report", width: int) -> list[str]:
+def _where(report: Report, width: int) -> list[str]:
     rows = [("device", str(report.device)), ("libraries", libs_text(report.libs))]
     if report.env:
         rows.append(("variables", "  ".join(f"{k}={v}" for k, v in report.env.items())))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem
@@ -35,6 +34,7 @@ from vllm.kernels.triton.moe_rows import (
     sizes_compiled_apart,
     sort,
 )
+from vllm.ops.fp8_quant import ScaleLayout
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import dtype_of
 

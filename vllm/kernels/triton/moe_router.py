@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from vllm.architectures.router import Router
 from vllm.kernels.interface import LinearKernel
 from vllm.kernels.triton.moe_router_kernels import route_kernel, split_product_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
-from vllm.model_executor.layers.fused_moe.router import Routing
 from vllm.utils.math_utils import cdiv, next_power_of_2, round_up
 
 # Most tokens whose product is a kernel of our own, which reads the gate while the norm before it
@@ -28,27 +28,27 @@ _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def choose_experts(
-    x: Tensor, gate: LinearKernel, routing: Routing, bias: Tensor | None = None
+    x: Tensor, gate: LinearKernel, router: Router, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
     weight = getattr(gate, "weight", None)
     if weight is None or len(x) > MOST_SPLIT or x.dtype not in _ROUNDED or len(weight) < BLOCK_E:
         y = gate(x) if weight is None else _product(x, weight)
-        logits, others = y.tensor_split([routing.num_experts], 1)
-        return *route(logits, bias=bias, **routing.arguments()), others
+        logits, others = y.tensor_split([router.num_experts], 1)
+        return *route(logits, bias=bias, **router.arguments()), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
     (num_tokens, hidden), num_rows = x.shape, len(weight)
     num_splits, blocks = cdiv(hidden, BLOCK_K), cdiv(num_rows, BLOCK_E)
     # As wide as whole blocks: sums are read several at a time.
     shape = num_tokens, num_splits, blocks * BLOCK_E
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    others = _rows(x, num_rows - routing.num_experts)
+    others = _rows(x, num_rows - router.num_experts)
     if num_tokens:
         split_product_kernel[(num_splits, blocks, cdiv(num_tokens, ROWS))](
             x, weight, parts, num_tokens, x.stride(0), HIDDEN=hidden, BLOCK_K=BLOCK_K,
             NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
-    choice = _route(parts, routing.num_experts, others, bias=bias, **routing.arguments())
+    choice = _route(parts, router.num_experts, others, bias=bias, **router.arguments())
     return *choice, others
 
 
@@ -63,8 +63,8 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    """Weights float32 and ids int64 [T, top_k] as `fused_moe.router.route` defines them and their
-    options; of equal experts the first is chosen."""
+    """Weights float32 and ids int64 [T, top_k] as `route` of vllm.ops.moe_router defines them and
+    their options; of equal experts the first is chosen."""
     num_experts = logits.shape[1]
     return _route(logits.unsqueeze(1), num_experts, None, top_k, renormalise, **options)
 
@@ -76,11 +76,11 @@ def _route(
     top_k: int,
     renormalise: bool,
     *,
-    is_sigmoid: bool = False,
+    scoring: str = "softmax",
     bias: Tensor | None = None,
     num_groups: int = 1,
-    kept_groups: int = 1,
-    factor: float = 1.0,
+    topk_groups: int = 1,
+    routed_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """By logits [T, splits, N], N at least the experts. others: receives the sums beyond those of
     experts, and all are rounded to its type; None for logits that are whole."""
@@ -92,12 +92,12 @@ def _route(
     padded = next_power_of_2(num_experts)
     assert logits.stride(2) == 1 and (num_groups == 1 or padded == num_experts)
     route_kernel[(num_tokens,)](
-        logits, bias, weights, ids, others, logits.stride(0), factor, NUM_EXPERTS=num_experts,
+        logits, bias, weights, ids, others, logits.stride(0), routed_scale, NUM_EXPERTS=num_experts,
         E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1],
         OTHERS_STRIDE=0 if others is None else others.stride(0), TOP_K=top_k,
         K_PAD=next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
-        ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=is_sigmoid,
+        ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=scoring == "sigmoid",
         RENORMALISES=renormalise, HAS_BIAS=bias is not None, NUM_GROUPS=num_groups,
-        KEPT_GROUPS=kept_groups, num_warps=1, **launch_dependent(logits.device),
+        KEPT_GROUPS=topk_groups, num_warps=1, **launch_dependent(logits.device),
     )  # fmt: skip
     return weights, ids

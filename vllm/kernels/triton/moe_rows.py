@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm._custom_ops import ScaleLayout, empty_groups
 from vllm.formats.scales import Scales
 from vllm.kernels.activations import InputQuant, QuantizedInput, UnaddedRows
 from vllm.kernels.triton.moe_kernels import HAS_DEPENDENT_LAUNCH
@@ -30,6 +29,7 @@ from vllm.kernels.triton.moe_rows_kernels import (
     sort_kernel,
     spread_kernel,
 )
+from vllm.ops.fp8_quant import ScaleLayout, empty_groups
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 _FORMS: dict[str, Any] = {

@@ -23,10 +23,11 @@ from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.tuning.workers import MACHINE, Channel, Job
 from vllm.machine import Device
-from vllm.model_executor.layers.quantization.utils import fp8_utils, nvfp4_utils
-from vllm.ops import torch_ops
+from vllm.ops import nvfp4, torch_ops
+from vllm.ops.fp8 import quantise_groups
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
+from vllm.utils import fp8
 from vllm.utils.torch_utils import dtype_of
 
 # Largest relative Frobenius error against the reference, by the type of the output: its rounding,
@@ -188,7 +189,7 @@ def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) 
             scales = scales.to(torch.float8_e4m3fn)
             input_scale = None
             if ActScheme.NVFP4_GROUP16 in problem.act:
-                input_scale = torch.tensor(_STATIC_SCALE / nvfp4_utils.E2M1_MAX, device=device)
+                input_scale = torch.tensor(_STATIC_SCALE / nvfp4.E2M1_MAX, device=device)
             return LinearTensors(
                 weight_format,
                 codes,
@@ -202,7 +203,7 @@ def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) 
     if weight_format.element != "fp8":
         return LinearTensors(weight_format, weight.to(dtype_of(str(weight_format))), (problem.n,))
     if weight_format.scale == "block":
-        q, scales = fp8_utils.per_block_cast_to_fp8(weight, weight_format.block)
+        q, scales = fp8.per_block_cast_to_fp8(weight, weight_format.block)
     else:
         amax = weight.abs().amax(1, keepdim=True)
         scales = (amax if weight_format.scale == "channel" else amax.amax(0, keepdim=True)) / 448
@@ -233,12 +234,12 @@ def _rounded(x: Tensor, candidate: Candidate, tensors: LinearTensors) -> Tensor:
         return x
     if act is ActScheme.DYNAMIC_GROUP128:
         is_lossy = candidate.is_lossy
-        q, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=is_lossy)
-        return fp8_utils.dequantise_blocks(q, scales, (1, 128))
+        q, scales = quantise_groups(x, 128, use_ue8m0=is_lossy)
+        return fp8.dequantise_blocks(q, scales, (1, 128))
     if act is ActScheme.NVFP4_GROUP16:
         assert tensors.input_scale is not None
         inverse = tensors.input_scale.reciprocal().reshape(1)
-        return nvfp4_utils.nvfp4_dequantize(*nvfp4_utils.nvfp4_quantize(x, inverse), inverse)
+        return nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, inverse), inverse)
     if act is ActScheme.STATIC_TENSOR:
         assert tensors.input_scale is not None
         scale = tensors.input_scale

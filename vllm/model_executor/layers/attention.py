@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from vllm.architectures.decoder import CachedAttention
 from vllm.kernels import registry
-from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
+from vllm.kernels.problems import attention_problems
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
@@ -17,27 +18,14 @@ logger = get_logger(__name__)
 class Attention(nn.Module):
     """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
 
-    def __init__(
-        self,
-        ctx: ModelContext,
-        prefix: str,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        sliding_window: int = 0,
-    ):
+    def __init__(self, ctx: ModelContext, prefix: str, spec: CachedAttention):
         super().__init__()
-        self.prefix = prefix
+        self.prefix = prefix = prefix + spec.name
+        self.cache_spec = spec.cache
         self.cache_method = Fp8KVCacheMethod()
-        problem = AttentionProblem(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            format=ctx.kv_cache_format,
-            dtype=SHORT_NAMES[ctx.dtype],
-            sliding_window=sliding_window,
+        problem, writing = attention_problems(
+            spec, ctx.parallel.tensor.size, ctx.kv_cache_format, SHORT_NAMES[ctx.dtype]
         )
-        writing = KVQuantProblem(num_kv_heads, head_dim, ctx.kv_cache_format, problem.dtype)
         self.decision = attend = ctx.selection.choose(prefix, problem)
         self.writing = write = ctx.selection.choose(prefix, writing)
         assert attend.chosen is not None and write.chosen is not None

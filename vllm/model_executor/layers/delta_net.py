@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from vllm.architectures.decoder import DeltaNet
+from vllm.architectures.sharding import Dim
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.model_executor.context import ForwardBatch, ModelContext
-from vllm.model_executor.layers.linear import Linear, merged_linear, plain_linear
-from vllm.model_executor.layers.sharding import Part, share
+from vllm.model_executor.layers.linear import Linear, linear_layer
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 from vllm.ops.paged_attention import zeros_on_demand
 
@@ -19,37 +20,26 @@ class GatedDeltaNet(nn.Module):
     then the gated delta rule per head and a gated norm; `out_proj` goes back to [T, hidden].
     Formulas: `gated_delta_rule` in vllm.ops.
 
-    Key and value heads are cut over the tensor-parallel ranks; all sizes here are of this rank.
+    Tensor-parallel ranks divide key and value heads; all sizes here are those of this rank.
 
     conv_state: [slots, taps - 1, channels] in the type of activations. state: float32 [slots,
     value heads, key_dim, value_dim]. Slot 0 is nobody's; the others belong to running requests.
     """
 
-    def __init__(self, ctx: ModelContext, prefix: str):
+    def __init__(self, ctx: ModelContext, prefix: str, spec: DeltaNet):
         super().__init__()
-        config, self.group, self.ops = ctx.hf_config, ctx.parallel.tensor, ctx.ops
-        self.prefix, self.dtype = prefix, ctx.dtype
-        hidden, num_value_heads = config.hidden_size, config.linear_num_value_heads
-        key = config.linear_num_key_heads * config.linear_key_head_dim
-        value = num_value_heads * config.linear_value_head_dim
-        self.num_key_heads = share(config.linear_num_key_heads, self.group)
-        self.num_value_heads = share(num_value_heads, self.group)
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.taps = config.linear_conv_kernel_dim
-        self.eps = float(config.rms_norm_eps)
-        # Three pieces of one weight, each of which is cut by heads.
-        self.qkv = Part("in_proj_qkv", 2 * key + value, pieces=(key, key, value))
-        self.in_proj_qkvz = merged_linear(
-            ctx,
-            f"{prefix}.in_proj_qkvz",
-            hidden,
-            [self.qkv, Part("in_proj_z", value)],
-            cut="rows",
-        )
-        gates = [Part("in_proj_b", num_value_heads), Part("in_proj_a", num_value_heads)]
-        self.in_proj_ba = merged_linear(ctx, f"{prefix}.in_proj_ba", hidden, gates, cut="rows")
-        self.out_proj = plain_linear(ctx, f"{prefix}.out_proj", value, hidden, cut="columns")
-        channels = share(self.qkv.num_rows, self.group)
+        self.group, self.ops = ctx.parallel.tensor, ctx.ops
+        self.spec, self.cache_spec = spec, spec.cache
+        self.prefix, self.dtype = prefix + spec.name, ctx.dtype
+        self.num_key_heads = spec.key_heads.per_rank(self.group.size)
+        self.num_value_heads = spec.cache.heads.per_rank(self.group.size)
+        self.key_dim, self.value_dim = spec.cache.key_dim, spec.cache.value_dim
+        self.taps = spec.cache.taps
+        self.eps = ctx.decoder.rms_norm_eps
+        self.in_proj_qkvz = linear_layer(ctx, prefix, spec.in_proj_qkvz)
+        self.in_proj_ba = linear_layer(ctx, prefix, spec.in_proj_ba)
+        self.out_proj = linear_layer(ctx, prefix, spec.out_proj)
+        (_, channels), _ = spec.cache.shapes(self.group.size)
         self.conv_weight = empty_parameter(self.taps, channels, dtype=torch.float32)
         self.decay_rate = empty_parameter(self.num_value_heads, dtype=torch.float32)
         self.dt_bias = empty_parameter(self.num_value_heads, dtype=torch.float32)
@@ -67,16 +57,17 @@ class GatedDeltaNet(nn.Module):
         }
 
     def _conv_slot(self) -> Slot:
-        """[channels, 1, taps] in the checkpoint, cut like the rows of in_proj_qkv."""
+        """[channels, 1, taps] in the checkpoint, sharded like the rows of in_proj_qkv."""
         whole, start = None, 0
-        for place in self.qkv.places(self.taps, "rows", self.group):
-            end = start + place.shape[0]
+        qkv, group = self.spec.in_proj_qkvz.parts[0], self.group
+        for region in qkv.regions(Dim("", self.taps), "column", group.rank, group.size):
+            end = start + region.shape[0]
             columns = self.conv_weight.data[:, start:end]
             slot = Slot(
-                (self.qkv.num_rows, 1, self.taps),
+                (qkv.num_rows, 1, self.taps),
                 FLOATS,
                 lambda tensor, columns=columns: columns.copy_(tensor.squeeze(1).T),
-                () if self.group.size == 1 else (slice(*place.rows),),
+                () if group.size == 1 else (slice(*region.rows),),
             )
             whole, start = whole.with_other(slot) if whole else slot, end
         assert whole is not None
@@ -94,17 +85,11 @@ class GatedDeltaNet(nn.Module):
             () if size == 1 else (slice(rank * count, (rank + 1) * count),),
         )
 
-    def slot_bytes(self) -> int:
-        """Of the states of one request."""
-        kept = (self.taps - 1) * self.conv_weight.shape[1] * self.dtype.itemsize
-        return kept + 4 * self.num_value_heads * self.key_dim * self.value_dim
-
     def allocate(self, num_slots: int, device: torch.device) -> None:
         """Zeros; what a slot holds counts for nothing to a request that starts."""
-        channels, heads = self.conv_weight.shape[1], (self.num_value_heads, self.key_dim)
-        shape = (num_slots, self.taps - 1, channels)
-        self.conv_state = zeros_on_demand(shape, self.dtype, device)
-        self.state = zeros_on_demand((num_slots, *heads, self.value_dim), torch.float32, device)
+        kept, state = self.cache_spec.shapes(self.group.size)
+        self.conv_state = zeros_on_demand((num_slots, *kept), self.dtype, device)
+        self.state = zeros_on_demand((num_slots, *state), torch.float32, device)
 
     @property
     def reader(self) -> "GatedDeltaNet":

@@ -5,9 +5,9 @@ import dataclasses
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vllm.architectures.sharding import LinearSpec
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.sharding import Part
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 
 
@@ -32,23 +32,15 @@ class Embedding(nn.Module):
         return functional.embedding(input_ids, self.weight).to(self.dtype)
 
 
-class LMHead(Linear):
+class LMHead(ColumnParallelLinear):
     """Logits [S, vocab] in the model's type, the same on all tensor-parallel ranks, each of which
     computes some of the columns. Tied: takes the embedding's weight instead of a slot."""
 
-    def __init__(
-        self,
-        ctx: ModelContext,
-        prefix: str,
-        vocab_size: int,
-        hidden_size: int,
-        embedding: nn.Module,
-    ):
+    def __init__(self, ctx: ModelContext, spec: LinearSpec, embedding: nn.Module):
         if ctx.ties_embeddings:  # whatever the format says of output projections
-            ctx = dataclasses.replace(ctx, quant_config=None)
-        part = Part(prefix, vocab_size, is_padded=True)
-        super().__init__(ctx, prefix, hidden_size, [part], cut="rows")
-        self.vocab_size = vocab_size
+            spec = dataclasses.replace(spec, may_quantize=False)
+        super().__init__(ctx, "", spec)
+        self.vocab_size = spec.parts[0].num_rows
         self.tied = ctx.ties_embeddings
         if self.tied:
             self.weight = embedding.weight

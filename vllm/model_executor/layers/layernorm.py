@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.architectures.decoder import NormKind
 from vllm.distributed.groups import Addend, PartialSum, total
 from vllm.kernels.activations import Activation, Reader, UnaddedRows
 from vllm.model_executor.context import ModelContext
@@ -15,7 +16,7 @@ class RMSNorm(nn.Module):
     def __init__(self, ctx: ModelContext, prefix: str, size: int):
         super().__init__()
         self.prefix = prefix
-        self.eps = float(ctx.hf_config.rms_norm_eps)
+        self.eps = ctx.decoder.rms_norm_eps
         self.ops = ctx.ops
         self.weight = empty_parameter(size, dtype=torch.float32)
 
@@ -51,3 +52,6 @@ class ZeroCentredRMSNorm(RMSNorm):
 
     def _write(self, weight: Tensor) -> None:
         self.weight.data.copy_(weight).add_(1.0)
+
+
+NORMS: dict[NormKind, type[RMSNorm]] = {"rms": RMSNorm, "rms_zero_centred": ZeroCentredRMSNorm}

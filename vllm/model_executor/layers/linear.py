@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vllm.architectures.decoder import Cut
+from vllm.architectures.sharding import LinearSpec, ParallelStyle
 from vllm.distributed.groups import Addend, Group, PartialSum
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
+from vllm.kernels.problems import linear_problem
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import LinearProblem, comes_quantised
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.sharding import Part, Place
+from vllm.model_executor.layers.sharding import Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
@@ -95,50 +95,34 @@ class StoredWeight(nn.Module):
 
 
 class Linear(StoredWeight):
-    """y = x @ W.T + b for x [T, input_size].
+    """y = x @ W.T + b for x [T, input_size]: what one tensor-parallel rank has of `spec`.
 
-    parts: the weights that are merged into one, in order; a plain layer has one, of its own name.
-    cut: what the tensor-parallel ranks divide. By rows, each gets some of the outputs; by columns,
-    each is given some of the inputs and all get the sum of the outputs; `leaves_sum`: whoever reads
-    the output adds it up (PartialSum).
-    A shard is a part, or a piece of one.
+    prefix: of the decoder layer, with its dot. A shard is a part of the spec, or a piece of one.
     """
 
-    def __init__(
-        self,
-        ctx: ModelContext,
-        prefix: str,
-        input_size: int,
-        parts: Sequence[Part],
-        bias: bool = False,
-        cut: Cut = "replicated",
-    ):
+    def __init__(self, ctx: ModelContext, prefix: str, spec: LinearSpec):
         group = ctx.parallel.tensor
-        shards = [(p.name, place) for p in parts for place in p.places(input_size, cut, group)]
-        super().__init__(prefix, shards, group)
-        self.adds_up = cut == "columns" and group.size > 1
-        self.leaves_sum = False
+        shards = spec.shards(prefix, group.rank, group.size)
+        places = [(name, Place.of(region)) for name, region in shards]
+        super().__init__(prefix + spec.name, places, group)
+        quant = ctx.quant_config if spec.may_quantize else None
+        self.method: LinearMethod = (
+            quant and quant.linear_method(self.shard_names)
+        ) or UnquantizedLinearMethod(ctx.weight_dtype)
         output_size = sum(self.shard_rows)
-        quant = ctx.quant_config
-        self.method = (quant and quant.linear_method(self.shard_names)) or UnquantizedLinearMethod(
-            ctx.weight_dtype
-        )
-        self.bias = empty_parameter(output_size, dtype=torch.float32) if bias else None
+        self.bias = empty_parameter(output_size, dtype=torch.float32) if spec.bias else None
         self.method.create_weights(self)
-        self.problem = LinearProblem(
-            n=output_size,
-            k=self.input_size,
-            weight=self.method.format,
-            act=self.method.act_schemes,
-            dtype=SHORT_NAMES[ctx.dtype],
-            bias=bias,
-            parts=self.shard_rows if len(self.shard_rows) > 1 else (),
-            cut_n=group.size if cut == "rows" else 1,
-            cut_k=group.size if cut == "columns" else 1,
-            comes_quantised=comes_quantised(prefix),
+        self.problem = linear_problem(
+            spec,
+            self.prefix,
+            list(self.places),
+            group.size,
+            self.method.format,
+            self.method.act_schemes,
+            SHORT_NAMES[ctx.dtype],
         )
         self.selection = ctx.selection
-        self.decision = ctx.selection.choose(prefix, self.problem)
+        self.decision = ctx.selection.choose(self.prefix, self.problem)
         self.kernel: LinearKernel | None = None
 
     def slots(self) -> dict[str, Slot]:
@@ -156,9 +140,6 @@ class Linear(StoredWeight):
         return slots
 
     def _bias_slot(self, place: Place, bias: Tensor) -> Slot:
-        """Outputs that are summed over the ranks get the bias of the first rank alone."""
-        if self.adds_up and not self.group.is_first:
-            return Slot((place.num_rows,), FLOATS, lambda _: bias.zero_())
         slot = place.slot((1, place.num_columns), FLOATS, copy_into(bias))
         return dataclasses.replace(slot, shape=slot.shape[:1], region=slot.region[:1])
 
@@ -201,36 +182,43 @@ class Linear(StoredWeight):
         return self.kernel(x)
 
     def forward(self, x: Activation) -> Addend:
+        return self.multiply(x)
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes some of the outputs."""
+
+
+class ReplicatedLinear(Linear):
+    """Every rank computes all outputs."""
+
+
+class RowParallelLinear(Linear):
+    """Each rank is given some of the inputs, and all get the sum of the outputs; without
+    `reduce_results` whoever reads the output adds it up (PartialSum)."""
+
+    reduce_results = True
+
+    def _bias_slot(self, place: Place, bias: Tensor) -> Slot:
+        """The sum over the ranks gets the bias of the first rank alone."""
+        if not self.group.is_first:
+            return Slot((place.num_rows,), FLOATS, lambda _: bias.zero_())
+        return super()._bias_slot(place, bias)
+
+    def forward(self, x: Activation) -> Addend:
         y = self.multiply(x)
-        if not self.adds_up:
+        if self.group.size == 1:
             return y
-        return PartialSum(y, self.group) if self.leaves_sum else self.group.all_reduce(y)
+        return self.group.all_reduce(y) if self.reduce_results else PartialSum(y, self.group)
 
 
-def merged_linear(
-    ctx: ModelContext,
-    prefix: str,
-    input_size: int,
-    parts: Sequence[Part | tuple[str, int]],
-    bias: bool = False,
-    cut: Cut = "replicated",
-) -> Linear:
-    """One GEMM for several checkpoint weights that share their input.
-
-    `parts` have names beside the merged one: ("q_proj", 576) under "...self_attn".
-    """
-    parent = prefix.rpartition(".")[0]
-    named = (part if isinstance(part, Part) else Part(*part) for part in parts)
-    full = [dataclasses.replace(part, name=f"{parent}.{part.name}") for part in named]
-    return Linear(ctx, prefix, input_size, full, bias, cut)
+_STYLES: dict[ParallelStyle, type[Linear]] = {
+    "column": ColumnParallelLinear,
+    "row": RowParallelLinear,
+    "replicated": ReplicatedLinear,
+}
 
 
-def plain_linear(
-    ctx: ModelContext,
-    prefix: str,
-    input_size: int,
-    output_size: int,
-    bias: bool = False,
-    cut: Cut = "replicated",
-) -> Linear:
-    return Linear(ctx, prefix, input_size, [Part(prefix, output_size)], bias, cut)
+def linear_layer(ctx: ModelContext, prefix: str, spec: LinearSpec) -> Linear:
+    """The layer of the spec's parallel style."""
+    return _STYLES[spec.style](ctx, prefix, spec)

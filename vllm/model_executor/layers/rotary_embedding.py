@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.architectures.decoder import Decoder
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
 from vllm.ops.paged_attention import CacheTarget
@@ -19,11 +20,10 @@ class RotaryEmbedding(nn.Module):
     columns of a head are rotated, the first ones (`partial_rotary_factor` of the config).
     """
 
-    def __init__(self, ctx: ModelContext, head_dim: int):
+    def __init__(self, ctx: ModelContext):
         super().__init__()
-        self.head_dim = head_dim
         self.ops = ctx.ops
-        inv_freq, factor = _frequencies(ctx, head_dim)
+        inv_freq, factor = _frequencies(ctx.decoder)
         angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
         self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
@@ -38,22 +38,22 @@ class RotaryEmbedding(nn.Module):
             self.ops.rotary_into_cache(positions, q, k, target, self.cos_sin_cache)
 
 
-def _frequencies(ctx: ModelContext, head_dim: int) -> tuple[Tensor, float]:
+def _frequencies(decoder: Decoder) -> tuple[Tensor, float]:
     """float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
-    rope = ctx.hf_config.rope_parameters
+    rope = decoder.rope
     kind = rope.get("rope_type", "default")
     if kind not in ("default", *_SCALED):
         raise CheckpointError(
             f"rope_type {kind!r} is not supported: config.json may ask for default, "
             f"{', '.join(_SCALED)}"
         )
-    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    rotary_dim = int(decoder.rotary_head_dim * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     wide = rope["rope_theta"] ** exponents
     if kind == "default":
         return 1.0 / wide, 1.0
     original = rope.get("original_max_position_embeddings")
-    return _SCALED[kind](wide, rope, original or ctx.hf_config.max_position_embeddings)
+    return _SCALED[kind](wide, rope, original or decoder.max_position_embeddings)
 
 
 def _linear(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:

@@ -7,19 +7,20 @@ from vllm.distributed.groups import Addend, total
 from vllm.model_executor.context import ForwardBatch, ModelContext
 
 
-class Elsewhere(nn.Module):
-    """Stands where another stage has a layer, whose weights are not read here; does nothing."""
+class PPMissingLayer(nn.Module):
+    """Stands where another pipeline stage has a layer, whose weights are not read here; does
+    nothing."""
 
     def __init__(self, prefix: str):
         super().__init__()
-        self.elsewhere = (prefix,)
+        self.on_other_ranks = (prefix,)
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Hidden:
-    """Hidden states [T, hidden] on their way through the stages.
+class StageLink:
+    """Passes hidden states [T, hidden] through the pipeline stages.
 
     A stage hands on the sum of what its last layer gave and the residual, so the next one begins
     as the first does: with an input and a residual of zeros. The arithmetic is that of one stage.
@@ -27,12 +28,12 @@ class Hidden:
 
     def __init__(self, ctx: ModelContext):
         self._group = ctx.parallel.pipeline
-        self._shape = ctx.hf_config.hidden_size
+        self._hidden_size = ctx.decoder.hidden_size
         self._dtype = ctx.dtype
 
     def receive(self, batch: ForwardBatch) -> Tensor:
         ids = batch.input_ids
-        hidden = torch.empty(len(ids), self._shape, dtype=self._dtype, device=ids.device)
+        hidden = torch.empty(len(ids), self._hidden_size, dtype=self._dtype, device=ids.device)
         return self._group.receive(hidden, self._group.rank - 1)
 
     def send(self, x: Addend, residual: Tensor) -> Tensor:

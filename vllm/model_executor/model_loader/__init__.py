@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
@@ -19,12 +18,9 @@ from vllm.logger import get_logger
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.attention import log_cache_scales
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
-from vllm.model_executor.models.registry import model_class
-from vllm.model_executor.weights import Slot, elsewhere, kernel_layers, model_slots
+from vllm.model_executor.models.decoder import CausalLM
+from vllm.model_executor.weights import Slot, kernel_layers, layers_on_other_ranks, model_slots
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
-
-if TYPE_CHECKING:
-    from vllm.model_executor.models.llama import LlamaForCausalLM
 
 logger = get_logger(__name__)
 
@@ -36,7 +32,7 @@ def load_model(
     selection: Selection,
     parallel: Parallel | None = None,
     on_chosen: Callable[[Selection], None] | None = None,
-) -> "LlamaForCausalLM":
+) -> CausalLM:
     """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
 
     parallel: the ranks that share the model, None for this one alone; it gets its part. on_chosen:
@@ -47,19 +43,18 @@ def load_model(
     start = time.perf_counter()
     parallel = parallel or Parallel()
     model_config = config.model_config
-    cls = model_class(model_config.architectures)
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        model = _construct(cls, config, selection, checkpoint, parallel)
-        _check_overrides(cls, config, selection, checkpoint, parallel)
+        model = _construct(config, selection, checkpoint, parallel)
+        _check_overrides(config, selection, checkpoint, parallel)
         if on_chosen is not None:
             on_chosen(selection)
         slots = model_slots(model)
         if checkpoint is None:
             _fill_randomly(slots, model_config.seed, selection.device.kind)
         else:
-            _fill(cls, config, slots, checkpoint, elsewhere(model))
+            _fill(config, slots, checkpoint, layers_on_other_ranks(model))
         # Kernels are agreed upon within the time of a step; reading may take one rank far longer.
         parallel.meet("read")
         layers = list(kernel_layers(model))
@@ -69,6 +64,8 @@ def load_model(
                 layer.make_kernel()
             except ValueError as error:  # a weight whose values no kernel takes
                 raise CheckpointError(f"{layer.prefix}: {error}") from error
+    if notice := getattr(model_config.architecture, "notice", ""):
+        logger.info(notice)
     log_cache_scales(model)
     selection.log()
     if config.kernel_config.dump_decisions is not None and parallel.layout.rank == 0:
@@ -78,14 +75,13 @@ def load_model(
 
 
 def _construct(
-    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
     parallel: Parallel,
-) -> "LlamaForCausalLM":
+) -> CausalLM:
     try:
-        return cls(model_context(cls, config, selection, checkpoint, parallel))
+        return CausalLM(model_context(config, selection, checkpoint, parallel))
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise
@@ -96,7 +92,6 @@ def _construct(
 
 
 def _check_overrides(
-    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
@@ -110,12 +105,11 @@ def _check_overrides(
         one_stage = replace(layout, rank=rank, pipeline_size=1)
         with torch.device("meta"):
             whole = planned(one_stage, parallel.expert.size > 1)
-            cls(model_context(cls, config, selection, checkpoint, whole))
+            CausalLM(model_context(config, selection, checkpoint, whole))
     selection.check_overrides()
 
 
 def model_context(
-    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     selection: Selection,
     checkpoint: Checkpoint | None,
@@ -124,10 +118,11 @@ def model_context(
     """The context models are built with. checkpoint None: the weights are to be random."""
     dtype = DTYPES[config.model_config.dtype]
     cache_dtype = config.cache_config.kv_cache_dtype
+    slot_name = config.model_config.architecture.slot_name
     names = checkpoint.infos if checkpoint else ()
-    has_own_head = any(cls.slot_name(name) == "lm_head.weight" for name in names)
+    has_own_head = any(slot_name(name) == "lm_head.weight" for name in names)
     return ModelContext(
-        hf_config=config.model_config.hf_text_config,
+        decoder=config.model_config.decoder,
         dtype=dtype,
         weight_dtype=_weight_dtype(config, checkpoint, dtype),
         quant_config=config.quant_config,
@@ -155,20 +150,19 @@ def _weight_dtype(
 
 
 def _fill(
-    cls: "type[LlamaForCausalLM]",
     config: VllmConfig,
     slots: dict[str, Slot],
     checkpoint: Checkpoint,
     others: frozenset[str],
 ) -> None:
     """others: layers whose weights other ranks take."""
-    quant = config.quant_config
+    quant, slot_name = config.quant_config, config.model_config.architecture.slot_name
     taken = list(slots)
     optional = {name for name, slot in slots.items() if slot.is_optional}
     homes: dict[str, Slot] = {}
     unknown = []
     for name in checkpoint.infos:
-        home = cls.slot_name(name)
+        home = slot_name(name)
         home = quant.slot_name(home) if quant and home is not None else home
         if home is None:
             continue

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed.all2all import Exchange, Experts, make_exchange
+from vllm.architectures.decoder import ExpertsSpec
+from vllm.distributed.all2all import All2All, Experts
 from vllm.distributed.groups import Addend, Group
+from vllm.distributed.make_all2all import make_all2all
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.make_kernel import make_moe
+from vllm.kernels.problems import moe_problem
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import MoEProblem
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.activation import check_activation
 from vllm.model_executor.layers.linear import StorageMethod
-from vllm.model_executor.layers.sharding import Part, Place, share
+from vllm.model_executor.layers.sharding import Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
-from vllm.utils.torch_utils import SHORT_NAMES
+from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,58 +95,48 @@ class UnquantizedMoEMethod(MoEMethod):
 class FusedMoE(nn.Module):
     """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
 
-    num_experts, top_k, hidden, intermediate: of the whole model. Weights are `<prefix>.<expert>.
-    {gate,up,down}_proj` in the checkpoint. Expert-parallel ranks hold some of the experts each,
-    others the same share of `intermediate` of every expert. experts: those on this rank. cut_by:
-    the ranks that share each expert.
+    Weights are `<prefix>.<expert>.{gate,up,down}_proj` in the checkpoint. Expert-parallel ranks
+    hold some of the experts each, others the same share of `intermediate` of every expert. experts:
+    those on this rank. cut_by: the ranks that share each expert.
     """
 
-    def __init__(
-        self,
-        ctx: ModelContext,
-        prefix: str,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        intermediate: int,
-    ):
+    def __init__(self, ctx: ModelContext, prefix: str, spec: ExpertsSpec):
         super().__init__()
-        check_activation(ctx.hf_config)
-        self.prefix = prefix
+        self.prefix = prefix + spec.name
         parallel = ctx.parallel
         ranks = parallel.expert
-        self.num_experts = share(num_experts, ranks)
-        self.experts = range(ranks.rank * self.num_experts, (ranks.rank + 1) * self.num_experts)
+        self.experts = range(*spec.count.span(ranks.rank, ranks.size, "ep"))
+        self.num_experts = len(self.experts)
         self.cut_by = group = parallel.tensor if ranks.size == 1 else Group()
-        cut = Part("", intermediate).places(hidden, "rows", group)[0]
-        turned = Place((0, hidden), cut.rows, hidden, intermediate)
+        inner, own = spec.intermediate.size, spec.intermediate.span(group.rank, group.size)
+        cut = Place(own, (0, spec.hidden), inner, spec.hidden)
+        turned = Place((0, spec.hidden), own, spec.hidden, inner)
         self.stacks = (
             Stack("gate_up", (("gate_proj", cut), ("up_proj", cut))),
             Stack("down", (("down_proj", turned),)),
         )
         quant = ctx.quant_config
-        self.method = (quant and quant.moe_method(self)) or UnquantizedMoEMethod(ctx.weight_dtype)
+        self.method: MoEMethod = (quant and quant.moe_method(self)) or UnquantizedMoEMethod(
+            ctx.weight_dtype
+        )
         self.method.create_weights(self)
-        self.problem = MoEProblem(
-            num_experts=num_experts,
-            top_k=top_k,
-            hidden=hidden,
-            intermediate=cut.shape[0],
-            weight=self.method.format,
-            act=self.method.act_schemes,
-            dtype=SHORT_NAMES[ctx.dtype],
-            cut=group.size,
-            cut_experts=ranks.size,
+        self.problem = moe_problem(
+            spec,
+            group.size,
+            ranks.size,
+            self.method.format,
+            self.method.act_schemes,
+            SHORT_NAMES[ctx.dtype],
         )
         self.parallel = parallel
         self.ranks = group if ranks.size == 1 else ranks
         self.selection = ctx.selection
-        self.decision = ctx.selection.choose(prefix, self.problem)
+        self.decision = ctx.selection.choose(self.prefix, self.problem)
         self.kernel: MoEKernel | None = None
-        self.exchange: Exchange | None = None
+        self.all2all: All2All | None = None
 
     @property
-    def elsewhere(self) -> tuple[str, ...]:
+    def on_other_ranks(self) -> tuple[str, ...]:
         """The experts of other ranks."""
         size = self.problem.num_experts
         return tuple(f"{self.prefix}.{i}" for i in range(size) if i not in self.experts)
@@ -175,16 +166,19 @@ class FusedMoE(nn.Module):
         takes_ue8m0 = decision.winner.scales == Scales.UE8M0
         problem = self.problem
         experts = Experts(self.experts, problem.num_experts, problem.hidden, takes_ue8m0)
-        self.exchange = make_exchange(self.parallel, experts)
+        self.all2all = make_all2all(self.parallel, experts)
 
     def _final_decision(self, tensors: MoETensors) -> Decision:
         """Before weights are re-quantised, what that costs is measured and judged."""
         decision = self.decision
         if not decision.winner.is_lossy:
             return decision
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_error
+        from vllm.ops.scale_rounding import requant_error
 
-        errors = [requant_error(stack) for stack in tensors.all_experts()]
+        errors = [
+            requant_error(stack, decision.winner.scales, dtype_of(self.problem.dtype))
+            for stack in tensors.all_experts()
+        ]
         worst = self.ranks.greatest(max(error.relative for error in errors))
         if self.selection.exceeds_budget(worst):
             problem = dataclasses.replace(self.problem, requant_error=worst)
@@ -209,5 +203,5 @@ class FusedMoE(nn.Module):
 
     def forward(self, x: Activation, topk_weights: Tensor, topk_ids: Tensor) -> Addend:
         """x [T, hidden], weights float32 and ids int64 [T, top_k] -> [T, hidden]."""
-        assert self.kernel is not None and self.exchange is not None
-        return self.exchange(self.kernel, x, topk_weights, topk_ids)
+        assert self.kernel is not None and self.all2all is not None
+        return self.all2all(self.kernel, x, topk_weights, topk_ids)

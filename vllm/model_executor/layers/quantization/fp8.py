@@ -11,10 +11,10 @@ from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
 from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
-from vllm.model_executor.layers.quantization.utils.fp8_utils import per_block_cast_to_fp8
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.layers.sharding import Place
 from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 __all__ = ["Fp8Config", "Fp8KVCacheMethod", "Fp8LinearMethod", "Fp8MoEMethod"]
 

@@ -7,9 +7,9 @@ from vllm.errors import CheckpointError
 from vllm.formats.weight_format import ActScheme, WeightFormat
 from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
-from vllm.model_executor.layers.quantization.utils.nvfp4_utils import pack_e2m1
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
+from vllm.ops.nvfp4 import pack_e2m1
 from vllm.ops.packed_weights import (
     PER_INT32,
     unpack_awq,

@@ -1,0 +1,96 @@
+"""Everything that is known of one architecture, as a value; its own file makes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.architectures.decoder import Decoder
+from vllm.architectures.fields import Fields
+
+# What transformers' config classes of all our architectures assume.
+CAUSAL_LM: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": None,
+    "architectures": None,
+}
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """What checkpoints of a model_type look like.
+
+    hf_architectures: what config.json calls its classes (`architectures`). skipped_tensors: how
+    names of tensors that are not served begin, after "model."; renamed_tensors: how other names
+    begin, and how ours do.
+    """
+
+    model_type: str
+    hf_architectures: tuple[str, ...]
+    skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
+    renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+    def slot_name(self, name: str) -> str | None:
+        """The slot that a checkpoint tensor belongs to; None for one that is not needed."""
+        is_skipped = name.removeprefix("model.").startswith(self.skipped_tensors)
+        if is_skipped or name.endswith("rotary_emb.inv_freq"):
+            return None
+        for stored, ours in self.renamed_tensors:
+            if name.startswith(stored):
+                return ours + name.removeprefix(stored)
+        return name
+
+
+@dataclass(frozen=True)
+class Architecture(Checkpointed):
+    """A text model.
+
+    describe: its decoder. defaults: what transformers' config class assumes of each field that it
+    has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
+    field of one that lacks it; derives_layer_types: names of the fields it is derived from.
+    renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
+    without any, of its other fields. is_served: whether the engine runs it; `explain` lists the
+    kernels of all. ue8m0_requant_loses_accuracy: re-quantising its weights to UE8M0 scales costs
+    accuracy that was measured.
+    """
+
+    describe: Callable[[Fields], Decoder]
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str] = frozenset()
+    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None
+    derives_layer_types: tuple[str, ...] = ()
+    renamed_fields: Mapping[str, str] = field(default_factory=dict)
+    rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    partial_rotary_factor: float | None = None
+    is_served: bool = True
+    ue8m0_requant_loses_accuracy: bool = False
+
+    def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`config` with our names of fields."""
+        fields = dict(config)
+        for new, ours in self.renamed_fields.items():
+            if fields.get(new) is not None:
+                fields[ours] = fields.pop(new)
+        return fields
+
+    def decoder(self, config: Mapping[str, Any], source: str = "config.json") -> Decoder:
+        """Of a text config. CheckpointError names the field that is wrong; source: of `config`."""
+        return self.describe(Fields(self.our_fields(config), self.defaults, source))
+
+
+@dataclass(frozen=True)
+class Composite(Checkpointed):
+    """A multimodal model, of which the text model is served.
+
+    text_types: model types that its text_config may have, the first where it names none.
+    ties_embeddings: whether its word embeddings are tied where config.json does not say. notice:
+    what users are told when it is served.
+    """
+
+    text_types: tuple[str, ...]
+    ties_embeddings: bool = False
+    notice: str = ""

@@ -1,0 +1,160 @@
+"""Parts of decoders from the fields of a config.json; each architecture puts its own together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.architectures.decoder import (
+    Attention,
+    CachedAttention,
+    Decoder,
+    DecoderLayer,
+    ExpertsSpec,
+    FeedForward,
+    GatedMLP,
+    Mixer,
+    MoE,
+    NormKind,
+    QueryScaling,
+)
+from vllm.architectures.fields import Fields
+from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from vllm.architectures.router import Router
+from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
+from vllm.errors import CheckpointError
+
+
+def dim(fields: Fields, name: str, unit: int = 1) -> Dim:
+    return Dim(name, fields.size(name), unit)
+
+
+def decoder(
+    fields: Fields,
+    mixer: Callable[[Fields, int], Mixer],
+    feed_forward: Callable[[Fields, int], FeedForward],
+    norm: NormKind = "rms",
+    rotary_head_dim: int | None = None,
+) -> Decoder:
+    """mixer, feed_forward: of layer i. rotary_head_dim: of its attention; None for head_dim."""
+    act = fields.get("hidden_act") or "silu"
+    if act not in ("silu", "swish"):
+        raise CheckpointError(f"hidden_act {act!r} is not supported: it takes silu")
+    layers = range(fields.size("num_hidden_layers"))
+    eps = fields.number("rms_norm_eps", 1e-6)
+    if not 0 <= eps < 1:
+        raise CheckpointError(
+            f"{fields.source}: rms_norm_eps = {eps!r} is out of range (0 to below 1); correct it "
+            f"or fetch the checkpoint again"
+        )
+    hidden = dim(fields, "hidden_size")
+    vocab = Dim("vocab_size", fields.size("vocab_size"), uneven="padded")
+    return Decoder(
+        layers=tuple(DecoderLayer(mixer(fields, i), feed_forward(fields, i)) for i in layers),
+        hidden_size=hidden.size,
+        lm_head=linear("lm_head", vocab, hidden, "column"),
+        norm=norm,
+        rms_norm_eps=eps,
+        rotary_head_dim=rotary_head_dim or heads_of(fields)[2],
+        rope=fields.rope(),
+        max_position_embeddings=fields.optional("max_position_embeddings", 0, lowest=0),
+    )
+
+
+def heads_of(fields: Fields) -> tuple[int, int, int]:
+    """(heads, KV heads, head_dim)."""
+    num_heads = fields.size("num_attention_heads")
+    num_kv_heads = fields.optional("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.source}: num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
+        )
+    head_dim = fields.optional("head_dim", fields.size("hidden_size") // num_heads)
+    if not head_dim:
+        raise CheckpointError(
+            f"{fields.source}: num_attention_heads = {num_heads} is more than hidden_size"
+        )
+    return num_heads, num_kv_heads, head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """window: keys that each query sees, itself included; 0 for all. The rest as Attention has."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    window: int = 0
+    is_gated: bool = False
+    qk_norm: NormKind | None = None
+    query_scaling: QueryScaling | None = None
+
+
+def attention(fields: Fields, kind: AttentionKind) -> Attention:
+    return fields.once(kind, lambda: _attention(fields, kind))
+
+
+def _attention(fields: Fields, kind: AttentionKind) -> Attention:
+    num_heads, num_kv_heads, head_dim = heads_of(fields)
+    hidden = dim(fields, "hidden_size")
+    heads = Dim("num_attention_heads", num_heads, head_dim)
+    queries = Dim("num_attention_heads", num_heads, head_dim * (1 + kind.is_gated))
+    kv_heads = Dim("num_key_value_heads", num_kv_heads, head_dim, "repeated")
+    parts = (
+        Part("q_proj", (queries,)),
+        Part("k_proj", (kv_heads,)),
+        Part("v_proj", (kv_heads,)),
+    )
+    cache = FullAttentionSpec(kv_heads, head_dim)
+    if kind.window:
+        cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
+    return Attention(
+        name="self_attn",
+        qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
+        o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
+        attn=CachedAttention("self_attn.attn", heads, cache),
+        is_gated=kind.is_gated,
+        qk_norm=kind.qk_norm,
+        query_scaling=kind.query_scaling,
+    )
+
+
+def gated_mlp(fields: Fields, layer: int = 0) -> GatedMLP:
+    inner, bias = dim(fields, "intermediate_size"), fields.flag("mlp_bias")
+    return fields.once("mlp", lambda: gated_mlp_of(fields, "mlp", inner, bias))
+
+
+def gated_mlp_of(fields: Fields, name: str, inner: Dim, bias: bool = False) -> GatedMLP:
+    hidden = dim(fields, "hidden_size")
+    parts = Part("gate_proj", (inner,)), Part("up_proj", (inner,))
+    return GatedMLP(
+        name,
+        LinearSpec(f"{name}.gate_up_proj", parts, hidden, "column", bias),
+        linear(f"{name}.down_proj", hidden, inner, "row", bias),
+    )
+
+
+def moe(
+    fields: Fields,
+    count: Dim,
+    router: Callable[[int, int], Router],
+    shared_expert: GatedMLP | None = None,
+    is_shared_gated: bool = False,
+) -> MoE:
+    """count: of the experts. router: of that number and of the experts per token."""
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > count.count:
+        raise CheckpointError(
+            f"{fields.source}: num_experts_per_tok = {top_k} is more than {count.field} = "
+            f"{count.count}"
+        )
+    hidden = dim(fields, "hidden_size")
+    gates: tuple[Part, ...] = (Part("gate", (count,)),)
+    if is_shared_gated:
+        gates += (Part("shared_expert_gate", (Dim("shared_expert_gate", 1),)),)
+    inner = dim(fields, "moe_intermediate_size")
+    return MoE(
+        "mlp",
+        LinearSpec("mlp.gate", gates, hidden, "replicated", may_quantize=False),
+        ExpertsSpec("mlp.experts", count, router(count.count, top_k), hidden.size, inner),
+        shared_expert,
+        is_shared_gated,
+    )

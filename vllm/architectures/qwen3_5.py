@@ -1,0 +1,188 @@
+"""Qwen3.5, dense and with experts, alone or as part of a multimodal model: gated delta-net layers,
+and every few of them one of gated full attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
+from vllm.architectures.build import (
+    AttentionKind,
+    attention,
+    decoder,
+    dim,
+    gated_mlp,
+    gated_mlp_of,
+    moe,
+)
+from vllm.architectures.decoder import Attention, Decoder, DeltaNet, MoE
+from vllm.architectures.fields import Fields
+from vllm.architectures.kv_cache import RecurrentStateSpec
+from vllm.architectures.router import Router
+from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
+from vllm.errors import CheckpointError, did_you_mean
+
+_LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+def _describe_dense(fields: Fields) -> Decoder:
+    return decoder(fields, _mixer, gated_mlp, "rms_zero_centred")
+
+
+def _describe_moe(fields: Fields) -> Decoder:
+    return decoder(fields, _mixer, _feed_forward, "rms_zero_centred")
+
+
+def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
+    is_full = (layer + 1) % fields.optional("full_attention_interval", _INTERVAL) == 0
+    kind = fields.layer_kind(layer) or _LAYER_TYPES[is_full]
+    if kind not in _LAYER_TYPES:
+        raise CheckpointError(
+            f"{fields.source}: layer_types[{layer}] = {kind!r}: it takes {', '.join(_LAYER_TYPES)}"
+            f"{did_you_mean(kind, _LAYER_TYPES)}"
+        )
+    if kind == "linear_attention":
+        return fields.once("delta_net", lambda: _delta_net(fields))
+    if not fields.flag("attn_output_gate", True):
+        raise CheckpointError(
+            f"{fields.source}: attn_output_gate = False is not supported: it takes true"
+        )
+    bias = fields.flag("attention_bias")
+    return attention(
+        fields,
+        AttentionKind(qkv_bias=bias, output_bias=bias, is_gated=True, qk_norm="rms_zero_centred"),
+    )
+
+
+def _delta_net(fields: Fields) -> DeltaNet:
+    hidden = dim(fields, "hidden_size")
+    key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+    keys = dim(fields, "linear_num_key_heads", key_dim)
+    values = dim(fields, "linear_num_value_heads", value_dim)
+    if values.count % keys.count:
+        raise CheckpointError(
+            f"{fields.source}: linear_num_value_heads = {values.count} is not a multiple of "
+            f"linear_num_key_heads = {keys.count}"
+        )
+    one_each = Dim("linear_num_value_heads", values.count)
+    qkvz = Part("in_proj_qkv", (keys, keys, values)), Part("in_proj_z", (values,))
+    ba = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
+    taps = fields.optional("linear_conv_kernel_dim", 4)
+    return DeltaNet(
+        "linear_attn",
+        LinearSpec("linear_attn.in_proj_qkvz", qkvz, hidden, "column"),
+        LinearSpec("linear_attn.in_proj_ba", ba, hidden, "column"),
+        linear("linear_attn.out_proj", hidden, values, "row"),
+        keys,
+        RecurrentStateSpec(qkvz[0].dims, taps, values, key_dim, value_dim),
+    )
+
+
+def _feed_forward(fields: Fields, layer: int) -> MoE:
+    return fields.once("moe", lambda: _moe(fields))
+
+
+def _moe(fields: Fields) -> MoE:
+    """Weights of a token's experts always add up to one: there is no such field, whatever a
+    config.json says."""
+    shared = dim(fields, "shared_expert_intermediate_size")
+    return moe(
+        fields,
+        dim(fields, "num_experts"),
+        lambda count, top_k: Router(count, top_k, renormalise=True),
+        gated_mlp_of(fields, "mlp.shared_expert", shared),
+        is_shared_gated=True,
+    )
+
+
+def _layer_types(fields: Mapping[str, Any]) -> list[str]:
+    interval = fields.get("full_attention_interval", _INTERVAL)
+    if type(interval) is not int or interval < 1:
+        raise CheckpointError(
+            f"config.json: full_attention_interval = {interval!r} is no positive whole number"
+        )
+    return [_LAYER_TYPES[(i + 1) % interval == 0] for i in range(fields["num_hidden_layers"])]
+
+
+_INTERVAL = 4
+_DEFAULTS = CAUSAL_LM | {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+}
+_TEXT: dict[str, Any] = {
+    "nullable": frozenset({"layer_types"}),
+    "layer_types": _layer_types,
+    "derives_layer_types": ("full_attention_interval",),
+    "partial_rotary_factor": 0.25,
+    # GSM8K falls by 4 to 12 points when FP8 weights are re-quantised to the UE8M0 scales that
+    # DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319 questions,
+    # 5-shot).
+    "ue8m0_requant_loses_accuracy": True,
+}
+# Text models are stored alone or as part of a multimodal one, with vision and the layers of
+# multi-token prediction.
+_CHECKPOINTS: dict[str, Any] = {
+    "skipped_tensors": ("visual.", "mtp."),
+    "renamed_tensors": (("model.language_model.", "model."),),
+}
+_NOTICE = (
+    "Qwen3.5: serving the text model; images are not supported, and weights for vision and for "
+    "multi-token prediction are skipped"
+)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "qwen3_5_text",
+        ("Qwen3_5ForCausalLM",),
+        _describe_dense,
+        _DEFAULTS
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+        },
+        **_TEXT,
+        **_CHECKPOINTS,
+    ),
+    Composite(
+        "qwen3_5",
+        ("Qwen3_5ForConditionalGeneration",),
+        ("qwen3_5_text",),
+        notice=_NOTICE,
+        **_CHECKPOINTS,
+    ),
+    Architecture(
+        "qwen3_5_moe_text",
+        ("Qwen3_5MoeForCausalLM",),
+        _describe_moe,
+        _DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        **_TEXT,
+        **_CHECKPOINTS,
+    ),
+    Composite(
+        "qwen3_5_moe",
+        ("Qwen3_5MoeForConditionalGeneration",),
+        ("qwen3_5_moe_text",),
+        notice=_NOTICE,
+        **_CHECKPOINTS,
+    ),
+)

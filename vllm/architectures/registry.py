@@ -1,0 +1,158 @@
+"""All architectures: the built-in ones, and those of packages with the entry point
+`vllm.architectures`, whose value is one Architecture or Composite, or a tuple of them."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vllm.architectures.architecture import Architecture, Checkpointed, Composite
+from vllm.architectures.decoder import Decoder
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.utils.entry_points import extensions
+
+_BUILT_IN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3")
+ENTRY_POINTS = "vllm.architectures"
+
+
+@cache
+def known() -> dict[str, Checkpointed]:
+    """By model_type, text models first. ConfigError names a package whose entry point is wrong."""
+    found: list[Checkpointed] = []
+    for name in _BUILT_IN:
+        found += import_module(f"vllm.architectures.{name}").ARCHITECTURES
+    for name, value in extensions(ENTRY_POINTS).items():
+        more = value if isinstance(value, tuple) else (value,)
+        if wrong := [entry for entry in more if not isinstance(entry, Checkpointed)]:
+            raise ConfigError(
+                f"entry point {name!r} of {ENTRY_POINTS} gives {wrong[0]!r}: it takes an "
+                f"Architecture, a Composite, or a tuple of them"
+            )
+        found += more
+    found.sort(key=lambda one: isinstance(one, Composite))
+    return {one.model_type: one for one in found}
+
+
+def model_types() -> tuple[str, ...]:
+    return tuple(known())
+
+
+def text_architecture(model_type: str) -> Architecture | None:
+    """None for a type that is not known, or of a multimodal model."""
+    found = known().get(model_type)
+    return found if isinstance(found, Architecture) else None
+
+
+def composite(model_type: object) -> Composite | None:
+    found = known().get(model_type) if isinstance(model_type, str) else None
+    return found if isinstance(found, Composite) else None
+
+
+def served(hf_architectures: Sequence[str]) -> Checkpointed:
+    """The first of the classes that the engine runs; CheckpointError names all of those."""
+    classes = {name: one for one in known().values() if _is_served(one)
+               for name in one.hf_architectures}  # fmt: skip
+    for name in hf_architectures:
+        if name in classes:
+            return classes[name]
+    given = ", ".join(hf_architectures) or "none (config.json has no architectures)"
+    raise CheckpointError(
+        f"architecture {given} is not supported; supported: {', '.join(classes)}"
+        f"{did_you_mean(given, classes)}"
+    )
+
+
+def _is_served(one: Checkpointed) -> bool:
+    return not isinstance(one, Architecture) or one.is_served
+
+
+def model_type(config: Mapping[str, Any]) -> str:
+    """`model_type` of the text model: what model rules are written against."""
+    return str(text_config(config)["model_type"])
+
+
+def describe(config: Mapping[str, Any]) -> Decoder:
+    """The decoder of a config.json as read. CheckpointError names the field that is wrong."""
+    text = text_config(config)
+    architecture = text_architecture(text["model_type"])
+    assert architecture is not None
+    return architecture.decoder(text)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text model: of a multimodal one its nested `text_config`.
+
+    Always names a `model_type` and, where either level does, the `dtype` of the weights.
+    CheckpointError for what is no config, or of a model_type that is not known.
+    """
+    whole = composite(_checked_type(config, "config.json"))
+    if whole is None:
+        return dict(config)
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        given = "nothing" if nested is None else type(nested).__name__
+        raise CheckpointError(
+            f"config.json: model_type {whole.model_type!r} needs text_config, a JSON object, not "
+            f"{given}"
+        )
+    stored = dtype_field(nested) or dtype_field(config)
+    own_dtype = {"dtype": stored} if stored else {}
+    text = {"model_type": whole.text_types[0], **nested} | own_dtype
+    inner = _checked_type(text, "text_config of config.json")
+    if text_architecture(inner) is None:
+        texts = [name for name, one in known().items() if isinstance(one, Architecture)]
+        raise _unknown_type("text_config of config.json", inner, texts)
+    return text
+
+
+def dtype_field(config: Mapping[str, Any]) -> Any:
+    """`torch_dtype` is how transformers before version 5 wrote it."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _checked_type(config: Mapping[str, Any], where: str) -> str:
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{where} holds {type(config).__name__}, not a JSON object")
+    name = config.get("model_type")
+    if name is None:
+        raise CheckpointError(f"{where} has no model_type: not a language model")
+    if not isinstance(name, str) or name not in known():
+        raise _unknown_type(where, name, known())
+    return name
+
+
+def _unknown_type(where: str, name: object, names: Iterable[str]) -> Exception:
+    return CheckpointError(
+        f"{where}: model_type {name!r} is not supported: it takes {', '.join(names)}"
+        f"{did_you_mean(str(name), names)}"
+    )
+
+
+# ---------------------------------------------------------------- examples
+
+# The part of public config.json files that decides kernels. Lists of modules that are not quantised
+# are shortened to the last parts of their names, which mean the same layers.
+_EXAMPLES = Path(__file__).parent / "examples"
+
+
+@cache
+def builtin_names() -> dict[str, str]:
+    """Short names of models whose kernels can be listed without a download, and their names on the
+    Hugging Face hub."""
+    return {file.stem: _example(file)["hub_name"] for file in sorted(_EXAMPLES.glob("*.json"))}
+
+
+def builtin_config(name: str) -> dict[str, Any] | None:
+    """The config of such a model, by its short or its hub name in any case; None for others."""
+    for short, hub_name in builtin_names().items():
+        if name.lower() in (short.lower(), hub_name.lower()):
+            config: dict[str, Any] = _example(_EXAMPLES / f"{short}.json")["config"]
+            return config
+    return None
+
+
+def _example(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found

@@ -1,0 +1,22 @@
+"""`Report`: what all forms of a report (text, JSON, page, diff) are made from."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from vllm.kernels.report.ledger import Ledger
+from vllm.kernels.select.decision import Record
+from vllm.machine import Device, Libs
+
+
+class Report(NamedTuple):
+    """What a report tells: `report(*parse_report(json)) == json`.
+
+    env: variables that were set, as text. records: layers with their decisions. ledger: what was
+    re-quantised at load; None where nothing was loaded.
+    """
+
+    device: Device
+    libs: Libs
+    env: Mapping[str, str]
+    records: list[Record]
+    ledger: Ledger | None = None

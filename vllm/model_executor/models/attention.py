@@ -1,0 +1,82 @@
+"""Attention over the paged cache: its variants as the description of the layer says."""
+
+import torch
+from torch import Tensor, nn
+
+from vllm.architectures.decoder import Attention as AttentionSpec
+from vllm.kernels.activations import Activation
+from vllm.model_executor.context import ForwardBatch, ModelContext
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import NORMS
+from vllm.model_executor.layers.linear import Linear, linear_layer
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.ops.paged_attention import CacheTarget
+
+
+class SelfAttention(nn.Module):
+    """x [T, hidden] -> [T, heads * head_dim] for `writer`. prefix: of the decoder layer."""
+
+    def __init__(
+        self, ctx: ModelContext, prefix: str, spec: AttentionSpec, rotary: RotaryEmbedding
+    ):
+        super().__init__()
+        self.rotary, self.ops = rotary, ctx.ops
+        self.head_dim = spec.attn.cache.head_dim
+        size = ctx.parallel.tensor.size
+        self.num_heads = spec.attn.heads.per_rank(size)
+        self.num_kv_heads = spec.attn.cache.kv_heads.per_rank(size)
+        self.is_gated = spec.is_gated
+        self.qkv_proj = linear_layer(ctx, prefix, spec.qkv_proj)
+        self.o_proj = linear_layer(ctx, prefix, spec.o_proj)
+        self.attn = Attention(ctx, prefix, spec.attn)
+        self.has_qk_norm = spec.qk_norm is not None
+        if spec.qk_norm is not None:
+            norm = NORMS[spec.qk_norm]
+            self.q_norm = norm(ctx, f"{prefix}{spec.name}.q_norm", self.head_dim)
+            self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
+        # Where no position reaches the first step of the formula, the scale is 1 everywhere.
+        scaling = spec.query_scaling
+        is_reached = scaling is not None and ctx.max_model_len > scaling.original_length
+        self.query_scaling = scaling if is_reached else None
+
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the input, and alone does."""
+        return self.qkv_proj
+
+    @property
+    def writer(self) -> Linear:
+        """The layer that reads the output, and whose own is to be added to the residual."""
+        return self.o_proj
+
+    def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        counts = (self.num_heads * (1 + self.is_gated), self.num_kv_heads, self.num_kv_heads)
+        q, k, v = heads.split(counts, dim=1)
+        if not self.is_gated:
+            return self._attend(q, k, v, batch)
+        q, gate = q[:, 0::2], q[:, 1::2]
+        y = self._attend(q, k, v, batch)
+        self.ops.mul_sigmoid(y.unflatten(1, gate.shape[1:]), gate)
+        return y
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        target = self.attn.target(v, batch)
+        self._rotate(q, k, batch.positions, target)
+        if (scaling := self.query_scaling) is not None:
+            steps = torch.floor(batch.positions / scaling.original_length)
+            q = q * (1 + scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
+        return self.attn(q, k, v, batch)
+
+    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None) -> None:
+        """Positions into q [T, heads, head_dim] and k, in place and after their norms. With a
+        target K goes there instead, and V too."""
+        if not self.has_qk_norm:
+            return self.rotary(positions, q, k, target)
+        norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        cache = self.rotary.cos_sin_cache
+        if target is None:
+            self.ops.qk_norm_rotary(positions, q, k, *norms, cache, eps)
+        else:
+            self.ops.rotary_into_cache(positions, q, k, target, cache, norms, eps)
+        return None

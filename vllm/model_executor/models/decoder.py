@@ -1,0 +1,120 @@
+"""The model of every architecture: a decoder of layers that its description lists."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.architectures import decoder as spec
+from vllm.distributed.groups import Addend
+from vllm.model_executor.context import ForwardBatch, ModelContext
+from vllm.model_executor.layers.delta_net import GatedDeltaNet
+from vllm.model_executor.layers.embedding import Embedding, LMHead
+from vllm.model_executor.layers.layernorm import NORMS
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
+from vllm.model_executor.models.attention import SelfAttention
+from vllm.model_executor.models.feed_forward import MLP, SparseMoE
+
+_FEED_FORWARDS: dict[type, Any] = {spec.GatedMLP: MLP, spec.MoE: SparseMoE}
+
+
+def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotary: RotaryEmbedding) -> nn.Module:
+    """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
+    if isinstance(mixer, spec.DeltaNet):
+        return GatedDeltaNet(ctx, prefix, mixer)
+    assert isinstance(mixer, spec.Attention), f"no model of {type(mixer).__name__}"
+    return SelfAttention(ctx, prefix, mixer, rotary)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, ctx: ModelContext, index: int, rotary: RotaryEmbedding):
+        super().__init__()
+        layer, prefix = ctx.decoder.layers[index], spec.layer_prefix(index)
+        norm, hidden = NORMS[ctx.decoder.norm], ctx.decoder.hidden_size
+        self.input_layernorm = norm(ctx, f"{prefix}input_layernorm", hidden)
+        self.mixer = _mixer(ctx, prefix, layer.mixer, rotary)
+        post_attention = f"{prefix}post_attention_layernorm"
+        self.post_attention_layernorm = norm(ctx, post_attention, hidden)
+        self.mlp = _FEED_FORWARDS[type(layer.feed_forward)](ctx, prefix, layer.feed_forward)
+        for part in (self.mixer, self.mlp):
+            if (writer := getattr(part, "writer", None)) is not None:
+                writer.reduce_results = False  # the norm that comes next adds up
+
+    def forward(
+        self, x: Addend, residual: Tensor, batch: ForwardBatch, rows: Tensor | None = None
+    ) -> tuple[Addend, Tensor]:
+        """Adds x to residual (in place) on the way; returns what is to be added to it next, and it.
+
+        rows: those that go on once the tokens are mixed; None for all.
+        """
+        # A reader with layers besides that take floats has these kept beside what is quantised.
+        mixed = self.mixer(self.input_layernorm.add(x, residual, self.mixer.reader), batch)
+        if rows is not None:
+            mixed, residual = mixed[rows], residual[rows]
+        x = self.mixer.writer(mixed)
+        return self.mlp(self.post_attention_layernorm.add(x, residual, self.mlp.reader)), residual
+
+
+class DecoderModel(nn.Module):
+    """The layers of this rank's pipeline stage."""
+
+    def __init__(self, ctx: ModelContext):
+        super().__init__()
+        decoder = ctx.decoder
+        rotary = RotaryEmbedding(ctx)
+        self.pipeline, self.link = ctx.parallel.pipeline, StageLink(ctx)
+        is_first, is_last = self.pipeline.is_first, self.pipeline.is_last
+        name = "model.embed_tokens"
+        if is_first or (is_last and ctx.ties_embeddings):
+            self.embed_tokens = Embedding(ctx, name, decoder.vocab_size, decoder.hidden_size)
+        else:
+            self.embed_tokens = PPMissingLayer(name)
+        num_layers = len(decoder.layers)
+        self.own_layers = ctx.parallel.layers(num_layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(ctx, i, rotary)
+            if i in self.own_layers
+            else PPMissingLayer(spec.layer_prefix(i).removesuffix("."))
+            for i in range(num_layers)
+        )
+        name = "model.norm"
+        norm = NORMS[decoder.norm]
+        self.norm = norm(ctx, name, decoder.hidden_size) if is_last else PPMissingLayer(name)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states of `batch.read_rows` after the last norm; of an earlier stage, what it sent
+        on."""
+        if self.pipeline.is_first:
+            x = self.embed_tokens(batch.input_ids)
+        else:
+            x = self.link.receive(batch)
+        residual = torch.zeros_like(x)
+        *others, last = self.own_layers
+        for index in others:
+            x, residual = self.layers[index](x, residual, batch)
+        # Later layers mix all tokens; after the very last of them nobody does.
+        rows = batch.read_rows if self.pipeline.is_last else None
+        x, residual = self.layers[last](x, residual, batch, rows)
+        if not self.pipeline.is_last:
+            return self.link.send(x, residual)
+        return self.norm.add(x, residual)
+
+
+class CausalLM(nn.Module):
+    """A decoder with its output projection."""
+
+    def __init__(self, ctx: ModelContext):
+        super().__init__()
+        self.model = DecoderModel(ctx)
+        if ctx.parallel.pipeline.is_last:
+            self.lm_head = LMHead(ctx, ctx.decoder.lm_head, self.model.embed_tokens)
+        else:
+            self.lm_head = PPMissingLayer("lm_head")
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.model(batch)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden size] -> [S, vocab], in the model's type."""
+        return self.lm_head(hidden)

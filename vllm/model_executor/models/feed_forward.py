@@ -1,0 +1,75 @@
+"""What follows attention in a decoder layer: a gated MLP, or a mixture of experts."""
+
+from torch import Tensor, nn
+
+from vllm.architectures.decoder import GatedMLP, MoE
+from vllm.distributed.groups import Addend, add, own_part
+from vllm.kernels.activations import Activation, source_of
+from vllm.model_executor.context import ModelContext
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+from vllm.model_executor.layers.linear import Linear, linear_layer
+from vllm.platforms.streams import beside
+
+
+class MLP(nn.Module):
+    """x [T, hidden] -> [T, hidden]. prefix: of the decoder layer."""
+
+    def __init__(self, ctx: ModelContext, prefix: str, spec: GatedMLP):
+        super().__init__()
+        self.gate_up_proj = linear_layer(ctx, prefix, spec.gate_up_proj)
+        self.act = SiluAndMul(ctx)
+        self.down_proj = linear_layer(ctx, prefix, spec.down_proj)
+
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the input, and alone does."""
+        return self.gate_up_proj
+
+    @property
+    def writer(self) -> Linear:
+        """The layer whose output is that of this one."""
+        return self.down_proj
+
+    def forward(self, x: Activation) -> Addend:
+        return self.down_proj(self.act(self.gate_up_proj(x), self.down_proj))
+
+
+class SparseMoE(nn.Module):
+    """Routed experts, and beside them one for all tokens if the spec has it."""
+
+    def __init__(self, ctx: ModelContext, prefix: str, spec: MoE):
+        super().__init__()
+        self.ops, self.router = ctx.ops, spec.experts.router
+        self.is_shared_gated = spec.is_shared_gated
+        self.gate = linear_layer(ctx, prefix, spec.gate)
+        self.experts = FusedMoE(ctx, prefix, spec.experts)
+        self.shared_expert: MLP | None = None
+        if spec.shared_expert is not None:
+            self.shared_expert = MLP(ctx, prefix, spec.shared_expert)
+            # Its sum over the ranks is computed together with that of the routed experts.
+            self.shared_expert.writer.reduce_results = False
+
+    @property
+    def reader(self) -> FusedMoE:
+        """Which may want the input quantised; all that read it besides take floats."""
+        return self.experts
+
+    def forward(self, x: Activation) -> Addend:
+        # Of the gate of the shared expert: logits [T, 1].
+        weights, ids, gate = self.ops.choose_experts(source_of(x), self.gate.kernel, self.router)
+        if (shared := self.shared_expert) is None:
+            return self.experts(x, weights, ids)
+        return add(
+            *beside(
+                source_of(x),
+                lambda _: self.experts(x, weights, ids),
+                lambda floats: self._gated(shared(floats), gate),
+            )
+        )
+
+    def _gated(self, shared: Addend, gate: Tensor) -> Addend:
+        if self.is_shared_gated:
+            # A factor of the sum over the ranks, which may as well be one of its parts.
+            self.ops.mul_sigmoid(own_part(shared)[:, None], gate[:, None])
+        return shared

@@ -1,0 +1,64 @@
+"""The output of a step that may still run on the GPU."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.outputs import ModelRunnerOutput, TokenLogprobs
+from vllm.distributed.groups import wait_for
+from vllm.kernels.jit.monitor import MONITOR
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.numerics import BROKEN, NumericsWatch
+
+
+@dataclass(slots=True)
+class AsyncModelRunnerOutput:
+    """The output of a step in flight. On a GPU the next step can be launched meanwhile.
+
+    places: where each request's token goes in the batch. tokens: int64 [S] in host memory, valid
+    after `copied`; None: at once. pooled: vectors of pooling requests. watch: of the layers, with
+    --debug-numerics. first_broken: the first module it had found when the step was launched.
+    timeout_s: the longest wait.
+    """
+
+    batch: InputBatch
+    request_ids: list[str]
+    places: np.ndarray
+    tokens: Tensor
+    copied: torch.cuda.Event | None
+    logprobs: dict[str, TokenLogprobs]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
+    pooled: dict[str, list[float]]
+    watch: NumericsWatch | None = None
+    first_broken: str | None = None
+    timeout_s: float | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the scheduler_output. To be called once, in the order of the steps."""
+        if self.copied is not None:
+            wait_for(self.copied, self.timeout_s)
+        self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
+        sampled = self.tokens[:, None].tolist()
+        broken = [name for name, vector in self.pooled.items() if not math.isfinite(sum(vector))]
+        if [BROKEN] in sampled:
+            broken += [i for i, tokens in zip(self.request_ids, sampled) if tokens == [BROKEN]]
+            sampled = [[] if tokens == [BROKEN] else tokens for tokens in sampled]
+        return ModelRunnerOutput(
+            request_ids=[*self.request_ids, *self.pooled],
+            sampled_token_ids=sampled + [[] for _ in self.pooled],
+            logprobs={request_id: [entry] for request_id, entry in self.logprobs.items()},
+            prompt_logprobs=self.prompt_logprobs,
+            pooler_output=self.pooled,
+            errors=dict.fromkeys(broken, self._what_broke()) if broken else {},
+            num_compiled=MONITOR.take(),
+        )
+
+    def _what_broke(self) -> str:
+        text = "the model's logits for the next token are NaN or infinite"
+        if self.watch is None:
+            return f"{text}; start with --debug-numerics to learn in which layer that begins"
+        self.watch.reset()  # the next failure may begin elsewhere
+        return f"{text}; the first output that is not finite is that of {self.first_broken}"
