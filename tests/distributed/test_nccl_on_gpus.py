@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from entrypoints.serving import started_server
 from tiny_models import build_model
 
@@ -36,7 +37,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-ROOT = Path(__file__).parents[2]
 # Sizes of real heads and whole scale blocks on each rank, so that the kernels are those of real
 # models.
 SIZES = {
@@ -153,9 +153,8 @@ def error(tmp_path):
     def measure(folder: Path, texts: list[Text]) -> float:
         whole, scores = tmp_path / "whole.json", tmp_path / "scores.json"
         whole.write_text(json.dumps([p + tokens for p, (tokens, _) in zip(prompts(), texts)]))
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-        subprocess.run([sys.executable, "-c", EXACT, folder, whole, scores], env=env, check=True)
+        words = [sys.executable, "-c", EXACT, folder, whole, scores]
+        subprocess.run(words, env=environment(**NO_GPU), check=True)
         exact = [score for row in json.loads(scores.read_text()) for score in row[-NUM_TOKENS:]]
         own = [logprob for _, logprobs in texts for logprob in logprobs]
         return sum(abs(a - b) for a, b in zip(own, exact, strict=True)) / len(own)

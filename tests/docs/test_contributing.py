@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,23 @@ def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, t
     chosen = {layer: d["chosen"] for d in decided["decisions"] for layer in d["layers"]}
     down = {layer for layer in chosen if "down_proj" in layer}
     assert down and {layer for layer in chosen if chosen[layer] == "example"} == down
+
+
+def test_a_model_of_another_package_is_explained_and_served(model, tmp_path):
+    """With a window longer than the text it writes what Llama does with the same weights; with a
+    window of one key it does not."""
+    title = "Add a model"
+    installed, script = install(title, tmp_path / "package")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["ExampleForCausalLM"], "model_type": "example"}
+    config["num_blocks"] = config.pop("num_hidden_layers")
+    for name, window in (("example", 256), ("narrow", 1)):
+        shutil.copytree(model, tmp_path / name)
+        text = json.dumps(config | {"sliding_window": window})
+        (tmp_path / name / "config.json").write_text(text)
+
+    folders = ("./example", "./narrow", str(model))
+    code = checks(title) + "".join(script.replace("./example", folder) for folder in folders)
+    printed = run_followed(code, tmp_path / "calls", (), installed, cwd=tmp_path)
+    as_example, as_narrow, as_llama = printed.split(END + "\n")[1].splitlines()
+    assert as_example == as_llama != as_narrow

@@ -7,6 +7,7 @@ import pytest
 from markdown import PAGES, REPOSITORY, anchors, blocks, inline_codes, links, text_of
 
 from vllm import envs
+from vllm.architectures.registry import known
 from vllm.engine.metrics import Metrics
 from vllm.entrypoints.cli import serve
 
@@ -78,6 +79,12 @@ def test_the_table_of_metrics_is_what_the_server_exports():
     }
     written = {code for code in inline_codes("docs/deployment.md") if code.startswith("vllm:")}
     assert written == exported
+
+
+def test_the_table_of_architectures_is_what_the_engine_serves():
+    served = (one for one in known().values() if getattr(one, "is_served", True))
+    written = [code for code in inline_codes("docs/models.md") if re.search(r"For[A-Z]", code)]
+    assert sorted(written) == sorted(name for one in served for name in one.hf_architectures)
 
 
 @pytest.mark.parametrize("page", PAGES)

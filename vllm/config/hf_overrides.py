@@ -28,6 +28,8 @@ def with_overrides(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json with `overrides` over it; and of these what each field became, under the name
     that the result has it by. ConfigError names what was given and what is accepted."""
+    if not overrides:
+        return dict(raw), {}
     if unknown := [key for key in overrides if "." in key]:
         raise ConfigError(f"--hf-overrides takes a JSON object, nested for subconfigs: {unknown}")
     model_type = overrides.get("model_type", raw.get("model_type"))

@@ -54,6 +54,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
+        room = self.max_model_len - request.num_prompt_tokens
+        request.max_tokens = min(request.max_tokens, room)
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -93,7 +95,8 @@ class Scheduler:
             request = self.running[index]
             num_pending = request.num_pending_tokens
             if num_pending and (
-                request.spec_token_ids or self._ends_by_length(request, num_pending)
+                request.spec_token_ids
+                or request.num_output_tokens + num_pending >= request.max_tokens
             ):
                 index += 1
                 continue
@@ -133,20 +136,17 @@ class Scheduler:
         """Cuts the draft tokens to those that the step can verify; returns how many."""
         room = 0
         if num_tokens == request.num_unscheduled_tokens:
-            num_left = min(
-                request.max_tokens - request.num_output_tokens,
-                self.max_model_len - len(request.all_token_ids),
-            )
+            num_left = request.max_tokens - request.num_output_tokens
             room = min(budget - num_tokens, num_left - 1)
         del request.spec_token_ids[max(room, 0) :]
         return len(request.spec_token_ids)
 
     def _add(self, output: SchedulerOutput, request: Request, num_tokens: int) -> None:
-        request_id, drafts = request.request_id, request.spec_token_ids
+        request_id = request.request_id
         output.num_scheduled_tokens[request_id] = num_tokens
-        if drafts:
-            output.scheduled_spec_decode_tokens[request_id] = drafts
-            num_tokens -= len(drafts)
+        if request.spec_token_ids:
+            output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids
+            num_tokens -= len(request.spec_token_ids)
         request.schedule(num_tokens)
         if self.snapshots is None or not request.states_kept_after:
             return
@@ -233,67 +233,72 @@ class Scheduler:
         finishes it. Finished requests are removed. ends_grammar(request id, token): advances the
         grammar of a request with structured output; True where the token completes it.
         """
-        progress, taken_back = [], {}
+        progress, finished, taken_back = [], [], {}
+        drafts = scheduled.scheduled_spec_decode_tokens
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids):
             request = self.requests.get(request_id)
             if request is None:
                 continue
             request.num_pending_tokens -= 1
-            assert len(tokens) == 1 or not request.num_pending_tokens, "the next step is in flight"
             tokens = self._append(request, tokens, ends_grammar)
-            progress.append((request, tokens))
-            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            if (drafts or not tokens) and request.max_tokens > 0:
-                # Without a new token the last known one is computed again, for its logits.
-                taken_back[request_id] = max(0, len(drafts) + 1 - len(tokens))
+            if drafts or len(tokens) != 1:
+                taken_back[request_id] = self._num_taken_back(request, tokens, drafts)
             if drafts or output.draft_token_ids:
                 # Not of a preempted request, nor where another step samples for it.
                 is_next = request.num_scheduled_tokens and not request.num_pending_tokens
                 proposed = output.draft_token_ids.get(request_id, ()) if is_next else ()
                 request.spec_token_ids = list(proposed)
+            progress.append((request, tokens))
+            if request.finish_reason is not None:
+                finished.append(request)
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             # A preempted request has lost what was computed, but keeps its new tokens.
             if request is None or request.num_scheduled_tokens == 0:
                 continue
-            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            request.num_scheduled_tokens -= num_tokens - len(drafts)
+            request.num_scheduled_tokens -= num_tokens
+            if drafts:
+                request.num_scheduled_tokens += len(drafts.get(request_id, ()))
+            if taken_back:
+                num_tokens -= taken_back.get(request_id, 0)
             before = request.num_computed_tokens
-            request.num_computed_tokens = before + num_tokens - taken_back.get(request_id, 0)
+            request.num_computed_tokens = before + num_tokens
             self.prefix_cache.record(request, before)
-        self._remove([request for request, _ in progress if request.finish_reason is not None])
+        self._remove(finished)
         return progress
 
     def _append(
         self, request: Request, tokens: list[int], ends_grammar: Callable[[str, int], bool]
     ) -> list[int]:
         """Appends new tokens up to the one that finishes the request; returns them."""
+        known, sampling = request.all_token_ids, request.sampling
+        limit = request.num_prompt_tokens + request.max_tokens
         if request.max_tokens == 0:
-            request.finish_reason = FinishReason.LENGTH
-            return []
-        for count, token in enumerate(tokens, 1):
-            request.all_token_ids.append(token)
-            if self._finishes(request, token, ends_grammar):
-                return tokens[:count]
+            request.finish_reason, tokens = FinishReason.LENGTH, []
+        for index, token in enumerate(tokens):
+            known.append(token)
+            if token in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
+                request.finish_reason, request.stop_reason = FinishReason.STOP, token
+            elif len(known) >= limit:
+                request.finish_reason = FinishReason.LENGTH
+            elif sampling.structured_outputs is not None and ends_grammar(
+                request.request_id, token
+            ):
+                request.finish_reason = FinishReason.STOP
+            else:
+                continue
+            return tokens[: index + 1]
         return tokens
 
-    def _finishes(
-        self, request: Request, token: int, ends_grammar: Callable[[str, int], bool]
-    ) -> bool:
-        sampling = request.sampling
-        if token in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
-            request.finish_reason, request.stop_reason = FinishReason.STOP, token
-        elif self._ends_by_length(request, 0):
-            request.finish_reason = FinishReason.LENGTH
-        elif sampling.structured_outputs is not None and ends_grammar(request.request_id, token):
-            request.finish_reason = FinishReason.STOP
-        return request.finish_reason is not None
-
-    def _ends_by_length(self, request: Request, num_pending: int) -> bool:
-        """Whether it does with its tokens so far and `num_pending` more."""
-        num_tokens = len(request.all_token_ids) + num_pending
-        num_output = num_tokens - request.num_prompt_tokens
-        return num_output >= request.max_tokens or num_tokens >= self.max_model_len
+    def _num_taken_back(
+        self, request: Request, tokens: list[int], drafts: dict[str, list[int]]
+    ) -> int:
+        """Scheduled tokens that do not count as computed: drafts after the last new token, and
+        without a new token the last known one, whose logits are needed again."""
+        if request.max_tokens == 0:
+            return 0
+        assert len(tokens) == 1 or not request.num_pending_tokens, "the next step is in flight"
+        return max(0, len(drafts.get(request.request_id, ())) + 1 - len(tokens))
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_ids)

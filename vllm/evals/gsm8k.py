@@ -52,16 +52,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--host", default="127.0.0.1")
     flag("--port", type=int, default=8000)
     flag("--base-url", help="Address of the server; instead of --host and --port.")
-    flag("--api-key", help="Default: VLLM_API_KEY.")
-    flag("--model", help="Default: the first model that the server lists.")
-    flag("--num-questions", type=int, default=1319, help="The first ones of the test set.")
-    flag("--num-shots", type=int, default=5, help="Worked examples, from the training set.")
-    flag("--seed", type=int, help="Draw the shots with this seed; default: the first ones.")
-    flag("--max-tokens", type=int, default=256, help="Longest answer in tokens.")
-    flag("--concurrency", type=int, default=64, help="Most requests at the same time.")
+    flag("--api-key", help="API key; default: VLLM_API_KEY.")
+    flag("--model", help="Model name; default: the first that the server lists.")
+    flag(
+        "--num-questions",
+        type=int,
+        default=1319,
+        help="Number of questions, from the start of the test set.",
+    )
+    flag(
+        "--num-shots", type=int, default=5, help="Number of worked examples, from the training set."
+    )
+    flag("--seed", type=int, help="Seed that draws the worked examples; default: the first ones.")
+    flag("--max-tokens", type=int, default=256, help="Maximum tokens of an answer.")
+    flag("--concurrency", type=int, default=64, help="Maximum concurrent requests.")
     flag("--data-dir", type=Path, help="Folder of test.jsonl and train.jsonl.")
     flag("--download", action="store_true", help="Fetch the data into --data-dir first.")
-    flag("--no-checksum", action="store_true", help="Take data other than the published files.")
+    flag("--no-checksum", action="store_true", help="Accept data other than the published files.")
     flag("--save-results", type=Path, metavar="FILE", help="Write all answers as JSON.")
 
 

@@ -10,7 +10,6 @@ the CPU rounds activations as the kernels do.
 
 import gc
 import json
-import os
 import random
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
@@ -36,7 +36,6 @@ from vllm.machine import Device, Libs
 from vllm.model_executor.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 # Sizes of real heads and whole scale blocks, so that the kernels are those of real models.
 SIZES = {
     "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
@@ -160,12 +159,11 @@ def ways(folder: Path, options: dict) -> Iterator[tuple[str, list[Text]]]:
 
 
 def check(folder: Path, options: dict, reader_options: dict, file: Path) -> None:
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    paths.append(os.environ.get("PYTHONPATH", ""))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     code = "import sys, test_architectures_on_gpu as t; t.read_on_the_cpu(*sys.argv[1:])"
     words = [sys.executable, "-c", code, folder, json.dumps(reader_options), file]
-    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        words, env=environment(**NO_GPU), stdin=subprocess.PIPE, text=True
+    ) as reader:
         try:
             texts = dict(ways(folder, options))
             reader.communicate(json.dumps(texts), timeout=240)

@@ -2,13 +2,13 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from machines import write_distribution, write_package
 from tiny_models import build_model
 
@@ -22,7 +22,6 @@ from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.platforms.probe import probe_chip
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 # Its layers have sizes of Qwen3-30B-A3B and of the shared expert of Qwen3.5-35B-A3B, for which
 # this build ships measurements.
 SIZES = {
@@ -58,8 +57,7 @@ def predicted(folder: str, wishes: str) -> tuple[dict, int]:
              "--device", chip, "--json"]  # fmt: skip
     for word in wishes.split() if wishes != "-" else []:
         words += ["--env", word] if word.startswith("VLLM_") else [word]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    env = environment(**NO_GPU)
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert done.returncode == 2 or done.stdout, done.stderr
     return json.loads(done.stdout or "{}"), done.returncode
@@ -160,8 +158,7 @@ if __name__ == "__main__":
     params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
     llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
 """
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    env = environment(tmp_path, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
     (tmp_path / "start.py").write_text(script)
     done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True,
                           text=True, env=env, timeout=240)  # fmt: skip

@@ -5,14 +5,13 @@ Needs the demo model under VLLM_CACHE_ROOT (`make serve` makes it), or what it i
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from children import NO_GPU, environment
 from safetensors.torch import load_file, save_file
 
 from vllm import LLM, SamplingParams
@@ -21,7 +20,6 @@ from vllm.errors import CheckpointError
 from vllm.utils.fp8 import dequantise_blocks
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 NUM_TOKENS = 32
 # Two tokens tie when they are nearer than this, in nats. bf16: logits between 16 and 32 are rounded
 # to multiples of an eighth. FP8: rounding the activations to FP8 at all moves one pair of tokens in
@@ -75,14 +73,11 @@ def of_the_cpu(folders, tmp_path_factory) -> Iterator[Callable[[str], dict]]:
     """of_the_cpu(kind): `texts` and `scores`, once with FP8 activations as the GPU has them, once
     with float32. Computed in processes of their own from the first test on."""
     options = {"bf16": ["{}"], "fp8": ['{"linear_backend": "emulation"}', "{}"]}
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    paths.append(os.environ.get("PYTHONPATH", ""))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     running, files = {}, {}
     for kind, folder in folders.items():
         files[kind] = tmp_path_factory.mktemp("cpu") / "texts.json"
         words = [sys.executable, "-c", ON_THE_CPU, folder, files[kind], *options[kind]]
-        running[kind] = subprocess.Popen(words, env=env)
+        running[kind] = subprocess.Popen(words, env=environment(**NO_GPU))
 
     def read(kind: str) -> dict:
         assert running[kind].wait(240) == 0

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from children import environment
 
 from vllm import LLM
 from vllm.errors import KernelFailedError
@@ -14,7 +14,6 @@ from vllm.kernels import registry
 from vllm.worker import model_runner
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[3]
 
 
 def serve(family: str, fault: str, backend: str, folder: str) -> None:
@@ -47,14 +46,12 @@ def serve(family: str, fault: str, backend: str, folder: str) -> None:
 @pytest.mark.parametrize("fault", ["faults", "hangs"])
 def test_a_kernel_that_is_lost_is_named_and_not_chosen_again(checkpoint, tmp_path, family, fault):
     folder = checkpoint("qwen3_moe")
-    own = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    paths = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     code = "import sys, test_first_calls_on_gpu as t; t.serve(*sys.argv[1:])"
-    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(tmp_path)}
+    env = environment(VLLM_CACHE_ROOT=str(tmp_path))
 
     def start(fate: str, backend: str = "") -> str:
         words = [sys.executable, "-c", code, family, fate, backend, str(folder)]
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.strip()
 

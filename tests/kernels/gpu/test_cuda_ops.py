@@ -29,11 +29,6 @@ def ops():
     return cuda_ops
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 class Guarded:
     """An output inside a buffer of NaN that checks, later, that nothing beside it was written."""
 

@@ -44,11 +44,6 @@ def sample():
     return lambda logits, *rest: cuda_ops.sample_tokens(logits, *(t.to(DEVICE) for t in rest))
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def rows(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return (
         torch.full((num_rows,), temperature),

@@ -23,11 +23,6 @@ NUM_SLOTS, KEY_HEADS, HEADS = 9, 2, 4
 TOLERANCE = 3e-3
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def requests(step: tuple[tuple[int, int], ...]) -> dict[str, Tensor]:
     starts = torch.tensor([0, *(now for now, _ in step)]).cumsum(0)
     lens = torch.tensor([now + before for now, before in step])

@@ -22,11 +22,6 @@ REQUESTS = pytest.mark.parametrize("requests", (DECODES, PROMPTS, MIXED))
 FP8_CACHE = {"cache_dtype": FP8, "scales": (0.03, 0.05)}
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def layer_of(batch: Batch) -> FlashInferAttention:
     """Over the caches of `batch`; what it would write is in them already."""
     _, _, num_kv_heads, dim = batch.k_cache.shape

@@ -43,11 +43,6 @@ def test_the_library_has_a_place_for_every_argument() -> None:
     assert flashinfer_calls.refused() == []
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def winner_of(problem, backend):
     """Skips with the reasons where this machine cannot run it."""
     specs = registry.specs(problem.family)

@@ -36,11 +36,6 @@ GUARD = 64
 POISON = 0x7F  # NaN as E4M3, and in every byte of a float32 or int32
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 # ---------------------------------------------------------------- poisoned outputs, comparisons
 
 

@@ -13,11 +13,6 @@ SIZES = [(1, 32, 128), (5, 4, 20), (17, 3, 256), (0, 2, 64), (3, 1, 2048), (65, 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 7e-4}
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 

@@ -28,11 +28,6 @@ def library():
         pytest.skip(f"needs a GPU and humming-kernels: {found}")
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def made(name, shards, k, dtype=torch.bfloat16, bias=False):
     """(kernel, weight float64 [N, K] as the kernel rounds it, bias)"""
     tensors, _ = make_linear(name, shards, k, device="cuda")

@@ -23,11 +23,6 @@ ROUTERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 # ---------------------------------------------------------------- by logits
 
 

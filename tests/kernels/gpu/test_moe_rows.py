@@ -26,11 +26,6 @@ from vllm.worker.numerics import _is_broken
 pytestmark = MARKS
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 # ---------------------------------------------------------------- sorting
 
 

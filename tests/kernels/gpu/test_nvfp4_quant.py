@@ -57,11 +57,6 @@ GUARD = 64
 POISON = 0x7F
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="module")
 def library():
     path = os.environ.get("FP4_LIBRARY")

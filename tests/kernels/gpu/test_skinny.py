@@ -13,11 +13,6 @@ SIZES = [(64, 2048), (96, 4096), (1, 16), (37, 1040), (8, 8192)]
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def operands(num_tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x is a view, with NaN beside it: its rows lie apart."""
     x = torch.full((num_tokens + 1, k + 16), float("nan"), device=DEVICE, dtype=dtype)

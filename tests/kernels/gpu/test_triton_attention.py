@@ -21,11 +21,6 @@ TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 """Of ||out - ref|| / ||ref||: weights and outputs are rounded to the type of the query."""
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 class Batch:
     """Requests of (new tokens, keys) over shuffled cache blocks that hold NaN where not written.
 

@@ -38,11 +38,6 @@ def library():
     return native.load()
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def powers_of_two(shape, low, high):
     return torch.exp2(torch.randint(low, high, shape, device="cuda").float())
 

@@ -35,27 +35,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--base-url", help="Address of the server; instead of --host and --port.")
     flag("--host", default="127.0.0.1")
     flag("--port", type=int, default=8000)
-    flag("--endpoint", default="/v1/completions", help="Path of its completions API.")
-    flag("--api-key", help="Default: VLLM_API_KEY.")
-    flag("--model", help="Default: the first model that the server lists.")
+    flag("--endpoint", default="/v1/completions", help="Path of the completions API.")
+    flag("--api-key", help="API key; default: VLLM_API_KEY.")
+    flag("--model", help="Model name; default: the first that the server lists.")
     flag("--dataset-name", choices=("random",), default="random", help="Random token ids.")
     flag("--num-prompts", type=int, default=1000)
     flag("--random-input-len", type=int, default=1024, help="Mean prompt length in tokens.")
     flag("--random-output-len", type=int, default=128, help="Mean output length in tokens.")
     flag("--random-range-ratio", type=float, default=0.0,
-         help="Lengths vary by this share both ways, evenly (default: 0, all equal).")  # fmt: skip
+         help="Lengths vary uniformly by this share in both directions (default: 0).")  # fmt: skip
     flag("--request-rate", type=float, default=math.inf,
          help="Requests per second; default: all at once.")  # fmt: skip
     flag("--burstiness", type=float, default=1.0,
-         help="Shape of the gamma distributed gaps: 1 is Poisson, more is more even.")  # fmt: skip
-    flag("--max-concurrency", type=int, help="Most requests at the same time.")
+         help="Shape of the gamma distribution of gaps: 1 is Poisson.")  # fmt: skip
+    flag("--max-concurrency", type=int, help="Maximum concurrent requests.")
     flag("--ignore-eos", action="store_true", help="Generate to the full output length.")
     flag("--temperature", type=float, default=0.0)
-    flag("--seed", type=int, default=0, help="Of prompts, lengths and arrivals.")
-    flag("--percentile-metrics", default="ttft,tpot,itl,e2el", help="Which to report.")
+    flag("--seed", type=int, default=0, help="Seed of prompts, lengths and arrivals.")
+    flag("--percentile-metrics", default="ttft,tpot,itl,e2el", help="Metrics to report.")
     flag("--metric-percentiles", default="50,90,99", help="Percentiles to report.")
     flag("--save-result", action="store_true", help="Write a JSON file.")
-    flag("--result-filename", help="Its name; default: from the time.")
+    flag("--result-filename", help="Name of that file; default: from the time.")
 
 
 @dataclass(frozen=True)

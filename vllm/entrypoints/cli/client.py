@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         description="Chat with a running server; an empty line or Ctrl-D ends.",
     )
     _add_flags(chat, "Send this one message and print the answer.")
-    chat.add_argument("--system-prompt", help="What the model is told first.")
+    chat.add_argument("--system-prompt", help="System message of the conversation.")
     chat.set_defaults(run=run_chat)
     complete = subparsers.add_parser(
         "complete",
@@ -39,11 +39,13 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
     parser.add_argument("--url", default="http://localhost:8000/v1",
-                        help="Of the API (default: http://localhost:8000/v1).")  # fmt: skip
-    parser.add_argument("--model-name", help="Default: the first model that the server lists.")
-    parser.add_argument("--api-key", default=None, help="Default: VLLM_API_KEY.")
-    parser.add_argument("--max-tokens", type=int, help="Most tokens of an answer.")
-    parser.add_argument("--temperature", type=float, help="0 is greedy.")
+                        help="URL of the API (default: http://localhost:8000/v1).")  # fmt: skip
+    parser.add_argument(
+        "--model-name", help="Model name; default: the first that the server lists."
+    )
+    parser.add_argument("--api-key", default=None, help="API key; default: VLLM_API_KEY.")
+    parser.add_argument("--max-tokens", type=int, help="Maximum tokens of an answer.")
+    parser.add_argument("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
     parser.add_argument("-q", "--quick", metavar="TEXT", help=quick_help)
 
 

@@ -46,12 +46,22 @@ def _add_paired_flags(parser: argparse.ArgumentParser) -> None:
     texts.add_argument("--prompts", type=Path, metavar="FILE", help="Texts, one per line.")
     texts.add_argument("--gsm8k", type=Path, metavar="DIR",
                        help="Folder of GSM8K: questions with their worked answers.")  # fmt: skip
-    flag("--num-questions", type=int, default=100, help="Of --gsm8k (default: 100).")
+    flag(
+        "--num-questions",
+        type=int,
+        default=100,
+        help="Number of questions of --gsm8k (default: 100).",
+    )
     flag("--answers", action="store_true",
          help="With --gsm8k: both answer, 5-shot, for McNemar's test.")  # fmt: skip
     flag("--no-checksum", action="store_true", help="Accept data other than the published files.")
-    flag("--max-tokens", type=int, default=256, help="Longest answer in tokens.")
-    flag("--top-k", type=int, default=100, help="Likeliest tokens to compare (default: 100).")
+    flag("--max-tokens", type=int, default=256, help="Maximum tokens of an answer.")
+    flag(
+        "--top-k",
+        type=int,
+        default=100,
+        help="Number of likeliest tokens to compare (default: 100).",
+    )
     flag("--max-kl", type=float, metavar="NATS", help="Budget: mean KL(A || B) per token.")
     flag("--min-top1", type=float, metavar="SHARE", help="Budget: top-1 agreement, 0 to 1.")
     flag("--min-p", type=float, metavar="P",

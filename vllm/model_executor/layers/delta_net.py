@@ -20,7 +20,7 @@ class GatedDeltaNet(nn.Module):
     then the gated delta rule per head and a gated norm; `out_proj` goes back to [T, hidden].
     Formulas: `gated_delta_rule` in vllm.ops.
 
-    Key and value heads are cut over the tensor-parallel ranks; all sizes here are of this rank.
+    Tensor-parallel ranks divide key and value heads; all sizes here are those of this rank.
 
     conv_state: [slots, taps - 1, channels] in the type of activations. state: float32 [slots,
     value heads, key_dim, value_dim]. Slot 0 is nobody's; the others belong to running requests.
@@ -57,7 +57,7 @@ class GatedDeltaNet(nn.Module):
         }
 
     def _conv_slot(self) -> Slot:
-        """[channels, 1, taps] in the checkpoint, cut like the rows of in_proj_qkv."""
+        """[channels, 1, taps] in the checkpoint, sharded like the rows of in_proj_qkv."""
         whole, start = None, 0
         qkv, group = self.spec.in_proj_qkvz.parts[0], self.group
         for region in qkv.regions(Dim("", self.taps), "column", group.rank, group.size):
