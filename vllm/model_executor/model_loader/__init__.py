@@ -57,7 +57,7 @@ def load_model(
         else:
             _fill(config, slots, checkpoint, layers_on_other_ranks(model))
         # Kernels are agreed upon within the time of a step; reading may take one rank far longer.
-        parallel.meet("read")
+        parallel.barrier("read")
         layers = list(kernel_layers(model))
         del slots
         for layer in _progress(layers, "Preparing kernels", "layer"):
