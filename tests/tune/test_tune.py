@@ -11,7 +11,7 @@ import torch
 from selection_cases import LIBS, ask, linear
 
 from vllm.errors import ConfigError
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import (
     Failure,

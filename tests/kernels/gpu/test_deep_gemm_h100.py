@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 import torch
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.backends import deep_gemm as backend
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.select.policy import Policy

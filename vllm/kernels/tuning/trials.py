@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from vllm.errors import is_out_of_memory
-from vllm.formats.weight_format import ActScheme
-from vllm.kernels.interface import LinearKernel, LinearTensors, scale_shape
+from vllm.formats.act_scheme import ActScheme
+from vllm.kernels.backends import emulation
+from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
 from vllm.machine import Device
 from vllm.ops import nvfp4, torch_ops
-from vllm.ops.fp8 import quantise_groups
 from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
@@ -176,82 +176,44 @@ def _poison_free_memory(num_elements: int, like: Tensor) -> None:
 # ---------------------------------------------------------------- reference
 
 
+# Of static activation schemes: with these, 6 is the largest value, the most of a Gaussian of 2^30
+# numbers.
+_INPUT_SCALES = {
+    ActScheme.STATIC_TENSOR: 6 / fp8.FP8_MAX,
+    ActScheme.NVFP4_GROUP16: 6 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX),
+}
+
+
 def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) -> LinearTensors:
     """A random weight of the problem's format, as a checkpoint stores it."""
     generator = torch.Generator(device).manual_seed(seed)
-    weight_format, shape = problem.weight, (problem.n, problem.k)
-    scales_of = scale_shape(weight_format, (problem.n,), problem.k)
-    if weight_format.element in ("nvfp4", "int4"):
-        codes = torch.randint(
-            0, 256, (problem.n, problem.k // 2), generator=generator, device=device
-        ).to(torch.uint8)
-        scales = torch.rand(scales_of, generator=generator, device=device) + 0.5
-        if weight_format.element == "nvfp4":
-            global_scales = torch.full((1,), 0.01, device=device)
-            scales = scales.to(torch.float8_e4m3fn)
-            input_scale = None
-            if ActScheme.NVFP4_GROUP16 in problem.act:
-                input_scale = torch.tensor(_STATIC_SCALE / nvfp4.E2M1_MAX, device=device)
-            return LinearTensors(
-                weight_format,
-                codes,
-                (problem.n,),
-                scales,
-                input_scale=input_scale,
-                global_scales=global_scales,
-            )
-        return LinearTensors(weight_format, codes, (problem.n,), scales)
-    weight = torch.randn(shape, generator=generator, device=device)
-    if weight_format.element != "fp8":
-        return LinearTensors(weight_format, weight.to(dtype_of(str(weight_format))), (problem.n,))
-    if weight_format.scale == "block":
-        q, scales = fp8.per_block_cast_to_fp8(weight, weight_format.block)
-    else:
-        amax = weight.abs().amax(1, keepdim=True)
-        scales = (amax if weight_format.scale == "channel" else amax.amax(0, keepdim=True)) / 448
-        q = (weight / scales).to(torch.float8_e4m3fn)
-    static = ActScheme.STATIC_TENSOR in problem.act
-    input_scale = torch.tensor(_STATIC_SCALE, device=device) if static else None
-    return LinearTensors(weight_format, q, (problem.n,), scales, input_scale=input_scale)
-
-
-# Of a static activation scheme: 448 of these reach 6, the most of a Gaussian of 2^30 numbers.
-_STATIC_SCALE = 6 / 448
+    found: dict[str, Any] = {"shard_rows": (problem.n,)}
+    shapes = problem.weight.shapes((problem.n,), problem.k)
+    for tensor in problem.weight.description.tensors:
+        if tensor.is_optional:
+            continue
+        dtype, size = getattr(torch, tensor.dtype), shapes[tensor.name]
+        if dtype == torch.uint8:
+            values = torch.randint(0, 256, size, generator=generator, device=device)
+        elif tensor.one_per == "code":
+            values = torch.randn(size, generator=generator, device=device)
+        else:
+            values = torch.rand(size, generator=generator, device=device) + 0.5
+        found[tensor.name] = values.to(dtype)
+    scheme = next((act for act in problem.act if act in _INPUT_SCALES), None)
+    if scheme is not None:
+        found["input_scale"] = torch.tensor(_INPUT_SCALES[scheme], device=device)
+    return LinearTensors(problem.weight, **found)
 
 
 def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
-    """x [M, K] times the weight in float32, with activations rounded as the kernel's scheme says;
-    NotImplementedError for a scheme without a reference here."""
+    """x [M, K] times the weight in float32, with activations rounded as the kernel rounds them."""
     if candidate.is_lossy:
         tensors = requantised(tensors, candidate.scales, x.dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
-    return _rounded(x, candidate, tensors) @ packed.dequantize().T
-
-
-def _rounded(x: Tensor, candidate: Candidate, tensors: LinearTensors) -> Tensor:
-    x = x.float()
-    act = candidate.act
-    if act is ActScheme.NONE:
-        return x
-    if act is ActScheme.DYNAMIC_GROUP128:
-        is_lossy = candidate.is_lossy
-        q, scales = quantise_groups(x, 128, use_ue8m0=is_lossy)
-        return fp8.dequantise_blocks(q, scales, (1, 128))
-    if act is ActScheme.NVFP4_GROUP16:
-        assert tensors.input_scale is not None
-        inverse = tensors.input_scale.reciprocal().reshape(1)
-        return nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, inverse), inverse)
-    if act is ActScheme.STATIC_TENSOR:
-        assert tensors.input_scale is not None
-        scale = tensors.input_scale
-    elif act in (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR):
-        per_token = act is ActScheme.DYNAMIC_TOKEN
-        amax = x.abs().amax(1, keepdim=True) if per_token else x.abs().amax()
-        scale = amax.clamp(min=1e-10) / 448
-    else:
-        raise NotImplementedError(f"there is no reference for activations {act}")
-    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    rounded: Tensor = emulation.rounding(candidate, tensors)(x)
+    return rounded @ packed.dequantize().T
 
 
 # ---------------------------------------------------------------- time
