@@ -26,10 +26,10 @@ from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.tuning import trials, tune
 from vllm.kernels.tuning.tune import Limits, Run, plan, without_done
+from vllm.kernels.tuning.workers import MACHINE, Job, JobError, StoppedError, Worker
 from vllm.machine import Device, Lib, Libs
 from vllm.platforms.installed import installed_device
 from vllm.platforms.probe import installed_kernel_libs
-from vllm.kernels.tuning.workers import MACHINE, Job, JobError, StoppedError, Worker
 from vllm.worker.cuda_graph import bucket_sizes
 
 H100, CPU = Device.parse("sm_90"), Device.parse("cpu")

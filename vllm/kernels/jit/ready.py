@@ -9,8 +9,8 @@ from queue import Empty, SimpleQueue
 
 from vllm.kernels import registry
 from vllm.kernels.jit.monitor import Compilation
-from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.jit.nvcc_cache import CompiledCall, NvccCache
+from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.problem import LinearProblem
 from vllm.logger import get_logger
 from vllm.platforms.cpu import memory_limit, num_cores

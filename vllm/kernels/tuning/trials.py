@@ -22,13 +22,13 @@ from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.machine import Device
 from vllm.ops import nvfp4, torch_ops
-from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
-from vllm.utils import fp8
 from vllm.platforms.child import requests
+from vllm.utils import fp8
 from vllm.utils.torch_utils import dtype_of
 
 # Largest relative Frobenius error against the reference, by output dtype: it covers the rounding of
