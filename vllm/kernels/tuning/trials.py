@@ -1,7 +1,6 @@
-"""Tries one linear kernel on this device, as the engine would run it: is it right, how fast is it?
+"""Checks and times one linear kernel on this device, as the engine would run it.
 
-`serve` answers the questions of `vllm kernels tune` in a process of its own, which a kernel may
-kill or hang without harm to anything else.
+`serve` runs in a child process of `vllm kernels tune`, which a kernel may crash or hang.
 """
 
 import statistics
@@ -9,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -22,18 +22,19 @@ from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.tuning.workers import MACHINE, Channel, Job
+from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.machine import Device
 from vllm.ops import nvfp4, torch_ops
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
+from vllm.platforms.child import requests
 from vllm.utils import fp8
 from vllm.utils.torch_utils import dtype_of
 
-# Largest relative Frobenius error against the reference, by the type of the output: its rounding,
-# and that a kernel may round an activation that lies between two FP8 values the other way.
+# Largest relative Frobenius error against the reference, by output dtype: it covers the rounding of
+# the output and of activations halfway between two FP8 values.
 MAX_ERROR = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4}
-# Rows of NaN behind the input: what a kernel reads past its end shows in its output.
+# Rows of NaN behind the input: a kernel that reads past its end has NaN in its output.
 _NUM_POISONED_ROWS = 160
 _MAX_COPIES, _CPU_CACHE_BYTES = 64, 64 << 20
 _MIN_REPLAYS, _MAX_REPLAYS, _REPLAY_SECONDS = 5, 20, 0.05
@@ -41,19 +42,19 @@ _GRAPH_SECONDS = 0.02
 
 
 class WrongResultError(Exception):
-    """The kernel computes something else than the reference."""
+    """The kernel's result differs from the reference."""
 
 
-def serve(channel: Channel, device_kind: str) -> None:
-    """Answers jobs until the channel closes; an exception ends the process after it was told."""
+def serve(channel: Connection, device_kind: str) -> None:
+    """Runs in the child: carries out jobs, and returns after the first that fails (`Worker`)."""
     with torch.inference_mode():
         trial: Trial | None = None
         has_begun = False
-        while (job := channel.next_job()) is not None:
+        for job in requests(channel):
             try:
                 if not has_begun:
-                    torch.empty(1, device=device_kind)  # that this fails is no kernel's doing
-                    channel.begin()
+                    torch.empty(1, device=device_kind)  # a failure here is not the kernel's
+                    channel.send(("begun", 0, 0.0))
                     has_begun = True
                 if trial is None or trial.subject != (job.problem, job.candidate):
                     trial = None  # its memory goes before the next takes some
@@ -61,22 +62,24 @@ def serve(channel: Channel, device_kind: str) -> None:
                         torch.cuda.empty_cache()
                     trial = Trial(job, torch.device(device_kind))
                 steps = trial.measure(job) if job.is_timed else trial.check(job)
-                for num_tokens, us in steps:
-                    channel.report(num_tokens, us)
-                channel.finish()
+                for num_tokens, value in steps:
+                    channel.send(("at", num_tokens, value))
+                channel.send(("done", 0, 0.0))
+            except ConnectionError:
+                raise
             except WrongResultError as error:
-                channel.fail("numerics", str(error))
+                channel.send(("failed", "numerics", str(error)))
                 return
             except Exception as error:  # whatever else a kernel raises speaks against it
                 is_kernels = has_begun and not is_out_of_memory(error)
                 why = "library" if is_kernels else MACHINE
                 text = " ".join(str(error).split())[:300]
-                channel.fail(why, f"{type(error).__name__}: {text}")
+                channel.send(("failed", why, f"{type(error).__name__}: {text}"))
                 return
 
 
 class Trial:
-    """One kernel over random weights, with as many copies of them as defeat the caches."""
+    """One kernel over random weights, with enough copies of them to defeat the caches."""
 
     def __init__(self, job: Job, device: torch.device):
         self.device = device
@@ -94,9 +97,8 @@ class Trial:
         return make_linear(decision, tensors)
 
     def check(self, job: Job) -> Iterator[tuple[int, float]]:
-        """The relative error for each of the gate's token counts; WrongResultError where it is too
-        large or NaN. Then one call for each count that is to be timed: kernels compile at a first
-        call."""
+        """The relative error for each of the gate's token counts, then 0 for a first call of each
+        count to be timed, which may compile. WrongResultError for a large error or NaN."""
         for num_tokens in job.gate:
             yield num_tokens, self._error(num_tokens)
         for num_tokens in job.tokens:
@@ -126,8 +128,8 @@ class Trial:
         return error
 
     def measure(self, job: Job) -> Iterator[tuple[int, float]]:
-        """(tokens, microseconds of a call), as far as the seconds of the job reach; with a minus
-        before tokens, of a call whose input is quantised already, where the kernel takes that."""
+        """(tokens, microseconds of a call), until the seconds of the job are over; with negative
+        tokens for a call with quantised input, where the kernel takes that."""
         self._add_copies()
         end = time.monotonic() + job.seconds
         for num_tokens in job.tokens:
@@ -153,7 +155,7 @@ class Trial:
 
 
 def _quantised(kernel: LinearKernel, x: Tensor) -> Any:
-    """x as the layer before may hand it over; None for a kernel that quantises inside, or not."""
+    """x quantised by the preceding layer; None for a kernel that does not take that."""
     asks = getattr(kernel, "input_quant", None)
     quant = asks(x.shape[0]) if asks is not None else None
     return None if quant is None else quant.quantise(x)
@@ -166,7 +168,7 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def _poison_free_memory(num_elements: int, like: Tensor) -> None:
-    """NaN in memory that the allocator is likely to hand out next, for outputs and scales."""
+    """NaN in memory that the allocator is likely to return next, for outputs and scales."""
     for size in (num_elements, num_elements // 2, num_elements // 32):
         torch.full((size + 1,), float("nan"), device=like.device, dtype=like.dtype)
 
@@ -183,7 +185,7 @@ _INPUT_SCALES = {
 
 
 def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) -> LinearTensors:
-    """A weight of the problem's format, as a checkpoint would store it."""
+    """A random weight of the problem's format, as a checkpoint stores it."""
     generator = torch.Generator(device).manual_seed(seed)
     found: dict[str, Any] = {"shard_rows": (problem.n,)}
     shapes = problem.weight.shapes((problem.n,), problem.k)
@@ -218,8 +220,8 @@ def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor
 
 
 def _cuda_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """Median time of one call in graphs that make calls over different weights one after another,
-    so that none is found in the L2 cache."""
+    """Median time of one call, in CUDA graphs of calls with different weights, so that none is in
+    the L2 cache."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
