@@ -129,39 +129,28 @@ def evaluate(
 async def _evaluate(
     server: Server, questions: Sequence[Item], shots: Sequence[Item], max_tokens: int, limit: int
 ) -> dict[str, Any]:
-    async with HttpClient(server.base_url, server.api_key) as client:
-        model = server.model or await client.first_model()
-        return await _ask(client, model, questions, shots, max_tokens, limit)
-
-
-async def _ask(
-    client: HttpClient,
-    model: str,
-    questions: Sequence[Item],
-    shots: Sequence[Item],
-    max_tokens: int,
-    limit: int,
-) -> dict[str, Any]:
     answers: list[Answer] = []
     places = asyncio.Semaphore(limit)
-
-    async def answer(index: int, item: Item) -> None:
-        async with places:
-            body = {"model": model, "prompt": gsm8k_data.prompt_of(item.question, shots),
-                    "max_tokens": max_tokens, "temperature": 0, "stop": list(STOP)}  # fmt: skip
-            start = time.perf_counter()
-            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                reply = await client.post_json("/v1/completions", body)
-            answers.append(_judged(index, item, reply, time.perf_counter() - start))
-
-    start = time.perf_counter()
     failure = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index, item in enumerate(questions):
-                group.create_task(answer(index, item))
-    except* (HttpError, TimeoutError, LookupError, TypeError, ValueError) as errors:
-        failure = f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}"
+    async with HttpClient(server.base_url, server.api_key) as client:
+        model = server.model or await client.first_model()
+
+        async def answer(index: int, item: Item) -> None:
+            async with places:
+                body = {"model": model, "prompt": gsm8k_data.prompt_of(item.question, shots),
+                        "max_tokens": max_tokens, "temperature": 0, "stop": list(STOP)}  # fmt: skip
+                start = time.perf_counter()
+                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                    reply = await client.post_json("/v1/completions", body)
+                answers.append(_judged(index, item, reply, time.perf_counter() - start))
+
+        start = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, item in enumerate(questions):
+                    group.create_task(answer(index, item))
+        except* (HttpError, TimeoutError, LookupError, TypeError, ValueError) as errors:
+            failure = f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}"
     duration = time.perf_counter() - start
     answers.sort(key=lambda answer: answer.index)
     settings = {"model": model, "num_questions": len(questions), "num_shots": len(shots),

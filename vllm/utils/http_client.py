@@ -1,8 +1,8 @@
 """Client of an OpenAI-compatible server."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -112,36 +112,30 @@ class HttpClient:
         self, method: str, path: str, **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """A response of status 200; HttpError for any other and for what goes wrong."""
-        with self._errors(path):
-            async with self._session.request(method, f"{self._url}{path}", **options) as response:
+        url = f"{self._url}{path}"
+        try:
+            async with self._session.request(method, url, **options) as response:
                 if response.status != 200:
                     text = (await response.read()).decode(errors="replace")
                     try:
                         text = _message_of(json.loads(text))
                     except ValueError:
                         text = text or str(response.reason)
-                    raise HttpError(f"{self._url}{path}: HTTP {response.status}: {text[:300]}")
+                    raise HttpError(f"{url}: HTTP {response.status}: {text[:300]}")
                 yield response
-
-    @contextmanager
-    def _errors(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except aiohttp.InvalidURL as error:
-            raise HttpError(f"{self._url}{path} is no address: {error}") from error
         except aiohttp.ClientConnectorError as error:
             raise HttpError(
                 f"no server answers at {self._url} ({error.os_error}); start one with `vllm serve` "
                 f"or give another address"
             ) from error
         except aiohttp.ServerDisconnectedError as error:
-            what = "the server closed the connection without a response"
-            raise HttpError(f"{self._url}{path}: {what}; see its log") from error
+            raise HttpError(
+                f"{url}: the server closed the connection without a response"
+            ) from error
         except aiohttp.ClientPayloadError as error:
-            what = "the response broke off"
-            raise HttpError(f"{self._url}{path}: {what} ({error}); see the server's log") from error
+            raise HttpError(f"{url}: the response broke off ({error}); see its log") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise HttpError(f"{self._url}{path}: {type(error).__name__}: {error}") from error
+            raise HttpError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def _message_of(body: Any) -> str:

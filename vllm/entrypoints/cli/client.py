@@ -106,36 +106,29 @@ class Server:
         self._api_key = api_key or envs.VLLM_API_KEY
 
     def first_model(self) -> str:
-        return asyncio.run(self._first_model())
+        async def ask() -> str:
+            async with self._client() as client:
+                return await client.first_model("/models")
+
+        return asyncio.run(ask())
 
     def show(
-        self,
-        path: str,
-        body: dict[str, Any],
-        text_of: Callable[[dict[str, Any]], str | None],
+        self, path: str, body: dict[str, Any], text_of: Callable[[dict[str, Any]], str | None]
     ) -> str:
         """Prints a streamed answer as it arrives, and returns it. text_of: of a choice."""
-        return asyncio.run(self._show(path, body, text_of))
 
-    async def _first_model(self) -> str:
-        async with self._client() as client:
-            return await client.first_model("/models")
+        async def ask() -> str:
+            answer = ""
+            async with self._client() as client, aclosing(client.post_events(path, body)) as events:
+                async for event in events:
+                    for choice in event["choices"]:
+                        text = text_of(choice) or ""
+                        print(text, end="", flush=True)
+                        answer += text
+            print()
+            return answer
 
-    async def _show(
-        self,
-        path: str,
-        body: dict[str, Any],
-        text_of: Callable[[dict[str, Any]], str | None],
-    ) -> str:
-        answer = ""
-        async with self._client() as client, aclosing(client.post_events(path, body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    text = text_of(choice) or ""
-                    print(text, end="", flush=True)
-                    answer += text
-        print()
-        return answer
+        return asyncio.run(ask())
 
     def _client(self) -> HttpClient:
         return HttpClient(self._url, self._api_key, _READ_TIMEOUT_S, uses_proxy=True)
