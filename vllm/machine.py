@@ -81,6 +81,22 @@ class Device:
         return f"{self.kind}:{self.isa}" if self.isa else self.kind
 
 
+# Chips that exist, and GPUs that have them.
+CHIPS = {
+    "sm_70": "V100",
+    "sm_75": "T4, RTX 20xx",
+    "sm_80": "A100",
+    "sm_86": "A40, RTX 30xx",
+    "sm_87": "Jetson Orin",
+    "sm_89": "L40S, RTX 40xx",
+    "sm_90": "H100, H200, H20",
+    "sm_100": "B200, GB200",
+    "sm_103": "B300, GB300",
+    "sm_110": "Jetson Thor",
+    "sm_120": "RTX 50xx, RTX PRO 6000",
+    "sm_121": "GB10 (DGX Spark)",
+}
+
 # This build, as two libraries: the native library with what it was compiled for (`kernel/90a`, or
 # `90a` for every kernel), and the kernels that have code here (`family/backend/format`).
 NATIVE = "native"

@@ -69,6 +69,6 @@ def test_explain_takes_the_same_way_and_stops_before_a_kernel_is_made(fp8_model,
     shared = ("vllm.kernels.problems", "vllm.kernels.evidence", "vllm.kernels.select")
     expected = [name for name in CHOICE if name.startswith(shared) and "Selection" not in name]
     assert [name for name in explained if name in expected] == expected
-    assert "vllm.config.policy:model_rule" in explained
+    assert "vllm.config.model_rule:model_rule" in explained
     made = ("vllm.kernels.make_kernel", "vllm.kernels.backends", "vllm.worker")
     assert not [name for name in explained if name.startswith(made)]

@@ -19,7 +19,7 @@ from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.tuning.trials import random_tensors
 from vllm.machine import NATIVE, Device, Lib, Libs
-from vllm.model_executor.quantize_formats import FORMATS
+from vllm.model_executor.checkpoint_formats import FORMATS
 
 ROOT = Path(__file__).parents[2] / "vllm"
 QUANTISED = [known for known in formats().values() if known.is_quantized]
@@ -30,7 +30,7 @@ ROOMS = ("formats/readers/", "kernels/backends/", "kernels/triton/", "kernels/fl
 REGISTRIES = {
     "formats/registry.py",
     "model_executor/layers/quantization/methods.py",
-    "model_executor/quantize_formats.py",
+    "model_executor/checkpoint_formats.py",
 }
 ARITHMETIC = {
     "_custom_ops.py",

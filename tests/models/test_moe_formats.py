@@ -22,8 +22,8 @@ from test_qwen3_moe import (
 
 from vllm.architectures.registry import builtin_config
 from vllm.errors import CheckpointError
+from vllm.model_executor.checkpoint_formats import FORMATS
 from vllm.model_executor.quantize import quantize_checkpoint
-from vllm.model_executor.quantize_formats import FORMATS
 
 # Two groups of 128 in some weights, one in others.
 SHAPE = {

@@ -15,8 +15,8 @@ from vllm.architectures.registry import builtin_config
 from vllm.entrypoints.cli.main import main
 from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.registry import quantizable
+from vllm.model_executor.checkpoint_formats import FORMATS
 from vllm.model_executor.quantize import quantize_checkpoint
-from vllm.model_executor.quantize_formats import FORMATS
 
 
 @pytest.fixture(scope="module")

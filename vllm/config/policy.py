@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.config.model_rule import model_rule
 from vllm.errors import ConfigError
 from vllm.formats import registry as formats
 from vllm.kernels import registry
@@ -25,7 +26,6 @@ from vllm.kernels.select.policy import (
 )
 from vllm.kernels.select.reason import Why
 from vllm.machine import Device
-from vllm.utils.deep_gemm import should_auto_disable_deep_gemm
 
 # Reasons that a single layer gives by itself; the others hold for the whole machine.
 _OF_THE_LAYER = frozenset({Why.SHAPE, Why.FORMAT, Why.DTYPE})
@@ -52,13 +52,6 @@ class KernelPreferences:
             return self
         rule = model_rule(model_type, device)
         return replace(self, use_deep_gemm=False if rule else None, model_rule=rule)
-
-
-def model_rule(model_type: str, device: Device) -> str:
-    """Why this model is not served by DeepGEMM on this chip; "" where it may be."""
-    if not should_auto_disable_deep_gemm(model_type, device):
-        return ""
-    return f"model rule: {model_type} loses accuracy with DeepGEMM's E8M0 scales on {device.family}"
 
 
 def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:

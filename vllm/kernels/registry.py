@@ -1,9 +1,10 @@
 """The backends of each problem family, in default order of preference.
 
-A backend is a module: a file in `backends/` and a line here, or a module of another package that
-an entry point names (group `vllm.kernel_backends`). Importing it needs the standard library only;
-what it is built on is imported when its kernels are made. A backend is named `provider` or
-`provider-path` (flashinfer-cutlass); its module or entry point is named after the provider.
+A backend is a module: a file in `backends/` and a line in `default_order.py`, or a module of another
+package that an entry point names (group `vllm.kernel_backends`). Importing it needs the standard
+library only; what it is built on is imported when its kernels are made. A backend is named
+`provider` or `provider-path` (flashinfer-cutlass); its module or entry point is named after the
+provider.
 
 The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`),
 and optionally MAKES (formats that a maker takes, by backend and family or by family) and BEFORE
@@ -16,6 +17,7 @@ from importlib import import_module
 from types import ModuleType
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels.default_order import DEFAULT_ORDER
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
@@ -23,42 +25,7 @@ from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.kernel_backends"
 
-_BUILT_IN: dict[str, tuple[str, ...]] = {
-    "linear": (
-        "deep_gemm",
-        # Of scales of rows and tensors; there ours are faster for few tokens alone, by measurement.
-        "scaled_mm",
-        "cutlass",
-        "skinny",
-        "flashinfer-deepgemm",
-        "triton",
-        # Never run here: after ours of the same arithmetic, before those that do not quantise x.
-        "flashinfer-cutlass",
-        "flashinfer-trtllm",
-        "marlin-w4a8",
-        "marlin",
-        "humming",
-        "cpu",
-        "torch",
-        "emulation",
-        "emulation-ue8m0",
-    ),
-    "moe": (
-        "deep_gemm",
-        "cutlass",
-        "triton",
-        "flashinfer-cutlass",
-        "flashinfer-trtllm",
-        "marlin-w4a8",
-        "marlin",
-        "cpu",
-        "torch",
-    ),
-    # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
-    "attention": ("triton", "flashinfer", "cpu", "torch"),
-    "kv_quant": ("rotary", "triton", "cpu", "torch"),
-}
-FAMILIES = tuple(_BUILT_IN)
+FAMILIES = tuple(DEFAULT_ORDER)
 # The flags of `vllm serve` and `vllm kernels explain`, by family.
 FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
 
@@ -66,7 +33,7 @@ FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--a
 @cache
 def backend_names(family: str) -> tuple[str, ...]:
     """In order of preference; the values that the family's flag takes."""
-    names = list(_BUILT_IN[family])
+    names = list(DEFAULT_ORDER[family])
     for module in extensions(ENTRY_POINTS).values():
         before = getattr(module, "BEFORE", {}).get(family)
         place = names.index(before) if before in names else len(names)

@@ -20,12 +20,12 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
+from vllm.model_executor.checkpoint_formats import FORMATS
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
-from vllm.model_executor.quantize_formats import FORMATS
 
 
 def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Carries out the plans of `kernels/select/fit.py` for partial scale blocks, exactly.
+"""Carries out the plans of `formats/partial_blocks.py` for partial scale blocks, exactly.
 
 A shard is rows [start, stop) and columns [start, stop) of a whole weight [..., N, K], experts
 before. Its scales are given as the whole weight's grid [..., ceil(N / rows), ceil(K / columns)].

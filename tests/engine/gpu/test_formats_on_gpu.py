@@ -12,8 +12,8 @@ from tiny_models import build_model
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
+from vllm.model_executor.checkpoint_formats import FORMATS
 from vllm.model_executor.quantize import quantize_checkpoint
-from vllm.model_executor.quantize_formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 VOCAB = 512

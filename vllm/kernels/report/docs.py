@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.report import catalog
-from vllm.kernels.report.question import BLOCKS, CHIPS, PACKED
+from vllm.kernels.report.question import BLOCKS, PACKED
 from vllm.kernels.report.text_report import KINDS
 from vllm.kernels.select.policy import (
     DEFAULT_ORDER,
@@ -27,7 +27,7 @@ from vllm.kernels.select.policy import (
     RANK_MODEL_RULE,
     RANK_VARIABLE,
 )
-from vllm.machine import Device
+from vllm.machine import CHIPS, Device
 
 _FLAGS = ", ".join(f"`{flag}`" for flag in registry.FLAGS.values())
 _RANKS = (

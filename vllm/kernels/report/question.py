@@ -16,23 +16,8 @@ from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
-from vllm.machine import NATIVE, Device, Lib, Libs
+from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
 
-# Chips that exist, and GPUs that have them.
-CHIPS = {
-    "sm_70": "V100",
-    "sm_75": "T4, RTX 20xx",
-    "sm_80": "A100",
-    "sm_86": "A40, RTX 30xx",
-    "sm_87": "Jetson Orin",
-    "sm_89": "L40S, RTX 40xx",
-    "sm_90": "H100, H200, H20",
-    "sm_100": "B200, GB200",
-    "sm_103": "B300, GB300",
-    "sm_110": "Jetson Thor",
-    "sm_120": "RTX 50xx, RTX PRO 6000",
-    "sm_121": "GB10 (DGX Spark)",
-}
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 # GPUs of one architecture that measurements tell apart; the architecture alone means the first.
 GPUS = {
