@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from doc_pages import REPOSITORY, SHELL, Block, blocks, commands, sections
 from entrypoints.tiny_model import write_tiny_llama
 from following import calls, run_followed, walk
+from safetensors.torch import load_file, save_file
 
 PAGE = "CONTRIBUTING.md"
 END = "-- end of the commands"
@@ -102,3 +104,43 @@ def test_a_model_of_another_package_is_explained_and_served(model, tmp_path):
     printed = run_followed(code, tmp_path / "calls", (), installed, cwd=tmp_path)
     as_example, as_narrow, as_llama = printed.split(END + "\n")[1].splitlines()
     assert as_example == as_llama != as_narrow
+
+
+def write_as_int8(model: Path, folder: Path) -> tuple[Path, Path]:
+    """The model with linear layers in int8 and a scale per row, and the float32 model of the same
+    values."""
+    (file,) = model.glob("*.safetensors")
+    quantised, same_values = folder / "int8-model", folder / "float-model"
+    codes, floats = load_file(file), load_file(file)
+    for name, weight in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            continue
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        codes[name] = (weight.float() / scale).round().to(torch.int8)
+        codes[name + "_scale"] = scale
+        floats[name] = codes[name].float() * scale
+    for target, tensors in ((quantised, codes), (same_values, floats)):
+        shutil.copytree(model, target)
+        save_file(tensors, target / file.name, {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "int8"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    return quantised, same_values
+
+
+def test_a_weight_format_of_another_package_is_explained_and_served(model, tmp_path):
+    """The model in int8 writes what a float32 model of the same values writes."""
+    title = "Add a weight format"
+    installed, script = install(title, tmp_path / "package")
+    quantised, same_values = write_as_int8(model, tmp_path)
+    names = ("example_method:Method.tensors", "example_format:linear.apply")
+    folder = tmp_path / "calls"
+    code = checks(title) + script + script.replace(f"./{quantised.name}", str(same_values))
+    printed = run_followed(code, folder, names, installed, cwd=tmp_path)
+    assert calls(folder) == list(names)
+
+    explained, used = printed.split(END + "\n")
+    assert "example8" in explained
+    chosen, in_int8, chosen_again, in_float = used.splitlines()
+    assert chosen == chosen_again == "int8-channel example8"
+    assert in_int8 == in_float
