@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 
 def test_a_busy_engine_gives_signs_of_life_though_it_has_no_tokens_to_tell(checkpoint, monkeypatch):
-    monkeypatch.setattr(process, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_HEARTBEAT_SECONDS", 0.0)
     context = zmq.Context()
     pairs = []
     for name in ("in", "out"):

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache: reference counted, those without a user kept by recency for reuse."""
+"""KV cache blocks: reference counted; free blocks keep their content in LRU order."""
 
 from collections import OrderedDict
 
@@ -6,9 +6,9 @@ from collections import OrderedDict
 class BlockPool:
     """Hands out block ids from 0 to num_blocks - 1.
 
-    A block may carry the hash of its content. When its last user lets go of it, it joins the
-    free blocks at the recent end and keeps its content until it is handed out anew, oldest first.
-    A block without a hash is of no use to anyone and is handed out before all others.
+    A full block may have the hash of its content. When its last user releases it, it becomes the
+    most recently used free block and keeps its content until it is allocated again. Blocks are
+    allocated in LRU order, those without a hash first.
     """
 
     def __init__(self, num_blocks: int):
@@ -23,7 +23,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks for one user; whoever calls has checked `num_free`."""
+        """Allocates `count` blocks to one user; the caller has checked `num_free`."""
         assert count <= len(self._free)
         taken = []
         for _ in range(count):
@@ -34,13 +34,13 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more user for a block found by its hash."""
+        """Adds a user to a block found by its hash."""
         if self._num_users[block] == 0:
             del self._free[block]
         self._num_users[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One user fewer for each; given in order of position, the last ones are reused first."""
+        """Removes a user from each; of blocks in order of position, the last are reused first."""
         for block in reversed(blocks):
             assert self._num_users[block] > 0
             self._num_users[block] -= 1
@@ -57,14 +57,14 @@ class BlockPool:
         return self._num_users[block] == 0
 
     def remember(self, block: int, content: bytes) -> None:
-        """Makes a full block findable; a second block of equal content stays unknown."""
+        """Registers the hash of a full block, unless a block of equal content has it."""
         if content not in self._by_hash:
             self._forget(block)
             self._by_hash[content] = block
             self._hash_of[block] = content
 
     def forget(self, blocks: list[int]) -> None:
-        """Makes blocks unfindable; who has them already keeps them."""
+        """Unregisters the hashes of blocks; their users keep them."""
         for block in blocks:
             self._forget(block)
 
@@ -75,7 +75,7 @@ class BlockPool:
             self._hash_of[block] = None
 
     def check_idle(self) -> None:
-        """AssertionError if a block has a user; called when there is no request."""
+        """AssertionError where a block has a user; called when there is no request."""
         used = [block for block, users in enumerate(self._num_users) if users]
         assert not used, f"{len(used)} blocks are still in use with no request: {used[:8]}"
         assert len(self._free) == self.num_blocks

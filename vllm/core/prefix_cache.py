@@ -1,8 +1,7 @@
-"""Reuse of KV blocks between requests that begin alike.
+"""Prefix caching: requests with a common prefix share KV blocks.
 
-A full block is known by a hash over its tokens and the hash of the block before it, so equal
-hashes mean equal tokens from the very beginning. SHA-256, because a collision would show one
-user's context to another.
+The hash of a full block covers its tokens and the hash of the block before it, so equal hashes mean
+equal prefixes. SHA-256, because a collision would leak one user's context to another.
 """
 
 from array import array
@@ -23,16 +22,16 @@ class PrefixCache:
         self.num_hit = 0
 
     def match(self, request: Request) -> list[int]:
-        """The cached blocks that `request` begins with; the last token is never among them.
+        """The cached blocks of the request's prefix, without its last token.
 
-        That one must be computed anyway: its logits give the next token.
+        That token is always computed, for its logits.
         """
         if not (self.enabled and request.reads_prefix_cache):
             return []
         num_blocks = (len(request.all_token_ids) - 1) // self.block_size
         blocks = []
         for i in range(num_blocks):
-            self.hash(request, i + 1)  # no more than are found: the step's launch waits for this
+            self.hash(request, i + 1)  # no further than needed: the step waits for this
             block = self.pool.find(request.block_hashes[i])
             if block is None:
                 break
@@ -44,7 +43,7 @@ class PrefixCache:
         self.num_hit += num_hit
 
     def record(self, request: Request, num_before: int) -> None:
-        """Remembers the blocks that filled up since `num_before` tokens were computed."""
+        """Registers the blocks that became full since `num_before` tokens were computed."""
         if not self.enabled:
             return
         first, last = num_before // self.block_size, request.num_computed_tokens // self.block_size
@@ -55,13 +54,13 @@ class PrefixCache:
             self.pool.remember(request.block_ids[i], request.block_hashes[i])
 
     def hash_ahead(self, request: Request, num_tokens: int) -> None:
-        """Hashes what `record` will want when so many tokens are computed, as far as they are
-        known: there is time for it while the device computes them."""
+        """Computes the hashes that `record` needs after `num_tokens`, as far as the tokens are
+        known, while the device computes the step."""
         if self.enabled:
             self.hash(request, min(num_tokens, len(request.all_token_ids)) // self.block_size)
 
     def hash(self, request: Request, num_blocks: int) -> None:
-        """Makes `block_hashes` hold its first blocks at least; it has that many full ones."""
+        """Extends `block_hashes` to at least `num_blocks` blocks, which must be full."""
         hashes, size = request.block_hashes, self.block_size
         if len(hashes) >= num_blocks:
             return

@@ -1,22 +1,22 @@
-"""Copies of recurrent states, for requests that begin like an earlier one.
+"""Snapshots of recurrent states, for prefix caching.
 
-K and V of a prefix are found block by block, a recurrent state only where it was kept: after a
-whole number of blocks, in a slot of its own beside those of running requests. It is known by the
-hash of the last of these blocks, which stands for all tokens from the beginning.
+K and V of a prefix are cached per block, a recurrent state only where a snapshot was saved: after a
+whole number of blocks, in a slot of its own after those of running requests. Its key is the hash of
+the last of these blocks, which covers the whole prefix.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 LEAST_TOKENS = 128
-"""A step is cut in two to keep a state; for fewer tokens than this it is not."""
+"""Saving a snapshot splits a step in two; not worth it for fewer tokens."""
 
 
 class StateSnapshots:
-    """Which slot holds the state after which tokens. The one not used for longest goes first.
+    """Maps prefix hashes to snapshot slots, with LRU eviction.
 
-    What a step keeps is found from the next step on: a step copies states into its requests before
-    it computes, and out of them after.
+    A snapshot is available from the next step on: a step restores states before it computes and
+    saves them after.
     """
 
     def __init__(self, slots: Iterable[int], least_tokens: int = LEAST_TOKENS):
@@ -30,8 +30,8 @@ class StateSnapshots:
         self._kept_now = {}
 
     def find(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """The most blocks, of those that begin a request, after which the state is kept, and its
-        slot; (0, 0) where it never is."""
+        """The longest prefix of `hashes` that ends at a snapshot, in blocks, and its slot; (0, 0)
+        for none."""
         for count in range(len(hashes), 0, -1):
             slot = self._slot_of.get(hashes[count - 1])
             if slot is not None:
@@ -40,8 +40,8 @@ class StateSnapshots:
         return 0, 0
 
     def keep(self, content: bytes) -> int | None:
-        """The slot to copy the state after `content` to; None where it is kept already, or this
-        step has taken all slots."""
+        """The slot to save the state after `content` to; None where it has a snapshot, or this
+        step uses all slots."""
         if content in self._slot_of or content in self._kept_now:
             return None
         if not self._free and not self._slot_of:

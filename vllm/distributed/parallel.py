@@ -12,8 +12,8 @@ from vllm.distributed.layout import Layout, stage_layers
 class Parallel:
     """layout: this rank's position. tensor, pipeline, data, expert, engine: its groups, as in
     `Layout.groups`; expert has one rank without expert parallelism. num_tokens_across_dp: tokens
-    of each rank of `data` in the current step. meet(place): a barrier without a timeout; every
-    place is used once. timeout_s: the longest that one rank waits for another; None for one rank.
+    of each rank of `data` in the current step. barrier(name): a barrier without a timeout; every
+    name is used once. timeout_s: the longest that one rank waits for another; None for one rank.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -23,7 +23,7 @@ class Parallel:
     expert: Group = field(default_factory=Group)
     engine: Group = field(default_factory=Group)
     num_tokens_across_dp: tuple[int, ...] = ()
-    meet: Callable[[str], None] = lambda place: None
+    barrier: Callable[[str], None] = lambda place: None
     timeout_s: float | None = None
 
     def layers(self, num_layers: int) -> range:

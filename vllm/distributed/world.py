@@ -1,4 +1,4 @@
-"""How ranks find one another, make sure that they compute the same, and connect."""
+"""Rendezvous of ranks: checks that they agree, and creates their process groups."""
 
 import json
 import socket
@@ -16,22 +16,21 @@ from vllm.errors import ConfigError
 Address = tuple[str, int]
 """Host and port."""
 
-# Ranks import torch and probe their devices before they come; who died is noticed elsewhere.
+# Ranks import torch and probe their devices first; a dead rank is noticed elsewhere.
 _START_SECONDS = 900.0
-# One may read weights for hours longer than another; who died is noticed elsewhere here too.
-_MEETING_SECONDS = 24 * 3600.0
-# NCCL's watchdog ends a process without a word about who is missing: whoever waits for a result
-# speaks first.
+# Weight loading may differ by hours; a dead rank is noticed elsewhere.
+_BARRIER_SECONDS = 24 * 3600.0
+# NCCL's watchdog ends a process without naming the missing rank, so our own timeout comes first.
 _NCCL_GRACE_SECONDS = 20.0
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A free port where ranks can meet."""
+    """A socket on a free port, for the store."""
     return socket.create_server((host, 0))
 
 
 def host_store(listener: socket.socket) -> dist.TCPStore:
-    """Keeps what ranks tell one another, as long as the store lives. Takes the socket over."""
+    """The store server of all ranks. Takes over the socket."""
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
         host,
@@ -57,9 +56,9 @@ def join(
     timeout_s: float,
     facts: Mapping[str, str],
 ) -> Parallel:
-    """This rank's groups, once all ranks are there.
+    """This rank's process groups, once all ranks have joined.
 
-    facts: what must be the same on all ranks. ConfigError names what is not, and where.
+    facts: what must be equal on all ranks. ConfigError names the difference.
     """
     if device_kind == "cuda" and not dist.is_nccl_available():
         raise ConfigError(
@@ -68,19 +67,19 @@ def join(
     store = find_store(address)
     check_agreement(store, layout, facts)
 
-    def meet(place: str) -> None:
+    def barrier(place: str) -> None:
         store.set(f"{place}/{layout.rank}", b"here")
         keys = [f"{place}/{rank}" for rank in range(layout.num_ranks)]
-        store.wait(keys, timedelta(seconds=_MEETING_SECONDS))
+        store.wait(keys, timedelta(seconds=_BARRIER_SECONDS))
 
-    # From here on no rank waits for another for longer than it may within a step.
-    meet("start")
+    # From here on, the timeout of a step applies.
+    barrier("start")
     try:
         connect = _connect(layout, store, device_kind == "cuda", timeout_s)
         parallel = make_parallel(layout, is_expert_parallel, connect)
     except RuntimeError as error:
         raise PeerError(f"{layout} cannot connect to the other ranks: {error}") from error
-    parallel.meet = meet
+    parallel.barrier = barrier
     parallel.timeout_s = timeout_s
     return parallel
 
@@ -90,8 +89,8 @@ def _connect(
 ) -> Callable[[list[int]], "dist.ProcessGroup"]:
     """Connects all ranks; what it returns gives the process group of some of them.
 
-    On GPUs the connections are made now, not by the first collective: that one may be inside a
-    CUDA graph. Kinds of groups that have the same ranks share one, and so its buffers.
+    On GPUs it connects now, not at the first collective, which may be inside a CUDA graph. Groups
+    with the same ranks share one process group, and so its buffers.
     """
     timeout = timedelta(seconds=timeout_s + (_NCCL_GRACE_SECONDS if is_cuda else 0.0))
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""The engine as a server uses it: in its own process, with requests as async generators."""
+"""The engine client of a server: engines in their own processes, requests as async generators."""
 
 import asyncio
 import dataclasses
@@ -43,26 +43,26 @@ from vllm.utils.startup import current_report
 
 logger = get_logger(__name__)
 
-# What an engine says before it ends may come after its end was noticed.
-_LAST_WORDS_SECONDS = 0.2
-# Of engines whose kernels failed. A fault takes the GPU along and hides the next one: of a backend
-# that always faults there is one for each size of a model.
+# An engine's last message may arrive after its exit was noticed.
+_LAST_MESSAGE_SECONDS = 0.2
+# Restarts after kernel failures. A fault makes the GPU unusable and hides the next one: a backend
+# that always faults does so once for each problem size.
 _MAX_RESTARTS = 12
-# Within which an engine with requests must give a sign of life.
-_LOOKS = 10
-# Engines that start before their configuration is read.
+# Consecutive silent checks after which an engine with requests counts as hung.
+_MAX_SILENT_CHECKS = 10
+# Engines that may start before the configuration is validated.
 _MAX_EARLY = 16
 
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request whose caller waits. `news` is set when its state has changed. is_counted: its
-    prompt, in the metrics."""
+    """A request whose caller waits. updated: set when its state changes. is_counted: its prompt is
+    in the metrics."""
 
     state: RequestState
     engine: EngineProcess
     arrival: float
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    updated: asyncio.Event = field(default_factory=asyncio.Event)
     is_counted: bool = False
     first_token: float | None = None
     last_token: float = 0.0
@@ -73,7 +73,7 @@ class AsyncLLM:
 
     def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
         if args.data_parallel_size > _MAX_EARLY:
-            args.create_engine_config()  # refuses mistakes before there are that many processes
+            args.create_engine_config()  # raises for mistakes before that many processes start
         self._args = args
         self._engines = start_engines(args)
         try:
@@ -126,7 +126,7 @@ class AsyncLLM:
             self._tasks.append(asyncio.create_task(watch))
 
     async def _all_ready(self) -> list[process.Ready]:
-        """Starts them again where kernels failed that the next start does without."""
+        """Restarts the engines after a kernel failure: the failed kernel is in quarantine then."""
         for num_left in range(_MAX_RESTARTS, -1, -1):
             waits = [asyncio.ensure_future(self._wait_ready(engine)) for engine in self._engines]
             try:
@@ -167,32 +167,32 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields outputs as `sampling_params.output_kind` says, the last one finished.
+        """Yields outputs of `sampling_params.output_kind`; the last one is finished.
 
-        Raises RequestError, QueueFullError or EngineDeadError. A consumer that is slow gets
-        what has come meanwhile in one piece.
+        Raises RequestError, QueueFullError or EngineDeadError. For a slow consumer, outputs are
+        merged.
         """
         self._check_alive()
         self.check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
-        # Others may have come in, or the engine may have died, since the checks before the wait.
+        # Again after the wait: more requests may have arrived, or the engine may have died.
         self._check_alive()
         self.check_queue(sampling_params.n)
         if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        # Ties go to the engine that comes first, so a server without load uses one of them.
+        # Ties go to the first engine, so an idle server uses one engine.
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
         in_flight = self._in_flight[request_id] = InFlightRequest(state, engine, time.monotonic())
         engine.num_in_flight += sampling_params.n
         try:
-            self._hand_out(engine, given.requests)
+            self._dispatch(engine, given.requests)
             while True:
-                await in_flight.news.wait()
-                in_flight.news.clear()
+                await in_flight.updated.wait()
+                in_flight.updated.clear()
                 if in_flight.state.has_unread_prompt:
                     await aside(in_flight.state.read_prompt)
-                # No waiting from here to `take`: all of it is of one moment.
+                # No await from here to `take`: the state must not change in between.
                 if in_flight.state.error is not None:
                     raise in_flight.state.error
                 finished = in_flight.state.is_finished
@@ -205,11 +205,11 @@ class AsyncLLM:
         finally:
             self._leave(request_id, in_flight)
 
-    def _hand_out(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
+    def _dispatch(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
         self._num_sent += 1
         number = self._num_sent
         engine.send(process.Add(requests, number))
-        if engine.dp_rank.rendezvous is not None:  # they compute together or not at all
+        if engine.dp_rank.rendezvous is not None:  # all ranks step together
             for other in self._engines:
                 if other is not engine:
                     other.send(process.Wake(number))
@@ -219,9 +219,8 @@ class AsyncLLM:
             raise (StoppingError if self._is_stopping else EngineDeadError)(self.dead_reason)
 
     def check_queue(self, num_sequences: int) -> None:
-        """QueueFullError where so many more would have to wait for too many; RequestError where
-        they would with nobody else here. Sequences beyond those that can run are waiting, wherever
-        they are just now."""
+        """QueueFullError where `num_sequences` more exceed --max-waiting; RequestError where they
+        would on an idle server. All sequences beyond those that can run count as waiting."""
         if self._max_waiting is None:
             return
         running = self.vllm_config.scheduler_config.max_num_seqs * len(self._engines)
@@ -262,7 +261,7 @@ class AsyncLLM:
                     return
                 assert isinstance(message, process.Outputs)
                 self._take_outputs(engine, message)
-                # recv does not wait while messages are queued; others must get their turn.
+                # recv does not yield while messages are queued.
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
@@ -275,13 +274,13 @@ class AsyncLLM:
             self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
-            with suppress(EngineDeadError):  # its end is noticed elsewhere, with the cause
+            with suppress(EngineDeadError):  # reported elsewhere, with the cause
                 engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
             in_flight = self._in_flight[state.request_id]
             self._record_tokens(in_flight, output, now)
-            in_flight.news.set()
+            in_flight.updated.set()
 
     def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
         if self.metrics is None:
@@ -320,22 +319,24 @@ class AsyncLLM:
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
-        await asyncio.to_thread(engine.process.join, STOP_SECONDS)  # its code comes after its end
+        await asyncio.to_thread(
+            engine.process.join, STOP_SECONDS
+        )  # the exit code comes after the exit
         code = engine.process.exitcode
-        # One that was killed says nothing; one that ends by itself may have, or blame another.
+        # A killed process sends nothing; one that exits by itself may, or may blame a peer.
         was_killed = code is not None and code < 0
-        await asyncio.sleep(_LAST_WORDS_SECONDS if was_killed else 2 * CAUSE_SECONDS)
+        await asyncio.sleep(_LAST_MESSAGE_SECONDS if was_killed else 2 * CAUSE_SECONDS)
         self._die(self._named(engine, f"the engine process died ({ending(code)})"))
 
     async def _watch_silence(self, most_s: float) -> None:
-        """A GPU that hangs ends no process: nobody would ever be told. Looks are counted and not
-        seconds, for all processes of a machine may be frozen, and go on later."""
+        """Detects a hanging GPU, which ends no process. Counts checks instead of seconds: all
+        processes of a node may be suspended and resumed."""
         while True:
-            await asyncio.sleep(most_s / _LOOKS)
+            await asyncio.sleep(most_s / _MAX_SILENT_CHECKS)
             busy = {id(f.engine) for f in self._in_flight.values() if not f.state.is_finished}
             for engine in self._engines:
                 engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
-                if engine.num_silent > _LOOKS:
+                if engine.num_silent > _MAX_SILENT_CHECKS:
                     self._die(
                         self._named(
                             engine,
@@ -351,7 +352,7 @@ class AsyncLLM:
         return f"data-parallel engine {engine.dp_rank.rank}: " if len(self._engines) > 1 else ""
 
     def _die(self, reason: str) -> None:
-        """No output comes any more: tells everybody who waits for one. The first reason stays."""
+        """Marks the engine as dead and wakes all callers. The first reason is kept."""
         if not self.is_dead:
             logger.error("%s", reason)
             self._end(reason)
@@ -359,13 +360,13 @@ class AsyncLLM:
     def _end(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
         for in_flight in self._in_flight.values():
-            in_flight.news.set()
+            in_flight.updated.set()
         self._dead.set()
 
     async def shutdown(self) -> None:
         """Ends the engine processes; requests in flight end with EngineDeadError."""
-        # It reads no message before the model is loaded, nor while it waits for one that died.
-        is_deaf = self.is_dead or not self._tasks
+        # An engine reads no messages while it loads the model or waits for a dead peer.
+        is_unreachable = self.is_dead or not self._tasks
         if not self.is_dead:
             self._is_stopping = True
             self._end("the server is shutting down")
@@ -373,11 +374,11 @@ class AsyncLLM:
             task.cancel()
         for engine in self._engines:
             try:
-                if is_deaf:
+                if is_unreachable:
                     engine.process.kill()
                 elif engine.process.is_alive():
                     engine.send(process.Stop())
-            except EngineDeadError:  # it is about to be gone
+            except EngineDeadError:  # it is exiting
                 engine.process.kill()
         for engine in self._engines:
             await asyncio.to_thread(engine.process.join, STOP_SECONDS)

@@ -1,20 +1,20 @@
-"""Tokens to text, piece by piece: never half a character, never part of a stop text."""
+"""Incremental detokenisation: never emits half a character or part of a stop text."""
 
 from collections.abc import Sequence
 from typing import Any
 
-# Prompt tokens decoded along with the first output token: how a token reads (with a space
-# before it or not) can depend on its left neighbours.
+# Prompt tokens decoded with the first output token: a token's text (such as a leading space) can
+# depend on the tokens before it.
 _CONTEXT = 6
-# Bytes that have not become a character after this many tokens never will.
+# Bytes that form no character after this many tokens are emitted as they are.
 _MAX_OPEN = 64
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, such that the pieces joined equal the text of them all.
+    """Text of a growing token list; the joined pieces equal the text of the whole list.
 
-    The last tokens are decoded again with each new one, because a character may need several.
+    The last tokens are decoded again with each new one: a character may need several tokens.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Detokenizer:
         self._move_to(list(prompt_token_ids[-_CONTEXT:]))
 
     def _move_to(self, context: list[int]) -> None:
-        """Goes on behind `context`, whose text has been given out."""
+        """Continues after `context`, whose text has been emitted."""
         self._window = context
         self._num_context = len(context)
         self._num_given = len(self._decode(context))
 
     def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
-        """The text that these tokens complete; with is_last, all that was held back too."""
+        """The text that these tokens complete; with is_last, all held-back text too."""
         self._window += token_ids
         text = self._decode(self._window)
         is_open = text.endswith(_REPLACEMENT) and not is_last
@@ -58,7 +58,7 @@ class Detokenizer:
 
 
 class StopTexts:
-    """Cuts a growing text at the first of `stops`, and holds back what may become one."""
+    """Cuts a growing text at the first of `stops`; holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str], include: bool):
         self._stops = tuple(stops)
@@ -78,7 +78,7 @@ class StopTexts:
         return (at + len(stop) if self._include else at), stop
 
     def num_safe(self, text: str) -> int:
-        """How much of text can be given out: all but an ending that could begin a stop text."""
+        """Length of text that can be emitted: all but a suffix that could begin a stop text."""
         if self._include:
             return len(text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):

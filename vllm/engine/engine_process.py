@@ -1,4 +1,4 @@
-"""The processes of engines, as the server that starts them sees them."""
+"""Engine processes, as the server starts and addresses them."""
 
 import asyncio
 import multiprocessing
@@ -24,16 +24,16 @@ from vllm.utils.processes import ending
 logger = get_logger(__name__)
 
 STOP_SECONDS = 5.0
-# What an engine says that failed by another's fault, or its end, must not come before the cause.
-# Ranks that do not answer are waited for a while themselves.
+# Delay of a failure that a peer caused, so that the peer's own report comes first. Ranks wait some
+# time for unresponsive peers themselves.
 CAUSE_SECONDS = 4.0
 
 
 class EngineProcess:
-    """An engine's process and the sockets to it. Starts at once; loads while others import.
+    """An engine's process and its sockets. Starts at once, and loads while the server imports.
 
-    stats: of its scheduler after its last step. num_in_flight: sequences that it was given.
-    num_silent: how often in a row it was found with requests and without a sign of life.
+    stats: of its scheduler after the last step. num_in_flight: sequences sent to it.
+    num_silent: consecutive checks with requests but without a message.
     """
 
     def __init__(self, args: EngineArgs, dp_rank: process.DPRank):
@@ -44,7 +44,7 @@ class EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
         self.context = zmq.asyncio.Context()
-        # Not of asyncio: a message that nobody takes would be waited for, and all after it.
+        # Not an asyncio socket: sending must not wait for the receiver.
         self.sender: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.PUSH)
         self.receiver = self.context.socket(zmq.PULL)
         for wire, address in zip((self.sender, self.receiver), self.addresses):
@@ -58,8 +58,8 @@ class EngineProcess:
             self.process.start()
 
     def send(self, message: process.ToEngine) -> None:
-        """Without waiting, for zmq keeps any number of messages; EngineDeadError where nobody takes
-        them any more."""
+        """Does not block: ZMQ queues any number of messages. EngineDeadError where the receiver is
+        gone."""
         try:
             self.sender.send(process.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -68,13 +68,13 @@ class EngineProcess:
             ) from None
 
     async def wait_ready(self) -> process.Ready:
-        """Returns when the model is loaded; raises the error that prevented it, later if that is
-        another engine's."""
+        """Returns when the model is loaded; raises the error that prevented it, delayed where a
+        peer caused it."""
         receive = asyncio.ensure_future(self.receiver.recv())
         end = asyncio.ensure_future(self.wait_end())
         await asyncio.wait((receive, end), return_when=asyncio.FIRST_COMPLETED)
         if not receive.done():
-            await asyncio.wait((receive,), timeout=0.5)  # its last words may still be on the way
+            await asyncio.wait((receive,), timeout=0.5)  # its last message may still be on the way
         end.cancel()
         if not receive.done():
             receive.cancel()
@@ -110,7 +110,7 @@ class EngineProcess:
 
 
 def start_engines(args: EngineArgs) -> list[EngineProcess]:
-    """One for each data-parallel rank. If they compute in lock step, they get a place to meet."""
+    """One engine per data-parallel rank, with a rendezvous address where they step in lock-step."""
     num_engines = max(1, args.data_parallel_size)
     if num_engines == 1 or not args.enable_expert_parallel:
         return _started(args, [process.DPRank(rank) for rank in range(num_engines)])
@@ -123,7 +123,7 @@ def start_engines(args: EngineArgs) -> list[EngineProcess]:
 
 
 def _started(args: EngineArgs, dp_ranks: list[process.DPRank]) -> list[EngineProcess]:
-    """All or none, also when it is interrupted."""
+    """Starts all or none, also when interrupted."""
     engines: list[EngineProcess] = []
     try:
         for dp_rank in dp_ranks:
@@ -137,13 +137,13 @@ def _started(args: EngineArgs, dp_ranks: list[process.DPRank]) -> list[EnginePro
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """By a process that is started within, from its first instruction on: Ctrl-C goes to all
-    processes of a terminal, and this one sees to the others."""
+    """SIGINT is ignored by a process started within: Ctrl-C reaches all processes of a terminal,
+    and this process stops the others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
-    if before is None:  # somebody's who is not Python
+    if before is None:  # not set by Python
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -154,17 +154,17 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _own_address() -> str:
-    """Under which other machines reach this one; nothing is sent for it."""
+    """The address of this node on the network; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("8.8.8.8", 53))  # any address beyond this machine
-        except OSError:  # there is nothing beyond
+        except OSError:  # no network
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
 
 def kill(engines: list[EngineProcess]) -> None:
-    """Waits for their end, but not for ever for one that its driver does not let go."""
+    """Kills the processes and waits for their end, with a timeout: a driver may block one."""
     for engine in engines:
         engine.process.kill()
     for engine in engines:
@@ -174,6 +174,6 @@ def kill(engines: list[EngineProcess]) -> None:
 
 
 def close(engines: list[EngineProcess]) -> None:
-    """In the event loop that their sockets belong to, if there is one."""
+    """To be called in the event loop of their sockets, if there is one."""
     for engine in engines:
         engine.close()

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, and the messages to and from it (msgspec over ZMQ)."""
+"""The engine process and its messages (msgspec over ZMQ)."""
 
 import dataclasses
 import os
@@ -27,19 +27,19 @@ from vllm.utils.startup import current_report, no_collections
 logger = get_logger(__name__)
 
 _IDLE_POLL_MS = 1000
-# A busy engine says at least so often that it is alive.
-_SIGN_SECONDS = 1.0
+# Longest time between messages of a busy engine.
+_HEARTBEAT_SECONDS = 1.0
 
 
 class Add(msgspec.Struct, tag="add"):
-    """number: how many of these were sent to all engines together, this one counted."""
+    """number: running count of these messages over all engines."""
 
     requests: list[EngineRequest]
     number: int
 
 
 class Wake(msgspec.Struct, tag="wake"):
-    """Another engine got requests; see DPCoordinator."""
+    """Another data-parallel rank got requests; see DPCoordinator."""
 
     number: int
 
@@ -53,8 +53,8 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded. max_model_len: as it came out; kernels: what /kernels shows.
-    most_silent_s: the longest that it may say nothing while it has requests."""
+    """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows.
+    most_silent_s: longest time without a message while the engine has requests."""
 
     max_model_len: int
     kernels: dict[str, Any]
@@ -62,9 +62,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The model could not be loaded, or a rank is gone; message says why. is_user_error: no bug of
-    ours. is_of_peer: another engine failed before, and knows more. may_restart: another start does
-    something else."""
+    """The model could not be loaded, or a rank is gone. is_user_error: not a bug. is_of_peer:
+    caused by another engine, which reports the cause. may_restart: a restart may succeed."""
 
     message: str
     is_user_error: bool
@@ -83,8 +82,8 @@ FromEngine = Ready | Failed | Outputs
 
 @dataclass(frozen=True)
 class DPRank:
-    """Which of `data_parallel_size` engines this is. rendezvous: where the ranks of engines in lock
-    step meet, None for engines on their own; listener: its socket, for the first engine."""
+    """One of `data_parallel_size` engines. rendezvous: address of their store, None where they do
+    not step in lock-step; listener: its socket, for the first engine."""
 
     rank: int = 0
     rendezvous: tuple[str, int] | None = None
@@ -94,7 +93,7 @@ class DPRank:
 def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
     """Body of the engine process: loads the model, then serves until told to stop.
 
-    inbox and outbox are ZMQ addresses that the parent has bound, and gets to know there why the
+    inbox and outbox are ZMQ addresses that the parent has bound. The last message says why the
     process ends.
     """
     die_with_parent()
@@ -112,7 +111,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
         _leave_signals_to_parent()  # Ray takes them over
     except Exception as error:
         is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
-        loop.send(_last_words(error, traceback.format_exc(), is_user_error))
+        loop.send(_failed(error, traceback.format_exc(), is_user_error))
         context.destroy(linger=2000)
         sys.exit(2 if is_user_error else 1)
     try:
@@ -120,7 +119,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
     except Exception as error:
         if not isinstance(error, VllmError):
             traceback.print_exc()
-        loop.send(_last_words(error, f"the engine failed: {type(error).__name__}: {error}"))
+        loop.send(_failed(error, f"the engine failed: {type(error).__name__}: {error}"))
         context.destroy(linger=2000)
         sys.exit(1)
     loop.core.shutdown()
@@ -128,13 +127,13 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
 
 
 def _leave_signals_to_parent() -> None:
-    """They may reach the whole group; the parent acts on them and stops us when it is time."""
+    """Signals may reach the whole process group; the parent handles them and stops this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _last_words(error: Exception, otherwise: str, is_user_error: bool = False) -> Failed:
-    """otherwise: what to say of an error that says nothing to people."""
+def _failed(error: Exception, otherwise: str, is_user_error: bool = False) -> Failed:
+    """otherwise: the text for an error without a message of its own."""
     from vllm.executor.messages import failure_of
 
     failure = failure_of(error, otherwise)
@@ -178,14 +177,14 @@ class _EngineLoop:
             )
         self.core = EngineCore(config, dp_coordinator, dp_rank.rendezvous)
         kernels = self.core.executor.kernels()
-        # Ranks that wait for one another say more, and earlier. A CPU may take any time for a step.
+        # Timeouts between ranks report more, and earlier. On a CPU a step may take any time.
         is_gpu = self.core.executor.async_scheduling
         most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
         self.send(Ready(self.core.config.model_config.max_model_len, kernels, most_silent_s))
 
     def run(self) -> None:
         core = self.core
-        told_idle = True
+        sent_idle = True
         while True:
             is_busy = core.has_work or core.is_awaited
             if not self._receive(0 if is_busy else _IDLE_POLL_MS):
@@ -193,17 +192,17 @@ class _EngineLoop:
             had_work = core.has_work
             if had_work or core.is_awaited:
                 outputs = core.step()
-                is_sign = time.monotonic() - self._last_sent > _SIGN_SECONDS
-                if outputs or is_sign or (had_work and not core.has_work):
+                is_due = time.monotonic() - self._last_sent > _HEARTBEAT_SECONDS
+                if outputs or is_due or (had_work and not core.has_work):
                     self.send(Outputs(outputs, core.stats()))
-                told_idle = False
-            elif not told_idle:
+                sent_idle = False
+            elif not sent_idle:
                 core.check_idle()
                 self.send(Outputs([], core.stats()))
-                told_idle = True
+                sent_idle = True
 
     def _receive(self, timeout_ms: int) -> bool:
-        """Acts on all messages there are, waiting for the first; False when it is time to end."""
+        """Handles all queued messages, waiting for the first; False when the process should end."""
         if os.getppid() != self._parent:
             return False
         if not self._receiver.poll(timeout_ms):

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError
 from vllm.evals import gsm8k_data
 from vllm.evals.gsm8k_data import Item
 from vllm.evals.numbers import last_number
 from vllm.evals.statistics import wilson_interval
+from vllm.utils.http_client import HttpClient, HttpError
 
 STOP = ("Question:", "</s>", "<|im_end|>")
 _REQUEST_TIMEOUT_S = 1800
@@ -119,7 +120,7 @@ def evaluate(
 
     accuracy, interval (95 %) and invalid_rate are shares of the questions that were answered.
     The first request that fails ends the run: what was answered until then is in the result, and
-    `error` says what happened (None: every question was answered). VllmError if not even the
+    `error` says what happened (None: every question was answered). HttpError if not even the
     list of models comes back.
     """
     return asyncio.run(_evaluate(server, questions, shots, max_tokens, concurrency))
@@ -128,33 +129,28 @@ def evaluate(
 async def _evaluate(
     server: Server, questions: Sequence[Item], shots: Sequence[Item], max_tokens: int, limit: int
 ) -> dict[str, Any]:
-    from vllm.entrypoints.cli.http_client import HttpClient, HttpError
-
-    client = HttpClient.of(server.base_url, server.api_key)
-    try:
-        model = server.model or await client.first_model()
-    except HttpError as error:
-        raise VllmError(f"{server.base_url} lists no model: {error}") from error
     answers: list[Answer] = []
     places = asyncio.Semaphore(limit)
-
-    async def answer(index: int, item: Item) -> None:
-        async with places:
-            body = {"model": model, "prompt": gsm8k_data.prompt_of(item.question, shots),
-                    "max_tokens": max_tokens, "temperature": 0, "stop": list(STOP)}  # fmt: skip
-            start = time.perf_counter()
-            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                reply = await client.post_json("/v1/completions", body)
-            answers.append(_judged(index, item, reply, time.perf_counter() - start))
-
-    start = time.perf_counter()
     failure = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index, item in enumerate(questions):
-                group.create_task(answer(index, item))
-    except* (HttpError, TimeoutError, LookupError, TypeError, ValueError) as errors:
-        failure = f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}"
+    async with HttpClient(server.base_url, server.api_key) as client:
+        model = server.model or await client.first_model()
+
+        async def answer(index: int, item: Item) -> None:
+            async with places:
+                body = {"model": model, "prompt": gsm8k_data.prompt_of(item.question, shots),
+                        "max_tokens": max_tokens, "temperature": 0, "stop": list(STOP)}  # fmt: skip
+                start = time.perf_counter()
+                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                    reply = await client.post_json("/v1/completions", body)
+                answers.append(_judged(index, item, reply, time.perf_counter() - start))
+
+        start = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, item in enumerate(questions):
+                    group.create_task(answer(index, item))
+        except* (HttpError, TimeoutError, LookupError, TypeError, ValueError) as errors:
+            failure = f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}"
     duration = time.perf_counter() - start
     answers.sort(key=lambda answer: answer.index)
     settings = {"model": model, "num_questions": len(questions), "num_shots": len(shots),

@@ -1,4 +1,4 @@
-"""What all ranks must have in common, as texts to compare."""
+"""What must be equal on all ranks, as texts to compare."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ from vllm.machine import Device
 from vllm.platforms.probe import probe_device
 from vllm.version import __version__
 
-# Variables that change nothing of what is computed.
+# Variables that do not affect what is computed.
 _OWN_VARIABLES = frozenset(
     {
         "VLLM_API_KEY",
@@ -27,12 +27,12 @@ _OWN_VARIABLES = frozenset(
         "VLLM_TARGET_DEVICE",
     }
 )
-# Fields that tell ranks apart.
+# Fields that differ between ranks.
 _OWN_FIELDS = frozenset({"data_parallel_rank", "dump_decisions"})
 
 
 def facts_of(config: VllmConfig) -> dict[str, str]:
-    """By name, in the order in which they are best compared: a cause before what it causes."""
+    """By name, causes before their consequences."""
     names = sorted(name for name in envs.VARIABLES if envs.is_set(name))
     variables = {name: str(envs.read(name)) for name in names if name not in _OWN_VARIABLES}
     return {
@@ -46,7 +46,7 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
 
 
 def _quarantined() -> str:
-    """What of it may hold here; ranks choose kernels by that."""
+    """The quarantine entries that apply to this device; kernel decisions depend on them."""
     arch = probe_device().arch
     places = {
         f"{f.backend} {f.version} {f.size_key}"

@@ -1,11 +1,11 @@
-"""Ranks in processes of this machine."""
+"""Ranks in processes on this node."""
 
 from vllm.executor import local_ranks
 from vllm.executor.workers import RankHandle
 
 
 class LocalLauncher:
-    """num_engines: that run on this machine, all alike."""
+    """num_engines: engines of equal size on this node."""
 
     def __init__(self, num_engines: int):
         self._num_engines = num_engines

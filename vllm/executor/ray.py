@@ -1,7 +1,7 @@
-"""Ranks as Ray actors, one to a bundle of a placement group, on any machines of a cluster.
+"""Ranks as Ray actors, one per bundle of a placement group, on the nodes of a cluster.
 
-Ray places, starts and watches them. Steps go over connections of our own, as to local ranks: a
-call of an actor takes longer than a step may.
+Ray places, starts and monitors them. Steps use plain connections, as for local ranks: a Ray actor
+call takes longer than a step may.
 """
 
 import secrets
@@ -32,7 +32,7 @@ class Rank:
         return str(ray.get_runtime_context().get_node_id())
 
     def serve(self, rank: int, address: tuple[str, int], key: bytes) -> str | None:
-        """Until the engine says stop; why it ended, if by a failure."""
+        """Serves until `Stop`; returns the failure, if any."""
         from vllm.executor.worker import run
 
         connection = _wrap(socket.create_connection(address))
@@ -55,7 +55,7 @@ class RayProcess:
             return "it closed its connection"
         try:
             return self._ray.get(self._serving) or "it ended"
-        except Exception as error:  # Ray's own kinds, which tell how the actor's process ended
+        except Exception as error:  # Ray's own errors, which say how the actor's process ended
             return " ".join(str(error).split())
 
     def kill(self) -> None:
@@ -80,7 +80,7 @@ class RayLauncher:
     def launch(self, ranks: range) -> list[RankHandle]:
         actors = self._start_actors(len(ranks))
         nodes = self._ray.get([actor.node.remote() for actor in actors])
-        # Neighbours talk most, so they should be on one machine.
+        # Neighbouring ranks communicate most, so they should share a node.
         order = sorted(range(len(actors)), key=lambda index: (nodes.index(nodes[index]), index))
         num_ranks_of = Counter(nodes)
         key = secrets.token_bytes(32)
@@ -94,7 +94,7 @@ class RayLauncher:
             RankHandle(
                 connections[rank],
                 RayProcess(self._ray, actors[index], servings[rank]),
-                device_index=0,  # Ray shows an actor its own GPU alone
+                device_index=0,  # an actor sees only its own GPU
                 num_neighbours=num_ranks_of[nodes[index]] if self._resource == "GPU" else 1,
             )
             for rank, index in enumerate(order)
@@ -142,7 +142,7 @@ class RayLauncher:
         ]
 
     def _accept(self, server: socket.socket, servings: list[Any], key: bytes) -> list[Connection]:
-        """The ranks' connections, once all have come; EngineDeadError when one ended instead."""
+        """The connections of all ranks; EngineDeadError where one ended instead of connecting."""
         found: dict[int, Connection] = {}
         server.settimeout(_POLL_SECONDS)
         while len(found) < len(servings):
@@ -163,7 +163,7 @@ class RayLauncher:
 
 
 def _connect(ray: Any, num_engines: int) -> None:
-    """ConfigError where the cluster does not answer, or several engines would each start one."""
+    """ConfigError where the cluster does not answer, or every engine would start its own."""
     address = envs.foreign("RAY_ADDRESS") or ""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     host = host.strip("[]")
@@ -193,7 +193,7 @@ def _connect(ray: Any, num_engines: int) -> None:
 
 def _wrap(connected: socket.socket) -> Connection:
     connected.setblocking(True)
-    # A message may be two packets; the second must not wait until the first was confirmed.
+    # A message may be two packets; the second must not wait for the first one's ACK.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connected.detach())
 

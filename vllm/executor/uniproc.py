@@ -114,9 +114,9 @@ def _join(config: VllmConfig, layout: Layout, rendezvous: Address) -> Parallel:
 
 
 def use_device(index: int, num_neighbours: int) -> None:
-    """Takes GPU `index` of this machine, and a share of its cores with as many other ranks.
+    """Selects GPU `index` and a share of the cores, with `num_neighbours` ranks on this node.
 
-    To be called before anything asks what device there is.
+    To be called before the device is probed.
     """
     if num_neighbours > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_neighbours))

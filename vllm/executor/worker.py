@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,9 @@ def _load(start: Start) -> "UniprocExecutor":
     from vllm.executor.uniproc import UniprocExecutor, use_device
 
     use_device(start.device_index, start.num_neighbours)
-    return UniprocExecutor(start.config, start.rendezvous, start.layout)
+    # Made again here: what depends on the GPU (the model rule) is decided where there is one.
+    config = replace(start.config)
+    return UniprocExecutor(config, start.rendezvous, start.layout)
 
 
 def _hide_progress() -> None:

@@ -1,7 +1,7 @@
-"""The first call of every chosen kernel, alone: one that fails is known by name and quarantined.
+"""Calls every chosen kernel once, alone, to attribute and quarantine one that fails.
 
-A kernel that faults leaves the GPU unusable for its process, and is told of at whatever asks the
-GPU for something next. So each is waited for here, before the model runs as a whole.
+A faulting kernel makes the GPU unusable for its process, and the fault surfaces at a later call. So
+each call is synchronised here, before the model runs as a whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,32 +34,33 @@ from vllm.worker.step_inputs import StepInputs
 
 logger = get_logger(__name__)
 
-# Of one call on the GPU. The largest takes hundreds of milliseconds.
+# Timeout of one call. The largest takes hundreds of milliseconds.
 HANG_SECONDS = 60.0
 
 
 class FirstCalls:
-    """Calls kernels of `model` with zeros; collects those that fail. hang_seconds: after which a
-    call counts as one that hangs."""
+    """Calls the kernels of `model` with zeros and collects failures. hang_seconds: timeout of a
+    call."""
 
     def __init__(self, model: nn.Module, selection: Selection, hang_seconds: float = HANG_SECONDS):
         self._model, self._selection = model, selection
         self._device = torch.device(selection.device.kind)
         self._hang_seconds = hang_seconds
         self._failures: list[tuple[str, Failure]] = []
-        self._num_lost = 0  # that could not be entered
+        self._num_lost = 0  # failures that could not be written to the quarantine file
 
     def of_weights(self, max_tokens: int, max_seqs: int, num_engines: int = 1) -> None:
-        """Linear layers and experts, one layer for each choice, with one token and as many as may
-        come, and around the ends of each range of a split; where kernels compile at a first call,
-        with all that compile apart. max_tokens: of a step of one of `num_engines` in lock step."""
+        """Linear layers and experts, one layer per decision: with one token, the maximum, and at
+        the boundaries of each split range. Kernels that compile at their first call: with every
+        size that compiles separately. max_tokens: of a step of one of `num_engines` data-parallel
+        ranks in lock-step."""
         self._settle()
         for layer in self._of_each_choice(Linear, FusedMoE):
             most = max_tokens
             if isinstance(layer, LMHead):
                 most = min(max_tokens, max(max_seqs, MOST_PROMPT_ROWS))
             elif isinstance(layer, FusedMoE):
-                # They get the tokens of all engines together, or a row for each of theirs.
+                # The tokens of all ranks together, or one row per chosen expert.
                 most *= num_engines
                 if isinstance(layer.all2all, NaiveAll2All):
                     most *= layer.problem.top_k
@@ -71,8 +72,8 @@ class FirstCalls:
         self._raise()
 
     def of_attention(self, inputs: StepInputs, sizes: list[tuple[int, int, int]]) -> None:
-        """One layer for each choice; they have a cache. sizes: tokens, requests and longest request
-        of each call. Not of kernels that the host plans, which take no padding of prompts."""
+        """Attention, one layer per decision, with a KV cache. sizes: tokens, requests and longest
+        request of each call. Skips host-planned kernels, which take no padding of prompts."""
         self._settle()
         for layer in self._of_each_choice(Attention):
             for decision, num_tokens, call in _attention_calls(layer, inputs, sizes):
@@ -81,7 +82,7 @@ class FirstCalls:
         self._raise()
 
     def _settle(self) -> None:
-        """What was launched before must not be blamed on the first kernel. VllmError where it
+        """Synchronises, so that earlier work is not blamed on the first kernel. VllmError where it
         failed."""
         try:
             self._wait()
@@ -107,8 +108,8 @@ class FirstCalls:
     def _call(
         self, layer: str, decision: Decision, num_tokens: int, call: Callable[[], object]
     ) -> bool:
-        """Whether it came to an end; if not, why is among the failures. Raises what is no kernel's
-        doing, and all failures where the GPU is lost."""
+        """Whether the call succeeded; otherwise adds a failure. Raises errors that no kernel
+        caused, and all failures where the GPU is unusable."""
         try:
             call()
             self._wait()
@@ -174,8 +175,8 @@ class FirstCalls:
 
 
 def token_counts(most: int) -> list[int]:
-    """Powers of two, and what is halfway between them, up to `most`: sizes of grids and buffers
-    are rounded up to powers of two by kernels that are compiled for them."""
+    """Powers of two and their midpoints up to `most`: compiled kernels round grid and buffer sizes
+    up to powers of two."""
     counts = {most}
     power = 1
     while power < most:
@@ -201,7 +202,7 @@ def _zeros(layer: Linear | FusedMoE, *shape: int) -> Tensor:
 
 
 def _multiply(layer: Linear | FusedMoE, num_tokens: int) -> None:
-    """Tokens go to experts in turn."""
+    """Tokens are routed to experts round-robin."""
     if isinstance(layer, Linear):
         layer.multiply(_zeros(layer, num_tokens, layer.problem.k))
         return
@@ -218,7 +219,7 @@ def _multiply(layer: Linear | FusedMoE, num_tokens: int) -> None:
 def _attention_calls(
     layer: Attention, inputs: StepInputs, sizes: list[tuple[int, int, int]]
 ) -> Iterator[tuple[Decision, int, Callable[[], object]]]:
-    """Of the kernel that writes the cache, where the rotation does not, and of attention."""
+    """Calls of the KV cache writer, unless it is fused into the rotary kernel, and of attention."""
     if layer.kernel.planner is not None:
         return
     problem = layer.kernel.problem

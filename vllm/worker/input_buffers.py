@@ -1,4 +1,4 @@
-"""The numbers of one step, filled in by the host and read by the device."""
+"""Persistent input buffers of a step, written by the host and read by the device."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,11 @@ _ALIGNMENT = 16
 
 
 class InputBuffers:
-    """Arrays that live as long as the engine, side by side, so that one copy moves all of them.
+    """Persistent arrays in one allocation, moved by one copy.
 
-    host: numpy views to fill in. device: the same as tensors; on the CPU they are the same memory,
-    on a GPU they are valid in stream order after `upload`, whose copy reads pinned memory whenever
-    the stream gets there. So `wait_until_read` comes before filling in again: a step that samples
-    nothing waits for nothing, and the copy of the one before may still be in the queue.
+    host: numpy views to fill in. device: the same as tensors; on the CPU the same memory, on a GPU
+    valid in stream order after `upload`. The copy from pinned memory is asynchronous, so call
+    `wait_until_read` before writing again: a step that samples nothing does not synchronise.
     """
 
     def __init__(self, sizes: Mapping[str, tuple[type, tuple[int, ...]]], device: torch.device):
@@ -51,9 +50,9 @@ class InputBuffers:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of `array` that is valid in stream order; the host waits for nothing.
+    """A copy of `array`, valid in stream order, without host synchronisation.
 
-    torch waits for all work in the stream before it copies from memory that is not pinned.
+    torch synchronises the stream before it copies from memory that is not pinned.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cpu":

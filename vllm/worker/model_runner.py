@@ -70,7 +70,7 @@ class ModelRunner:
         with torch.inference_mode():
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
                 self.model = load_model(config, selection, parallel, self._begin_warm_up)
-                parallel.meet("loaded")
+                parallel.barrier("loaded")
             hang_s = min(HANG_SECONDS, (parallel.timeout_s or math.inf) / 2)  # before peers give up
             calls = FirstCalls(self.model, selection, hang_s)
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):

@@ -1,4 +1,4 @@
-"""Logits that are not finite: found in every step, and traced to a layer on request."""
+"""Non-finite logits: detected in every step, and traced to a layer with --debug-numerics."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,26 +11,25 @@ from vllm.kernels.activations import QuantizedInput, UnaddedRows
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 BROKEN = -1
-"""In place of a token: the logits it should come from were NaN or infinite."""
+"""In place of a token whose logits were NaN or infinite."""
 
 
 def mark_broken(logits: Tensor, tokens: Tensor) -> Tensor:
     """tokens int64 [S] with BROKEN where the logit of the token is not finite.
 
-    One NaN makes a whole row of hidden states NaN, and sampling takes NaN and infinity for the
-    largest logit: so looking at the logit that was taken is enough.
+    One NaN makes a whole row of hidden states NaN, and sampling treats NaN and infinity as the
+    largest logit, so checking the sampled token's logit is enough.
     """
     taken = logits.gather(1, tokens[:, None])[:, 0]
-    # isfinite would be twice as many kernels; a NaN is less than nothing.
+    # isfinite takes twice as many kernels; comparisons with NaN are false.
     return torch.where(taken.abs() < torch.inf, tokens, BROKEN)
 
 
 class NumericsWatch:
-    """Notes the first module of a step whose output is not finite. Waits for every module.
+    """Finds the first module of a step with a non-finite output. Synchronises after every module.
 
-    first: its name and class, None if all were finite since `reset`; and whether its input was
-    broken already, which then comes from no module: of another rank, or of what is computed
-    between modules.
+    first: its name and class, None where all were finite since `reset`. It says whether the input
+    was non-finite already: then the cause is another rank, or code between modules.
     """
 
     def __init__(self, model: nn.Module):
@@ -47,7 +46,7 @@ class NumericsWatch:
 
 
 class _Watched:
-    """A module: what it is given, which it may overwrite, and what it gives."""
+    """Hooks of one module, on its inputs (which it may overwrite) and its output."""
 
     def __init__(self, watch: NumericsWatch, name: str):
         self._watch, self._name = watch, name

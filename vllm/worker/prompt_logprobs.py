@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens, collected over the steps that compute a prompt."""
+"""Logprobs of prompt tokens, collected over the chunks of a prompt."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -12,14 +12,14 @@ from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.sampler import gather_logprobs
 
-# Rows of logits made at once: a prompt times a vocabulary can be gigabytes.
+# Rows of logits at once: prompt length times vocabulary can be gigabytes.
 MOST_PROMPT_ROWS = 64
 
 
 class PromptLogprobs:
-    """What is known of the prompts that are being computed, by request; false where there is none.
+    """Partial prompt logprobs by request; false where no request asks for them.
 
-    compute_logits: of hidden states [S, hidden], on the last stage; None on the others.
+    compute_logits: of hidden states [S, hidden], on the last pipeline stage; None on the others.
     """
 
     def __init__(self, batch: InputBatch, compute_logits: Callable[[Tensor], Tensor] | None):
@@ -45,9 +45,9 @@ class PromptLogprobs:
         counts: np.ndarray,
         starts: np.ndarray,
     ) -> dict[str, list[TokenLogprobs]]:
-        """Notes those that a step's hidden states [T, hidden] predict; returns them all of requests
-        whose prompt is complete. ends: of each request's `counts` tokens in the step; starts: of
-        the first of them in the request."""
+        """Adds the logprobs of a step with hidden states [T, hidden]; returns those of complete
+        prompts. ends: end of each request's `counts` tokens in the step; starts: position of the
+        first of them in the request."""
         finished: dict[str, list[TokenLogprobs]] = {}
         if not self._entries:
             return finished

@@ -1,7 +1,7 @@
-"""From logits to tokens. A row's result depends on that row alone, never on the batch.
+"""Sampling. A row's result depends on that row alone, never on the batch.
 
-Random numbers are a function of (seed, index of the output token), so nothing has to be kept
-between steps and a request that is preempted and computed anew continues with the same text.
+Random numbers are a function of (seed, index of the output token): no state is kept between steps,
+and a preempted request continues with the same text.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from vllm.worker.input_buffers import to_device
 
 @dataclass(slots=True)
 class RowEdits:
-    """Changes to the logits of one row. history: prompt and output tokens; output: output ones."""
+    """Logit edits of one row. history: prompt and output tokens; output: output tokens."""
 
     row: int
     logit_bias: dict[int, float] | None = None
@@ -32,7 +32,7 @@ class RowEdits:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """What S rows of logits are sampled with.
+    """Sampling parameters of S rows of logits.
 
     temperature, top_p, min_p: float32 [S] (temperature 0 is greedy); top_k: int64 [S], 0 for off.
     seeds: uint64 [S]; indices: int64 [S], output tokens so far. num_logprobs: by row, how many
@@ -52,8 +52,8 @@ class SamplingBatch:
 
 
 def widened(logits: Tensor, batch: SamplingBatch, ops: ModuleType) -> Tensor:
-    """The logits as `sample` edits and draws from them: float32, unless `ops` takes their type and
-    nothing changes them. Whoever looks at what was sampled from gives `sample` the result."""
+    """The logits in the dtype that `sample` uses: float32, unless `ops` takes theirs and no edit
+    applies. To inspect what was sampled from, pass the result to `sample`."""
     is_edited = bool(batch.bitmasks or batch.edits)
     return logits.float() if is_edited or logits.dtype not in ops.LOGIT_DTYPES else logits
 
@@ -99,7 +99,7 @@ def ban_others(logits: Tensor, bitmasks: dict[int, Tensor]) -> None:
 
 
 def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors, moved by one copy; wider types first, so that all are aligned."""
+    """The arrays as tensors, moved by one copy; wider dtypes first, for alignment."""
     packed = to_device(np.concatenate([array.view(np.uint8) for array in arrays]), device)
     pieces = packed.split([array.nbytes for array in arrays])
     return [piece.view(torch.from_numpy(array).dtype) for piece, array in zip(pieces, arrays)]
@@ -135,7 +135,7 @@ def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def _apply_edits(logits: Tensor, edits: Sequence[RowEdits]) -> None:
-    """In place, for float32 logits [S, vocab]; the host waits for nothing."""
+    """In place, for float32 logits [S, vocab]; without host synchronisation."""
     vocab = logits.shape[1]
     if (found := _places(logits, edits, lambda edit: _repeated(edit, vocab))) is not None:
         rows, tokens, penalty = found
@@ -150,7 +150,7 @@ def _apply_edits(logits: Tensor, edits: Sequence[RowEdits]) -> None:
         rows, tokens, ban = found
         before = logits[rows, tokens]
         logits.index_put_((rows, tokens), ban)
-        # A grammar that is complete allows nothing else.
+        # A complete grammar allows nothing else.
         is_hopeless = logits.isneginf().all(1)[rows]
         logits.index_put_((rows, tokens), torch.where(is_hopeless, before, ban))
 

@@ -1,4 +1,4 @@
-"""What one step reads, from the rows of the batch to tensors on the device."""
+"""Builds the inputs of one step on the device from the rows of the input batch."""
 
 import numpy as np
 import torch
@@ -11,10 +11,10 @@ from vllm.worker.input_buffers import InputBuffers, to_device
 
 
 class StepInputs:
-    """Buffers for a step of any kind, and for decoding ones at addresses that graphs can hold.
+    """Input buffers of eager steps, and of steps in CUDA graphs at fixed addresses.
 
-    On a GPU a step can be put together before the host knows the tokens that the last one sampled:
-    they are in `sampled` (int64 [max_seqs]), and the input is taken from there on the device.
+    With async scheduling, a step is prepared before the host knows the tokens of the last one: the
+    input ids are read from `sampled` (int64 [max_seqs]) on the device.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class StepInputs:
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self.planners: list[GraphPlanner] = []  # of attention that the host plans
+        self.planners: list[GraphPlanner] = []  # of host-planned attention
         self._buffers = InputBuffers(
             {
                 "input_ids": (np.int64, (max_tokens,)),
                 "positions": (np.int64, (max_tokens,)),
                 "slot_mapping": (np.int64, (max_tokens,)),
-                # A captured graph has a request of padding besides.
+                # A prompt graph has one more request, of padding.
                 "query_start_loc": (np.int32, (max_seqs + 2,)),
                 "seq_lens": (np.int32, (max_seqs + 1,)),
                 "state_slots": (np.int32, (max_seqs + 1,)),
@@ -69,7 +69,7 @@ class StepInputs:
             torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
             for _ in range(2)
         ]
-        self._sent_tables = np.empty((0, 0), np.int32)  # the first of the two, as far as it is used
+        self._sent_tables = np.empty((0, 0), np.int32)  # the used part of the first
 
     def fill(
         self,
@@ -81,8 +81,8 @@ class StepInputs:
         shape: PromptShape | None = None,
     ) -> ForwardBatch:
         """`counts` tokens of each of `rows`, from position `starts` on. read: see `read_rows`.
-        shape: puts them, and padding, into what `prompt_batch(shape)` reads; what is returned is
-        without padding."""
+        shape: also fills, with padding, the buffers that `prompt_batch(shape)` reads; the returned
+        batch has no padding."""
         size, host, device = self._block_size, self._buffers.host, self._buffers.device
         self._buffers.wait_until_read()
         num_seqs = len(rows)
@@ -106,7 +106,7 @@ class StepInputs:
         input_ids = device["input_ids"][:num_tokens]
         pending = np.flatnonzero(batch.sampled_at[rows] >= 0)
         if len(pending):
-            # Such a request takes part with one token, its last.
+            # Such a request has one token in the step, its last.
             places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
@@ -132,14 +132,14 @@ class StepInputs:
         )
 
     def pad_prompts(self, shape: PromptShape) -> None:
-        """Padding alone into what `prompt_batch(shape)` reads."""
+        """Fills the buffers that `prompt_batch(shape)` reads with padding."""
         self._buffers.wait_until_read()
         self._buffers.host["query_start_loc"][0] = 0
         _pad(self._buffers.host, 0, 0, shape)
         self._buffers.upload()
 
     def prompt_batch(self, shape: PromptShape) -> ForwardBatch:
-        """Inputs at fixed addresses for steps of any kind that fit the shape."""
+        """Inputs at fixed addresses for steps that fit the shape."""
         device = self._buffers.device
         return ForwardBatch(
             input_ids=device["input_ids"][: shape.tokens],
@@ -156,8 +156,8 @@ class StepInputs:
         )
 
     def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
-        """`num_tokens` tokens that are written nowhere, about as many of each of `num_seqs`
-        requests of one key. max_seq_len: the bound that kernels size their memory by."""
+        """`num_tokens` tokens without KV slots, spread evenly over `num_seqs` requests of sequence
+        length 1. max_seq_len: the bound that kernels size their workspaces by."""
         device = self._buffers.device
         starts = torch.arange(num_seqs + 1, device=self._device) * num_tokens // num_seqs
         device["query_start_loc"][: num_seqs + 1] = starts
@@ -182,8 +182,8 @@ class StepInputs:
     def fill_decode(
         self, batch: InputBatch, rows: np.ndarray, starts: np.ndarray, size: int
     ) -> None:
-        """The next token of each of `rows` into what `decode_batch(size)` reads; there may be
-        none."""
+        """Fills the buffers that `decode_batch(size)` reads with the next token of each of `rows`;
+        there may be none."""
         host, num_seqs, block_size = self._decode.host, len(rows), self._block_size
         self._decode.wait_until_read()
         host["input_ids"][:num_seqs] = batch.token_ids[rows, starts]
@@ -204,9 +204,9 @@ class StepInputs:
             planner.plan_graph((size, self._max_blocks, block_size), one_each)
 
     def _stage_tables(self, block_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The rows, on the device too; most steps find them there as the one before left them."""
+        """Block tables of `rows`, also on the device, where most steps find them unchanged."""
         shape = len(rows), block_table.shape[1]
-        # Of the two, the one that the last step but one may have read: that step is over.
+        # The buffer of the step before the last one, which is over.
         staged = self._staged_tables[1].view(-1)[: shape[0] * shape[1]].view(shape)
         tables = staged.numpy()
         np.take(block_table, rows, axis=0, out=tables)
@@ -236,8 +236,8 @@ class StepInputs:
 
 
 def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:
-    """Fills up with requests of no tokens, and a last one of all tokens that are left: it has no
-    keys, is written nowhere, and its state is nobody's."""
+    """Pads with empty requests and a last one with the remaining tokens, which has no keys, no KV
+    slots and the state slot 0 of padding."""
     for name, nothing in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
         host[name][num_tokens : shape.tokens] = nothing
     host["query_start_loc"][num_seqs + 1 : shape.seqs] = num_tokens

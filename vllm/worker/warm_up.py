@@ -1,4 +1,4 @@
-"""Makes ready before the first request what libraries compile on this machine."""
+"""Compiles the JIT kernels of libraries before the first request."""
 
 import torch
 
@@ -10,8 +10,8 @@ from vllm.kernels.selection import Selection
 
 
 def begin_warm_up(selection: Selection, max_tokens: int) -> WarmUp | None:
-    """Starts to compile what the chosen kernels call with up to `max_tokens` tokens, by distinct
-    kernel; None where that is nothing."""
+    """Starts to compile the JIT kernels that the decisions call with up to `max_tokens` tokens;
+    None where there are none."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = needed_calls([decision for _, decision in selection.records], max_tokens)
     memory = use_caches()
@@ -24,8 +24,8 @@ def begin_warm_up(selection: Selection, max_tokens: int) -> WarmUp | None:
 
 
 def finish_warm_up(found: WarmUp | None) -> None:
-    """Waits for it. What is not compiled in VLLM_KERNEL_COMPILE_SECONDS and has a stand-in goes on
-    in the background."""
+    """Waits for the compilation. After VLLM_KERNEL_COMPILE_SECONDS, kernels that have a fallback
+    continue to compile in the background."""
     if found is not None:
         found.finish(envs.VLLM_KERNEL_COMPILE_SECONDS)
         MONITOR.made += found.compiled
