@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton"}
@@ -28,7 +29,13 @@ def test_the_names_for_scripts_import_nothing_heavy():
     assert not modules & ({"torch", "numpy", "transformers"} | COMPILERS | SERVER | LAZY)
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "ministral3", "qwen3_moe", "qwen3_5-multimodal"])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        ["llama3-rope", "ministral3", "qwen3_moe", "qwen3_5-multimodal"],
+        ["llama3-rope", "qwen3_5-multimodal"],
+    ),
+)
 def test_an_engine_runs_without_transformers_and_without_torchs_compilers(name, checkpoint):
     modules = imported_by(
         f"from vllm import LLM, SamplingParams\n"

@@ -251,6 +251,7 @@ def test_a_count_that_means_nothing_is_refused(words):
     assert words[0] in done.stderr
 
 
+@pytest.mark.slow
 def test_a_real_server_answers_every_question(text_checkpoint, data_dir, tmp_path):
     saved = tmp_path / "results.json"
     with started_server(text_checkpoint, tmp_path / "log") as server:

@@ -49,6 +49,7 @@ def test_another_model_is_over_budget_and_exits_with_1(text_checkpoint, prompts)
     assert done.stdout.count("OVER BUDGET") == 2
 
 
+@pytest.mark.slow
 def test_answers_are_compared_by_mcnemar(text_checkpoint, tmp_path):
     """A random model answers nothing right; the test then has nothing against it."""
     item = json.dumps({"question": "What is 1?", "answer": "It is 1.\n#### 123456789"})

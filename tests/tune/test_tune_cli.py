@@ -83,6 +83,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm,
     assert code == 0 and f"{6 - done} kernels to measure, {done} are in" in out, err
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm):
     start = time.monotonic()
     code, out, err = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--seconds", "0.001")
