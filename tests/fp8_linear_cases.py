@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.select.policy import Origin, Override, Policy

@@ -11,10 +11,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.activations import Activation, input_quant
-from vllm.kernels.interface import LinearTensors, MoEKernel, MoETensors, scale_shape
+from vllm.kernels.interface import LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import MoEProblem
@@ -131,7 +132,7 @@ def _experts(case: Case, device: str) -> MoETensors:
         values = torch.randn(case.num_experts, sum(shard_rows), columns, device=device)
         if not weight.is_quantized:
             return (values / columns**0.5).to(dtype_of(weight.element)), None
-        grid = (case.num_experts, *scale_shape(weight, shard_rows, columns))
+        grid = (case.num_experts, *weight.scale_shape(shard_rows, columns))
         scales = torch.rand(grid, device=device) + 0.5
         return (30 * values).to(torch.float8_e4m3fn), scales / 30 / columns**0.5
 

@@ -3,7 +3,7 @@
 import torch
 
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
+from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
@@ -40,7 +40,7 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
 
 def _scale_grid(weight_format, shards, k, row_offsets, column_offset):
     if not row_offsets and not column_offset:
-        return scale_shape(weight_format, shards, k)
+        return weight_format.scale_shape(shards, k)
     rows, columns = weight_format.block
     offsets = row_offsets or (0,) * len(shards)
     return (

@@ -33,7 +33,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.report.ledger import Ledger

@@ -33,7 +33,8 @@ from gpu_timing import copy_bandwidth, replay_microseconds
 from moe_parts import layer_microseconds, make_layers, part_microseconds
 from torch import Tensor
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.activations import Activation, input_quant
 from vllm.kernels.evidence.tables import Entry, find_tables, read_table, timings_of, write_table

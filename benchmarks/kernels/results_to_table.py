@@ -15,7 +15,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.evidence.tables import SHIPPED, Entry, Table, read_table, write_table
 from vllm.kernels.report.question import GPUS
 from vllm.kernels.select.problem import LinearProblem

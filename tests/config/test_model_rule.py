@@ -8,6 +8,7 @@ from machines import STAND_INS, Cpu, Gpu, machine
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 
 BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MESSAGE = "Auto-disabled DeepGemm for model_type=qwen3_5_moe_text on Blackwell."
@@ -81,5 +82,7 @@ def test_the_given_quantisation_config_is_not_changed():
 
 def test_the_decision_reaches_the_linear_method():
     with machine(Gpu(100), STAND_INS):
-        method = config().quant_config.linear_method(["model.layers.0.mlp.down_proj"])
+        method = QuantizationMethods(config().quant_config).linear_method(
+            ["model.layers.0.mlp.down_proj"]
+        )
     assert isinstance(method, Fp8LinearMethod) and method.config.use_deep_gemm is False

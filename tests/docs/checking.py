@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from doc_pages import REPOSITORY, Command, text_of
 from entrypoints.serving import RunningServer
-from markdown import REPOSITORY, Command, text_of
 from packaging.requirements import Requirement
 
 from vllm.engine.arg_utils import EngineArgs

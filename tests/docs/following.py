@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
 
-from markdown import REPOSITORY, text_of
+from doc_pages import REPOSITORY, text_of
 
 TRACING = Path(__file__).parent / "tracing"
 _NAME = re.compile(r"`([\w.]+:[\w.]+)`")

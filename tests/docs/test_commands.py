@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from checking import check
-from entrypoints.serving import RunningServer, started_server
-from entrypoints.tiny_model import write_tiny_llama
-from markdown import (
+from doc_pages import (
     PAGES,
     REPOSITORY,
     SHELL,
@@ -24,6 +22,8 @@ from markdown import (
     inline_codes,
     sections,
 )
+from entrypoints.serving import RunningServer, started_server
+from entrypoints.tiny_model import write_tiny_llama
 
 
 @pytest.fixture(scope="session")

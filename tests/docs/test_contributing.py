@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_pages import REPOSITORY, SHELL, Block, blocks, commands, sections
 from entrypoints.tiny_model import write_tiny_llama
 from following import calls, run_followed, walk
-from markdown import REPOSITORY, SHELL, Block, blocks, commands, sections
 
 PAGE = "CONTRIBUTING.md"
 END = "-- end of the commands"
@@ -53,7 +53,7 @@ import sys
 sys.path[:0] = {[str(REPOSITORY / "tests" / "docs"), str(REPOSITORY / "tests")]}
 import pytest
 from checking import check
-from markdown import command
+from doc_pages import command
 for text in {texts}:
     check(command("{PAGE}", text), pytest.MonkeyPatch(), lambda: None)
 print({END!r})

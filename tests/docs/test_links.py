@@ -4,7 +4,7 @@ import argparse
 import re
 
 import pytest
-from markdown import PAGES, REPOSITORY, anchors, blocks, inline_codes, links, text_of
+from doc_pages import PAGES, REPOSITORY, anchors, blocks, inline_codes, links, text_of
 
 from vllm import envs
 from vllm.architectures.registry import known

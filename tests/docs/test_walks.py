@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from doc_pages import text_of
 from entrypoints.serving import started_server
 from entrypoints.tiny_model import write_tiny_llama
 from following import calls, environment, has_function, run_followed, walk
-from markdown import text_of
 
 from vllm.model_executor.quantize import quantize_checkpoint
 

@@ -12,7 +12,8 @@ from vllm import LLM
 from vllm.distributed.all2all import NaiveAll2All
 from vllm.distributed.groups import PeerError
 from vllm.errors import ConfigError, KernelFailedError, VllmError
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.backends import cpu, deep_gemm, emulation
 from vllm.kernels.evidence.quarantine import read_failures
 from vllm.kernels.jit.ready import ready_sizes, running

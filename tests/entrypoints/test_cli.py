@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from slowness import slowness
 
 import vllm
 from vllm.entrypoints.cli.bench_serve import Timing, percentile, summarise
-from vllm.entrypoints.cli.client import Api, ServerError
-from vllm.entrypoints.cli.http_client import HttpClient, HttpError
+from vllm.entrypoints.cli.client import Server
 from vllm.entrypoints.cli.main import SUBCOMMANDS
+from vllm.utils.http_client import HttpClient, HttpError
 
 from .serving import RunningServer, run_cli
 
@@ -188,35 +188,47 @@ def test_bench_serve_fails_where_nothing_answers(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (b"", "closed the connection without an answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-", "closed the connection without an answer"),
+        (b"", "closed the connection without a response"),
+        (b"HTTP/1.1 200 OK\r\nContent-", "closed the connection without a response"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\ndat\r\n",
-         "closed the connection in the middle of its answer"),
+         "the response broke off"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 38\r\n\r\n"
+         b'{"error": {"message": "no such path"}}', "HTTP 404: no such path"),
     ],
 )  # fmt: skip
 def test_an_answer_that_breaks_off_is_told_as_such(sent: bytes, error: str) -> None:
     with answers(sent) as url, pytest.raises(HttpError, match=error):
-        asyncio.run(HttpClient.of(url).get_json("/v1/models"))
+        asyncio.run(models_of(url))
+
+
+async def models_of(url: str) -> Any:
+    async with HttpClient(url) as client:
+        return await client.get_json("/v1/models")
 
 
 @contextmanager
 def answers(sent: bytes) -> Iterator[str]:
-    """The address of a server that answers one request, with `sent`."""
+    """The address of a server that answers every request with `sent`; aiohttp sends some again."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                # All of it: to close with unread bytes resets the connection.
-                request = connection.recv(1 << 16)
-                while not _is_whole(request):
-                    request += connection.recv(1 << 16)
-                connection.sendall(sent)
+            with suppress(OSError):  # the listener was shut down
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        # All of it: to close with unread bytes resets the connection.
+                        request = connection.recv(1 << 16)
+                        while not _is_whole(request):
+                            request += connection.recv(1 << 16)
+                        connection.sendall(sent)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def _is_whole(request: bytes) -> bool:
@@ -230,23 +242,23 @@ _OK = b"HTTP/1.1 200 OK\r\n"
 
 @pytest.mark.parametrize("body", [b'{"data": []}', b"[", b"5"])
 def test_a_server_that_lists_no_model_is_told(body: bytes) -> None:
-    with answers(_OK + b"\r\n" + body) as url, pytest.raises(ServerError, match="lists no model"):
-        Api(url, None).first_model()
-    with answers(_OK + b"\r\n" + body) as url, pytest.raises(HttpError):
-        asyncio.run(HttpClient.of(url).first_model())
+    with answers(_OK + b"\r\n" + body) as url, pytest.raises(HttpError) as error:
+        Server(url, None).first_model()
+    assert f"{url}/v1/models" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        (b"\r\ndata: {}\n\n", "ended early"),
-        (b"\r\n<html>\n", "sends no events of JSON"),
-        (b"Transfer-Encoding: chunked\r\n\r\nff\r\ndata: {}\n\n", "broke off"),
+        (b'\r\ndata: {"choices": []}\n\n', "ended early"),
+        (b"\r\n<html>\n", "sends no events"),
+        (b"\r\ndata: <html>\n", "sends no events of JSON"),
+        (b'Transfer-Encoding: chunked\r\n\r\nff\r\ndata: {"choices": []}\n\n', "broke off"),
     ],
 )
 def test_a_stream_that_is_none_or_breaks_off_is_told(sent: bytes, says: str) -> None:
-    with answers(_OK + sent) as url, pytest.raises(ServerError, match=says):
-        list(Api(url, None).stream("/completions", {}))
+    with answers(_OK + sent) as url, pytest.raises(HttpError, match=says):
+        Server(url, None).show("/completions", {}, lambda choice: choice["text"])
 
 
 def test_percentiles_are_interpolated() -> None:

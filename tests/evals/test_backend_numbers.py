@@ -14,7 +14,8 @@ from evals.arith import nvfp4, texts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.evals.measure import Configuration, Job, measure
 from vllm.evals.paired import Budget, Position, compare
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.report import question
 from vllm.kernels.select.decision import Candidate

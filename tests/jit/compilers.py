@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm.kernels.jit.nvcc_cache import CompiledCall, Memory, make_memory
+from vllm.kernels.jit.nvcc_cache import CompiledCall, NvccCache, make_nvcc_cache
 
 _NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "release 13.0 {version}"; exit 0 ;; esac
@@ -35,12 +35,12 @@ class Compiler:
     def num_runs(self) -> int:
         return len(self._log.read_text().splitlines()) if self._log.exists() else 0
 
-    def memory(self, folder: Path, patch) -> Memory:
+    def nvcc_cache(self, folder: Path, patch) -> NvccCache:
         """What a process makes of it that keeps kernels in `folder`."""
         patch.setenv("DG_JIT_NVCC_COMPILER", str(self.path))
-        memory = make_memory(folder)
-        assert memory is not None
-        return memory
+        nvcc_cache = make_nvcc_cache(folder)
+        assert nvcc_cache is not None
+        return nvcc_cache
 
 
 class Library:

@@ -33,7 +33,7 @@ BEST = {"deep_gemm": (1, 8192), "cutlass": (1, 0)}
 
 @pytest.fixture
 def libraries(tmp_path):
-    """Makes libraries that start without a kernel in memory."""
+    """Makes libraries that start without a kernel in nvcc_cache."""
 
     def make(name: str, **options) -> Library:
         folder = tmp_path / f"library{len(os.listdir(tmp_path))}"
@@ -45,7 +45,7 @@ def libraries(tmp_path):
 
 def warm_up(tmp_path, patch, seconds: float = 0.0) -> tuple[Compiler, WarmUp]:
     compiler = Compiler(tmp_path / "cuda", seconds=seconds)
-    return compiler, WarmUp(compiler.memory(tmp_path / "store", patch), "1.0 on chip")
+    return compiler, WarmUp(compiler.nvcc_cache(tmp_path / "store", patch), "1.0 on chip")
 
 
 def make_ready(warm: WarmUp, needed: list[Needed], seconds: float) -> None:
@@ -94,7 +94,7 @@ def test_compilers_take_half_of_the_cores_and_fit_into_memory():
 def test_a_start_with_everything_compiled_compiles_nothing(tmp_path, monkeypatch, libraries):
     compiler, warm = warm_up(tmp_path, monkeypatch)
     make_ready(warm, [Needed(libraries("warm").call(SIZES), True)], 60)
-    again, library = WarmUp(warm.memory, warm.library), libraries("warm")
+    again, library = WarmUp(warm.nvcc_cache, warm.library), libraries("warm")
     make_ready(again, [Needed(library.call(SIZES), True)], 60)
     assert compiler.num_runs == 3 and not again.compiled
     assert library.num_calls == 3  # one to load each kernel, none to learn which
@@ -146,7 +146,7 @@ def test_a_kernel_that_does_not_compile_is_never_ready(tmp_path, monkeypatch, li
     assert [ready_sizes("partly")(size) for size in (16, 32, 64)] == [True, False, True]
     alone = libraries("alone", broken=(32,))
     with pytest.raises(RuntimeError, match="NVCC compilation failed"):
-        make_ready(WarmUp(warm.memory, "1.0"), [Needed(alone.call(SIZES), must_wait=True)], 60)
+        make_ready(WarmUp(warm.nvcc_cache, "1.0"), [Needed(alone.call(SIZES), must_wait=True)], 60)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"source": "another", "arguments": []}'])
@@ -155,15 +155,15 @@ def test_a_start_does_not_wait_for_what_cannot_be_compiled(
 ):
     _, warm = warm_up(tmp_path, monkeypatch)
     library = libraries("damaged")
-    planned = warm.memory.plan(library.call(SIZES), warm.library)
-    for path in (warm.memory.folder / "recipes").iterdir():
+    planned = warm.nvcc_cache.plan(library.call(SIZES), warm.library)
+    for path in (warm.nvcc_cache.folder / "recipes").iterdir():
         path.write_text(content)
     needed = [Needed(library.call(SIZES), must_wait=True)]
     start = threading.Thread(target=make_ready, args=(warm, needed, 60), daemon=True)
     start.start()
     start.join(20)
     assert not start.is_alive() and library.loaded.keys() == {16, 32, 64}
-    assert all(map(warm.memory.has, planned.values()))  # as the library had them compiled
+    assert all(map(warm.nvcc_cache.has, planned.values()))  # as the library had them compiled
 
 
 def test_a_kernel_that_does_not_load_is_never_ready(tmp_path, monkeypatch, libraries, caplog):
@@ -173,7 +173,7 @@ def test_a_kernel_that_does_not_load_is_never_ready(tmp_path, monkeypatch, libra
     assert [ready_sizes("unloadable")(size) for size in (16, 32, 64)] == [True, False, True]
     assert "the driver is too old for it" in caplog.text
     with pytest.raises(RuntimeError, match="too old"):
-        make_ready(WarmUp(warm.memory, "1.0"), [Needed(call, must_wait=True)], 60)
+        make_ready(WarmUp(warm.nvcc_cache, "1.0"), [Needed(call, must_wait=True)], 60)
 
 
 # ---------------------------------------------------------------- what is needed

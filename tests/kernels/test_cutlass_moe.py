@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
-from vllm.kernels.interface import MoEKernel, MoETensors, scale_shape
+from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
 from vllm.ops.moe_router import route
@@ -22,7 +23,7 @@ def experts(count: int, hidden: int, inner: int) -> MoETensors:
 
     def stacked(shard_rows: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
         values = torch.randn(count, sum(shard_rows), columns) * 30
-        scales = torch.rand(count, *scale_shape(FORMAT, shard_rows, columns)) + 0.5
+        scales = torch.rand(count, *FORMAT.scale_shape(shard_rows, columns)) + 0.5
         return values.to(torch.float8_e4m3fn), scales / 30 / columns**0.5
 
     gate_up, gate_up_scales = stacked((inner, inner), hidden)

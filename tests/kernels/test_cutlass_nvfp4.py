@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.report.question import parse_lib

@@ -10,7 +10,8 @@ from nvfp4_experts import expected, experts, kernel_of, relative_error
 from torch import Tensor
 
 from vllm import _custom_ops as ops
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.select.policy import Policy

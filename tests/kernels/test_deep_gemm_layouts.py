@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import STAND_INS, Gpu, machine
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.backends import deep_gemm as backend
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.select.policy import Policy

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import e4m3
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.select.decision import Candidate

@@ -8,7 +8,7 @@ from vllm.architectures.router import Router
 from vllm.errors import CheckpointError
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
-from vllm.kernels.interface import LinearTensors, MoETensors, scale_shape
+from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import MoEProblem
 from vllm.ops import torch_ops
@@ -33,7 +33,7 @@ def stacked(weight: WeightFormat, shard_rows: tuple[int, ...], columns: int, cou
     values = torch.randn(count, sum(shard_rows), columns) / columns**0.5
     if not weight.is_quantized:
         return values.to(dtype_of(weight.element)), None
-    scales = torch.rand(count, *scale_shape(weight, shard_rows, columns)) + 0.5
+    scales = torch.rand(count, *weight.scale_shape(shard_rows, columns)) + 0.5
     return values.to(torch.float8_e4m3fn), scales
 
 

@@ -6,12 +6,13 @@ import torch
 
 from vllm.architectures.sharding import Dim, linear
 from vllm.config.policy import KernelPreferences, make_policy
+from vllm.formats.readers.awq import AwqConfig
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Libs
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.quantization.awq import AwqConfig
+from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 from vllm.ops import torch_ops
 
 ROWS, COLUMNS, GROUP = 128, 256, 64
@@ -24,7 +25,8 @@ def loaded(scales, budget, libs="humming=0.1.19"):
     selection = Selection(
         device, Libs.of(map(parse_lib, libs.split(","))), policy, is_emulated=True
     )
-    context = ModelContext(None, torch.bfloat16, torch.bfloat16, AwqConfig(GROUP), selection,
+    methods = QuantizationMethods(AwqConfig(GROUP))
+    context = ModelContext(None, torch.bfloat16, torch.bfloat16, methods, selection,
                            torch_ops, "bf16", 64, False)  # fmt: skip
     spec = linear("proj", Dim("rows", ROWS), Dim("columns", COLUMNS), "replicated")
     layer = ReplicatedLinear(context, "", spec)

@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import InputQuant
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem

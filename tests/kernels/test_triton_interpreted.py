@@ -5,31 +5,21 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from slow import quick
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "gpu"
 FILES = sorted(f.name for f in FOLDER.glob("test_*.py") if "triton_device" in f.read_text())
+SLOW = {"test_delta_rule.py", "test_moe_router.py"}
 
 
-def run(file: str) -> "subprocess.CompletedProcess[str]":
+@pytest.mark.parametrize("file", quick(FILES, {*FILES} - SLOW))
+def test_kernels_compute_in_the_interpreter_what_they_should(file: str):
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", FOLDER / file]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, env=env, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def runs() -> "dict[str, subprocess.CompletedProcess[str]]":
-    """One a core at a time: the interpreter has a single thread."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(FILES, pool.map(run, FILES)))
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_compute_in_the_interpreter_what_they_should(runs, file: str):
-    done = runs[file]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 5

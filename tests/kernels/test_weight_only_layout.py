@@ -9,7 +9,8 @@ import pytest
 import torch
 from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.select.decision import Candidate

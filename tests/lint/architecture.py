@@ -57,6 +57,7 @@ TAKES_TORCH = (
     "vllm/utils/deep_gemm.py",
     "vllm/utils/flashinfer.py",
     "vllm/utils/fp8.py",
+    "vllm/utils/http_client.py",
     "vllm/utils/torch_utils.py",
 )
 MAY_USE_CUDA = (

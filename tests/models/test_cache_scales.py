@@ -11,8 +11,8 @@ from test_fp8 import PROMPT, logprobs
 
 from vllm import LLM
 from vllm.errors import CheckpointError
+from vllm.formats.readers.registry import resolve_quantization
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.ops.paged_attention import AttentionBatch
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -13,8 +13,8 @@ from test_fp8 import logprobs, reference_logprobs
 from vllm import LLM, SamplingParams
 from vllm.architectures.registry import builtin_config
 from vllm.entrypoints.cli.main import main
-from vllm.entrypoints.cli.quantize import FORMATS as FORMATS_OF_CLI
 from vllm.errors import CheckpointError, ConfigError
+from vllm.formats.registry import quantizable
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.model_executor.quantize_formats import FORMATS
 
@@ -180,7 +180,7 @@ def test_the_built_in_nvfp4_model_runs_with_random_weights_from_its_config_alone
 
 
 def test_the_cli_offers_the_formats_that_there_are():
-    assert tuple(FORMATS) == FORMATS_OF_CLI
+    assert tuple(FORMATS) == tuple(quantizable())
 
 
 def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

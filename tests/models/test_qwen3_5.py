@@ -16,6 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError, ConfigError
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.ops import torch_ops
+from vllm.platforms import native as native_library
 from vllm.worker.kv_cache import state_layers
 
 # Multiples of the FP8 block where transformers infers the block from the number of scales.
@@ -117,7 +118,7 @@ def test_plain_torch_serves_the_same_model(checkpoint, monkeypatch, tmp_path):
     folder = checkpoint("qwen3_5_moe")
     native = prompt_logprobs(load(folder), prompts()[1:])
     tokens = greedy(load(folder), prompts())
-    monkeypatch.setattr(native, "LIBRARY_DIR", tmp_path)
+    monkeypatch.setattr(native_library, "LIBRARY_DIR", tmp_path)
     llm = load(folder, max_num_batched_tokens=70)
     layers = state_layers(llm.llm_engine.core.runner.model)
     assert all(layer.ops is torch_ops for layer in layers)

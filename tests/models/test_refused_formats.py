@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm import LLM
 from vllm.errors import CheckpointError
-from vllm.model_executor.layers.quantization import resolve_quantization
+from vllm.formats.readers.registry import resolve_quantization
 
 PROJECTION = "model.layers.1.mlp.up_proj."
 

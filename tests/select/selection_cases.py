@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm import envs
 from vllm.config.policy import KernelPreferences, make_policy
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.select.decision import Decision

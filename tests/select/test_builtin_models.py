@@ -5,9 +5,9 @@ import re
 import pytest
 
 from vllm.architectures.registry import builtin_config, builtin_names, text_config
+from vllm.formats.readers.registry import resolve_quantization
 from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
-from vllm.model_executor.layers.quantization import resolve_quantization
 
 
 def problems_of(config: dict, **ranks):

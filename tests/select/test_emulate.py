@@ -9,8 +9,9 @@ from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
 from vllm.config.policy import make_policy
 from vllm.errors import ConfigError
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.report.json_report import parse_report

@@ -16,7 +16,7 @@ from selection_cases import (
     parse_device,
 )
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.select.policy import Origin, Override, Policy
 from vllm.kernels.select.problem import FAMILIES

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.architectures.registry import builtin_config, model_type, model_types
 from vllm.config import ModelConfig, VllmConfig
 from vllm.errors import CheckpointError, ConfigError, VllmError
+from vllm.formats.readers.registry import resolve_quantization
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
-from vllm.model_executor.layers.quantization import resolve_quantization
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.decoder import CausalLM

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, whys
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.reason import Reason, Why

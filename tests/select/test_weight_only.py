@@ -5,7 +5,7 @@ import logging
 import pytest
 from selection_cases import LIBS, SCHEMES, ask, linear, moe, parse_device, policy_of
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.select.reason import Why
 from vllm.kernels.selection import Selection

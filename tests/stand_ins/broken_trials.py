@@ -8,13 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+from vllm.platforms.child import requests
+
 
 def serve(channel, device_kind):
-    channel.begin()
-    while (job := channel.next_job()) is not None:
-        channel.report(job.tokens[0], 1e-3)
+    channel.send(("begun", 0, 0.0))
+    for job in requests(channel):
+        channel.send(("at", job.tokens[0], 1e-3))
         _BEHAVIOURS[job.candidate.backend](channel)
-        channel.finish()
+        channel.send(("done", 0, 0.0))
 
 
 def serve_nothing(channel, device_kind):
@@ -27,7 +29,7 @@ def _starve_once(channel):
     before = Path(os.environ["VLLM_CACHE_ROOT"], "starved")
     if not before.exists():
         before.touch()
-        channel.fail("machine", "OutOfMemoryError: CUDA out of memory")
+        channel.send(_OUT_OF_MEMORY)
         sys.exit()
 
 
@@ -36,13 +38,14 @@ def _hang(channel):
     time.sleep(1000)
 
 
+_OUT_OF_MEMORY = ("failed", "machine", "OutOfMemoryError: CUDA out of memory")
 _BEHAVIOURS = {
     "works": lambda channel: None,
     "faults": lambda channel: ctypes.string_at(0),
     "exits": lambda channel: sys.exit(3),
     "hangs": _hang,
     "is killed": lambda channel: os.kill(os.getpid(), signal.SIGKILL),
-    "is full": lambda channel: channel.fail("machine", "OutOfMemoryError: CUDA out of memory"),
+    "is full": lambda channel: channel.send(_OUT_OF_MEMORY),
     "is full beside others": _starve_once,
-    "is wrong": lambda channel: channel.fail("numerics", "relative error 1.00e-01"),
+    "is wrong": lambda channel: channel.send(("failed", "numerics", "relative error 1.00e-01")),
 }

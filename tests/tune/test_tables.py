@@ -12,7 +12,7 @@ from selection_cases import LIBS, ask, linear, moe
 
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import (
     SHIPPED,
@@ -292,9 +292,9 @@ def test_what_a_norm_quantises_counts_for_layers_after_one():
 
 
 def test_layers_after_attention_are_known_by_their_names():
+    from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.question import read_model
-    from vllm.model_executor.layers.quantization import resolve_quantization
 
     for model in ("Qwen3-8B-FP8", "Qwen3.5-35B-A3B-FP8"):
         config = read_model(model)
@@ -319,9 +319,9 @@ def test_files_are_named_after_the_chip_and_its_sms():
 
 
 def models_on_h100(*ranks: int):
+    from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.question import read_model
-    from vllm.model_executor.layers.quantization import resolve_quantization
 
     for model in _MODELS:
         config = read_model(model)

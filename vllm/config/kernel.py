@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm.config.emulate import Emulated
 from vllm.config.policy import KernelPreferences
 from vllm.errors import ConfigError, did_you_mean
+from vllm.formats.readers.base import QuantizationConfig
 from vllm.kernels import registry
 from vllm.kernels.registry import FLAGS
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 ON_UNMET = ("error", "fallback")
 
@@ -61,7 +58,7 @@ class KernelConfig:
         }
         return tuple((family, name) for family, name in given.items() if name is not None)
 
-    def preferences(self, quant_config: "QuantizationConfig | None") -> KernelPreferences:
+    def preferences(self, quant_config: QuantizationConfig | None) -> KernelPreferences:
         """What was asked for, as `make_policy` takes it."""
         return KernelPreferences(
             kernels=self.kernel,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.formats import registry as formats
 from vllm.kernels import registry
 from vllm.kernels.registry import FLAGS
 from vllm.kernels.select.policy import (
@@ -26,8 +27,6 @@ from vllm.kernels.select.reason import Why
 from vllm.machine import Device
 from vllm.utils.deep_gemm import should_auto_disable_deep_gemm
 
-_FP8 = frozenset({"fp8-tensor", "fp8-channel", "fp8-block"})
-_FP8_BLOCK = frozenset({"fp8-block"})
 # Reasons that a single layer gives by itself; the others hold for the whole machine.
 _OF_THE_LAYER = frozenset({Why.SHAPE, Why.FORMAT, Why.DTYPE})
 
@@ -119,21 +118,22 @@ def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
     if (name := env.get("VLLM_LINEAR_BACKEND")) is not None:
         backend = registry.check_backend_name("linear", name, "VLLM_LINEAR_BACKEND")
         overrides.append(Override("linear", backend, _variable("VLLM_LINEAR_BACKEND", name)))
-    if (name := env.get("VLLM_NVFP4_GEMM_BACKEND")) is not None:
-        backend = registry.check_backend_name("linear", name, "VLLM_NVFP4_GEMM_BACKEND")
-        origin = _variable("VLLM_NVFP4_GEMM_BACKEND", name)
-        overrides.append(Override("linear", backend, origin, formats=frozenset({"nvfp4"})))
+    for kind, known in formats.formats().items():
+        variable = known.gemm_variable
+        if (name := env.get(variable)) is not None:
+            backend = registry.check_backend_name("linear", name, variable)
+            origin = _variable(variable, name)
+            overrides.append(Override("linear", backend, origin, formats=frozenset({kind})))
     if env.get("VLLM_TEST_FORCE_FP8_MARLIN"):
         origin = _variable("VLLM_TEST_FORCE_FP8_MARLIN", "1")
         overrides += [
-            Override(family, "marlin", origin, formats=_FP8) for family in ("linear", "moe")
+            Override(family, "marlin", origin, formats=formats.kinds("fp8"))
+            for family in ("linear", "moe")
         ]
     for family, (variable, value) in _deep_gemm_variables(env).items():
         if value:
             origin = _variable(variable, "1")
-            overrides.append(
-                Override(family, "deep_gemm", origin, formats=_FP8_BLOCK, yields_to=_OF_THE_LAYER)
-            )
+            overrides.append(Override(family, "deep_gemm", origin, yields_to=_OF_THE_LAYER))
     return overrides
 
 
@@ -158,7 +158,7 @@ def _config_overrides(preferences: KernelPreferences, stronger: list[Exclusion])
     origin = Origin(RANK_CONFIG, "use_deep_gemm = True in the quantisation config")
     excluded = {exclusion.family for exclusion in stronger}
     return [
-        Override(family, "deep_gemm", origin, formats=_FP8_BLOCK, yields_to=frozenset(Why))
+        Override(family, "deep_gemm", origin, yields_to=frozenset(Why))
         for family in ("linear", "moe")
         if family not in excluded
     ]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.config.cache import CacheConfig
@@ -14,11 +13,10 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.policy import model_rule
 from vllm.config.scheduler import SchedulerConfig
+from vllm.formats.readers.base import QuantizationConfig
+from vllm.formats.readers.registry import find_quantization
 from vllm.logger import get_logger
 from vllm.utils.deep_gemm import current_device, is_deep_gemm_supported
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 logger = get_logger(__name__)
 
@@ -36,13 +34,14 @@ class VllmConfig:
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
-    quant_config: "QuantizationConfig | None" = None
+    quant_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.quant_config is None and self.model_config.hf_config is not None:
-            from vllm.model_executor.layers.quantization import quantization_config_of
-
-            object.__setattr__(self, "quant_config", quantization_config_of(self.model_config))
+            model = self.model_config
+            configs = (model.hf_config, model.hf_text_config)
+            found = find_quantization(configs, model.path, model.quantization, model.model)
+            object.__setattr__(self, "quant_config", found)
         object.__setattr__(self, "quant_config", self._with_model_rule())
         if self.model_config.decoder is not None:
             check_parallel(self.parallel_config, self.model_config.decoder)
@@ -56,7 +55,7 @@ class VllmConfig:
         first = self.scheduler_config.max_num_seqs + 1
         return range(first, first + count)
 
-    def _with_model_rule(self) -> "QuantizationConfig | None":
+    def _with_model_rule(self) -> QuantizationConfig | None:
         """An undecided `use_deep_gemm` becomes False for a model that loses accuracy by it.
 
         A variable that is set explicitly outranks the rule. The message is for those who would

@@ -1,5 +1,4 @@
-"""What a JSON schema asks for that xgrammar would leave out without a word: refused, so that an
-answer that was promised to match does match.
+"""Refuses JSON schemas with keywords that xgrammar silently ignores: outputs would not match.
 
 Found by trying each keyword with xgrammar 0.2.8 (tests/engine/test_json_schemas.py does so again).
 Keywords that say nothing about values (title, default, unknown formats) are no matter. `oneOf`

@@ -1,4 +1,4 @@
-"""Grammars that outputs must match, through xgrammar: compiled beside the engine's steps."""
+"""Structured outputs with xgrammar: grammars are compiled in threads beside the engine's steps."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import GrammarError
 from vllm.sampling_params import StructuredOutputsParams
 
-# Of this thread, for the tokens allowed at one place. Other requests wait meanwhile; what most
-# grammars take is a thousandth of it, and ambiguous ones take longer with every token.
+# CPU time of the engine's thread for one token, during which other requests wait. Most grammars
+# take a thousandth of it; ambiguous ones take longer with every token.
 MAX_STEP_SECONDS = 0.5
 _NUM_COMPILERS = 2
 _MAX_PASSED = 4096
@@ -87,8 +87,8 @@ class StructuredOutputs:
         return request_id in self._matchers
 
     def bitmask(self, request_id: str) -> Tensor:
-        """Tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError when there is none, and for a
-        grammar that keeps others waiting."""
+        """Bit mask of the tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError where none is
+        allowed, and for a grammar that takes too long."""
         import xgrammar
 
         mask = xgrammar.allocate_token_bitmask(1, self._model_config.vocab_size)
@@ -105,7 +105,7 @@ class StructuredOutputs:
         return allowed
 
     def accept(self, request_id: str, token: int) -> bool:
-        """Moves on by a sampled token; True when the grammar is complete with it."""
+        """Advances by a sampled token; True when the grammar is complete with it."""
         matcher = self._matchers[request_id]
         with self._timed(request_id):
             is_accepted = matcher.accept_token(token)
@@ -124,7 +124,7 @@ class StructuredOutputs:
         return xgrammar.GrammarMatcher(compiled)
 
     def close(self) -> None:
-        """Ends what is being compiled; nothing can be submitted any more."""
+        """Kills the child processes; nothing can be submitted any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for checker in self._checkers:
             checker.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import CheckpointError, ConfigError
+from vllm.formats.registry import quantizable
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -46,7 +47,7 @@ def _make(target: Path) -> None:
     gguf = find_gguf()
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as folder:
         dequantise(gguf, Path(folder))
-        quantize_checkpoint(Path(folder), target, "fp8-block")
+        quantize_checkpoint(Path(folder), target, next(iter(quantizable())))
 
 
 def find_gguf() -> Path:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError
 from vllm.evals import gsm8k_data
 from vllm.evals.gsm8k_data import Item
 from vllm.evals.numbers import last_number
 from vllm.evals.statistics import wilson_interval
+from vllm.utils.http_client import HttpClient, HttpError
 
 STOP = ("Question:", "</s>", "<|im_end|>")
 _REQUEST_TIMEOUT_S = 1800
@@ -119,7 +120,7 @@ def evaluate(
 
     accuracy, interval (95 %) and invalid_rate are shares of the questions that were answered.
     The first request that fails ends the run: what was answered until then is in the result, and
-    `error` says what happened (None: every question was answered). VllmError if not even the
+    `error` says what happened (None: every question was answered). HttpError if not even the
     list of models comes back.
     """
     return asyncio.run(_evaluate(server, questions, shots, max_tokens, concurrency))
@@ -128,13 +129,19 @@ def evaluate(
 async def _evaluate(
     server: Server, questions: Sequence[Item], shots: Sequence[Item], max_tokens: int, limit: int
 ) -> dict[str, Any]:
-    from vllm.entrypoints.cli.http_client import HttpClient, HttpError
-
-    client = HttpClient.of(server.base_url, server.api_key)
-    try:
+    async with HttpClient(server.base_url, server.api_key) as client:
         model = server.model or await client.first_model()
-    except HttpError as error:
-        raise VllmError(f"{server.base_url} lists no model: {error}") from error
+        return await _ask(client, model, questions, shots, max_tokens, limit)
+
+
+async def _ask(
+    client: HttpClient,
+    model: str,
+    questions: Sequence[Item],
+    shots: Sequence[Item],
+    max_tokens: int,
+    limit: int,
+) -> dict[str, Any]:
     answers: list[Answer] = []
     places = asyncio.Semaphore(limit)
 

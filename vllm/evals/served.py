@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.entrypoints.cli.http_client import HttpClient
 from vllm.evals.gsm8k import Server
 from vllm.evals.paired import Position
+from vllm.utils.http_client import HttpClient
 
 _CONCURRENCY = 16
 
@@ -22,10 +22,9 @@ def positions(
 async def _positions(
     server: Server, texts: Sequence[Sequence[int]], num_logprobs: int
 ) -> list[Position]:
-    client = HttpClient.of(server.base_url, server.api_key)
     places = asyncio.Semaphore(_CONCURRENCY)
 
-    async def score(ids: Sequence[int]) -> list[Position]:
+    async def score(client: HttpClient, ids: Sequence[int]) -> list[Position]:
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0,
                 "prompt_logprobs": num_logprobs}  # fmt: skip
         if server.model:
@@ -34,7 +33,8 @@ async def _positions(
             reply = await client.post_json("/v1/completions", body)
         return _of_text(ids, reply["choices"][0]["prompt_logprobs"])
 
-    found = await asyncio.gather(*(score(ids) for ids in texts))
+    async with HttpClient(server.base_url, server.api_key) as client:
+        found = await asyncio.gather(*(score(client, ids) for ids in texts))
     return [position for text in found for position in text]
 
 

@@ -1,19 +1,21 @@
-"""How weights are stored and how activations are quantised, as printable values."""
+"""How a weight is stored, as a printable value."""
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
-from vllm.errors import ConfigError
+from vllm.formats import registry
+from vllm.formats.description import OF_TEXT, WHOLE, FormatDescription
+from vllm.utils.math_utils import cdiv
+
+_TEXT = re.compile(r"([a-z][\w-]*)(?:\[([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?\])?")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight is stored: element type, and the granularity of its scales.
+    """How a weight [N, K] is stored: a format of the registry, with its sizes.
 
-    `str()` is the short name used everywhere: `bf16`, `fp8-tensor`, `fp8-channel`,
-    `fp8-block[128x128]` (rows x columns of a [N, K] weight that share one scale), `nvfp4` (E2M1
-    with an E4M3 scale per 16 and a global one), `int4-group[128]` (a scale per row and group).
+    block: rows and columns that share a scale, where the text says so. `str()` is the short name
+    used everywhere, such as `bf16`, `fp8-block[128x128]`, `nvfp4` or `int4-group[128]`.
     """
 
     element: str
@@ -26,41 +28,66 @@ class WeightFormat:
         return self.element if self.scale == "none" else f"{self.element}-{self.scale}"
 
     @property
+    def description(self) -> FormatDescription:
+        return registry.description(self.kind)
+
+    @property
     def is_quantized(self) -> bool:
-        return self.element not in ("fp32", "bf16", "fp16")
+        return self.description.is_quantized
+
+    @classmethod
+    def of(cls, kind: str, block: tuple[int, int] = (0, 0)) -> "WeightFormat":
+        """ConfigError for a kind that is unknown."""
+        known = registry.description(kind)
+        return cls(known.element, known.scale, block)
 
     @classmethod
     def parse(cls, text: str) -> "WeightFormat":
-        if match := re.fullmatch(r"fp8-block\[([1-9]\d{0,5})x([1-9]\d{0,5})\]", text):
-            return cls("fp8", "block", (int(match[1]), int(match[2])))
-        if match := re.fullmatch(r"int4-group\[([1-9]\d{0,5})\]", text):
-            return cls("int4", "group", (1, int(match[1])))
-        if text in ("fp8-tensor", "fp8-channel"):
-            return cls("fp8", text.removeprefix("fp8-"))
-        if text in _PLAIN:
-            return cls(text)
-        if text == "fp8-block":
-            return cls("fp8", "block", (128, 128))
-        raise ConfigError(
-            f"unknown weight format {text!r}: it takes {', '.join(_PLAIN)}, fp8-tensor, "
-            f"fp8-channel, fp8-block[128x128] (fp8-block for short), int4-group[128]"
-        )
+        match = _TEXT.fullmatch(text)
+        known = registry.description(match[1] if match else text)
+        sizes = tuple(int(size) for size in (match.groups()[1:] if match else ()) if size)
+        if not sizes and known.default_size is not None:
+            return cls.of(known.kind, known.default_size)
+        if len(sizes) != known.num_sizes:
+            raise registry.unknown(text)
+        rows, columns = (1, *sizes)[-2:] if sizes else (0, 0)
+        return cls.of(known.kind, (rows, columns))
 
     def __str__(self) -> str:
-        if self.scale == "block":
-            return f"{self.kind}[{self.block[0]}x{self.block[1]}]"
-        return f"{self.kind}[{self.block[1]}]" if self.scale == "group" else self.kind
+        num_sizes = self.description.num_sizes
+        sizes = self.block[2 - num_sizes :]
+        return f"{self.kind}[{'x'.join(map(str, sizes))}]" if sizes else self.kind
 
+    # ------------------------------------------------------------ shapes
 
-_PLAIN = ("fp32", "bf16", "fp16", "nvfp4")
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds several codes."""
+        return self.description.codes_per_byte > 1
 
+    def rows_per_scale(self, shard_rows: int) -> int:
+        """Rows of a shard that share one scale."""
+        return self._per_scale(0, shard_rows)
 
-class ActScheme(StrEnum):
-    """How a kernel quantises its activations; NONE multiplies them as they are (weight-only)."""
+    def columns_per_scale(self, num_columns: int) -> int:
+        """Columns of a weight with `num_columns` that share one scale."""
+        return self._per_scale(1, num_columns)
 
-    NONE = "none"
-    STATIC_TENSOR = "static-tensor"
-    DYNAMIC_TENSOR = "dynamic-tensor"
-    DYNAMIC_TOKEN = "dynamic-token"
-    DYNAMIC_GROUP128 = "dynamic-group128"
-    NVFP4_GROUP16 = "nvfp4-group16"
+    def _per_scale(self, axis: int, whole: int) -> int:
+        size = self.description.per_scale[axis]
+        return {WHOLE: whole, OF_TEXT: self.block[axis]}.get(size, size)
+
+    def scale_shape(self, shard_rows: tuple[int, ...], num_columns: int) -> tuple[int, int]:
+        """Of the scales of these shards."""
+        rows = sum(cdiv(n, self.rows_per_scale(n)) for n in shard_rows)
+        return rows, cdiv(num_columns, self.columns_per_scale(num_columns))
+
+    def shapes(self, shard_rows: tuple[int, ...], num_columns: int) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of a layer of these shards, by its field in LinearTensors."""
+        sizes: dict[str, tuple[int, ...]] = {
+            "code": (sum(shard_rows), num_columns // self.description.codes_per_byte),
+            "scale": self.scale_shape(shard_rows, num_columns),
+            "shard": (len(shard_rows),),
+            "layer": (),
+        }
+        return {tensor.name: sizes[tensor.one_per] for tensor in self.description.tensors}

@@ -11,7 +11,6 @@ from torch import Tensor
 from vllm.formats.weight_format import WeightFormat
 from vllm.utils.math_utils import cdiv
 
-NVFP4_GROUP = 16
 LinearKernel: TypeAlias = Callable[[Any], Tensor]
 """x [M, K] -> y [M, N] of the same dtype; owns its weight in the layout it likes. x is a Tensor, or
 what the kernel's own `input_quant` made of one (vllm.kernels.activations)."""
@@ -33,10 +32,9 @@ class LinearTensors:
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
 
-    Packed formats (nvfp4, int4-group) hold two codes a byte: weight uint8 [N, K / 2], the even
-    column in the low nibble. nvfp4: scales float8_e4m3fn [N, K / 16], global_scales float32
-    [shards], w = E2M1(code) * scale * global scale. int4-group: scales float32 [N, K / group],
-    zero_points uint8 [N, K / group] or None for 8 everywhere, w = (code - zero point) * scale.
+    Packed formats hold two codes a byte: weight uint8 [N, K / 2], the even column in the low
+    nibble. Which tensors a format has, with shapes and dtypes: its file in `vllm/formats/`.
+    w = code * scale * global scale, or (code - zero point) * scale; zero_points None: 8 everywhere.
 
     A rank's part of a larger weight may begin inside a scale block: by row_offsets rows in each
     shard (() for none anywhere) and by column_offset columns. Its scales are those of all blocks
@@ -61,18 +59,18 @@ class LinearTensors:
 
     @property
     def is_packed(self) -> bool:
-        return self.format.element in ("nvfp4", "int4")
+        return self.format.is_packed
 
     @property
     def block_k(self) -> int:
         """Columns of the weight that share one of `row_scales`."""
-        block = columns_per_scale(self.format, self.weight.shape[1])
+        block = self.format.columns_per_scale(self.weight.shape[1])
         return gcd(block, self.column_offset) if self.column_offset else block
 
     def row_scales(self) -> Tensor | None:
         """Scales repeated to one row per row of weight: float32 [N, K blocks].
 
-        Exact, but for nvfp4: its two scales are multiplied, and rounded once.
+        Exact, but with global scales: the two are multiplied, and rounded once.
         """
         if self.scales is None:
             return None
@@ -85,7 +83,7 @@ class LinearTensors:
         rows = []
         start = 0
         for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):
-            per_scale = rows_per_scale(self.format, num_rows)
+            per_scale = self.format.rows_per_scale(num_rows)
             stop = start + cdiv(offset + num_rows, per_scale)
             repeated = self.scales[start:stop].repeat_interleave(per_scale, 0)
             rows.append(repeated[offset : offset + num_rows])
@@ -112,8 +110,8 @@ class MoETensors:
     gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows;
     down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
     [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
-    for weights without. Their input scales, of a static activation scheme, and the global scales of
-    nvfp4: float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
+    for weights without. Their input scales, of a static activation scheme, and global scales:
+    float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
 
     A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
     down by column_offset columns.
@@ -175,23 +173,3 @@ class MoETensors:
         down.global_scales = own(self.down_global_scales)
         down.zero_points = own(self.down_zero_points)
         return gate_up, down
-
-
-def rows_per_scale(weight_format: WeightFormat, shard_rows: int) -> int:
-    """Rows of a shard that share one scale."""
-    return {"tensor": shard_rows, "block": weight_format.block[0]}.get(weight_format.scale, 1)
-
-
-def columns_per_scale(weight_format: WeightFormat, num_columns: int) -> int:
-    """Columns of a weight with `num_columns` (where no scale is finer) that share one scale."""
-    if weight_format.element == "nvfp4":
-        return NVFP4_GROUP
-    return weight_format.block[1] if weight_format.scale in ("block", "group") else num_columns
-
-
-def scale_shape(
-    weight_format: WeightFormat, shard_rows: tuple[int, ...], num_columns: int
-) -> tuple[int, int]:
-    """Shape of `LinearTensors.scales` for these shards."""
-    rows = sum(cdiv(n, rows_per_scale(weight_format, n)) for n in shard_rows)
-    return rows, cdiv(num_columns, columns_per_scale(weight_format, num_columns))

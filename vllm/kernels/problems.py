@@ -12,7 +12,8 @@ from vllm.architectures.decoder import CachedAttention, Decoder, ExpertsSpec, It
 from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,

@@ -16,16 +16,17 @@ from vllm.ops.paged_attention import AttentionBatch
 @dataclass(frozen=True)
 class ModelContext:
     """decoder: what the model is made of. dtype: of activations. weight_dtype: in which weights
-    that are not quantised are kept. quant_config: a QuantizationConfig, None where nothing is
-    quantised. ops: the small kernels (norms, rotary, activations) of the device. kv_cache_format:
-    short name of the cache's type. max_model_len: positions to serve. ties_embeddings: the output
-    projection uses the embedding's weight. parallel: the ranks that share the model with this one.
+    that are not quantised are kept. quant_methods: a QuantizationMethods, which layers ask how
+    their weights are stored. ops: the small kernels (norms, rotary, activations) of the device.
+    kv_cache_format: short name of the cache's type. max_model_len: positions to serve.
+    ties_embeddings: the output projection uses the embedding's weight. parallel: the ranks that
+    share the model with this one.
     """
 
     decoder: Decoder
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    quant_config: Any
+    quant_methods: Any
     selection: Selection
     ops: ModuleType
     kv_cache_format: str

@@ -22,7 +22,6 @@ from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
@@ -82,9 +81,11 @@ def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
         model = CausalLM(model_context(config, selection, checkpoint))
     ours = set()
     for layer in model.modules():
-        if isinstance(layer, Linear) and isinstance(layer.method, Fp8LinearMethod):
+        if not isinstance(layer, Linear | FusedMoE) or not layer.method.format.is_quantized:
+            continue
+        if isinstance(layer, Linear):
             ours |= {f"{shard}.weight" for shard in layer.shard_names}
-        elif isinstance(layer, FusedMoE) and isinstance(layer.method, Fp8MoEMethod):
+        else:
             ours |= {
                 f"{name}.weight" for e in range(layer.num_experts) for name in layer.expert_names(e)
             }

@@ -1,19 +1,22 @@
-"""What `vllm quantize` can write: the config of each format, and what a linear weight becomes.
+"""What `vllm quantize` writes: the config of each format, and what a linear weight becomes.
 
-`fp8-block` is what transformers calls `fp8`; the others are compressed-tensors checkpoints. None
+Blocks of FP8 are what transformers calls `fp8`; the others are compressed-tensors checkpoints. None
 needs calibration: activations are scaled when they are there (FP8) or not quantised (4 bits).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.model_executor.layers.quantization.awq import GROUP_SIZES
-from vllm.model_executor.layers.quantization.fp8_config import DEFAULT_BLOCK
+from vllm.formats import fp8_block, fp8_tensor, int4, nvfp4
+from vllm.formats.description import FormatDescription
+from vllm.formats.registry import quantizable
+from vllm.formats.weight_format import WeightFormat
 from vllm.ops import nvfp4 as nvfp4_ops
 from vllm.ops.packed_weights import int4_quantize, pack_int32
 from vllm.utils.fp8 import per_block_cast_to_fp8
@@ -36,23 +39,23 @@ class Format:
         return self.config | {field: list(dict.fromkeys([*self.config[field], *names]))}
 
 
-def fp8_block(num_columns: NumColumns) -> Format:
+def _fp8_block(weight_format: WeightFormat) -> Format:
     config = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": list(DEFAULT_BLOCK),
+        "weight_block_size": list(weight_format.block),
         "modules_to_not_convert": ["lm_head"],
     }
 
     def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
-        quantised, scales = per_block_cast_to_fp8(weight, DEFAULT_BLOCK)
+        quantised, scales = per_block_cast_to_fp8(weight, weight_format.block)
         return {name: quantised, name + "_scale_inv": scales}
 
     return Format(config, quantise)
 
 
-def fp8_tensor(num_columns: NumColumns) -> Format:
+def _fp8_tensor(weight_format: WeightFormat) -> Format:
     weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True}
 
@@ -63,11 +66,10 @@ def fp8_tensor(num_columns: NumColumns) -> Format:
     return Format(_compressed_tensors("float-quantized", weights, inputs), quantise)
 
 
-def nvfp4(num_columns: NumColumns) -> Format:
+def _nvfp4(weight_format: WeightFormat) -> Format:
     """Weight-only. Each weight has the global scale that fits it."""
-    group = _common_group(num_columns, (nvfp4_ops.GROUP,))
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": group}
-    weights |= {"dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+    weights |= {"group_size": nvfp4.GROUP, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
 
     def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
         amax = weight.float().abs().max()
@@ -85,9 +87,9 @@ def nvfp4(num_columns: NumColumns) -> Format:
     return Format(_compressed_tensors("nvfp4-pack-quantized", weights, None), quantise)
 
 
-def w4a16(num_columns: NumColumns) -> Format:
-    """Symmetric int4 in the largest groups that every weight is made of."""
-    group = _common_group(num_columns, GROUP_SIZES[::-1])
+def _int4(weight_format: WeightFormat) -> Format:
+    """Symmetric."""
+    group = weight_format.block[1]
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
 
     def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -103,11 +105,20 @@ def w4a16(num_columns: NumColumns) -> Format:
     )
 
 
+_WRITERS: dict[str, Callable[[WeightFormat], Format]] = {
+    fp8_block.FORMAT.kind: _fp8_block,
+    fp8_tensor.FORMAT.kind: _fp8_tensor,
+    nvfp4.FORMAT.kind: _nvfp4,
+    int4.FORMAT.kind: _int4,
+}
+
+
+def _make(known: FormatDescription, num_columns: NumColumns) -> Format:
+    return _WRITERS[known.kind](_common_format(known, num_columns))
+
+
 FORMATS: dict[str, Callable[[NumColumns], Format]] = {
-    "fp8-block": fp8_block,
-    "fp8-tensor": fp8_tensor,
-    "nvfp4": nvfp4,
-    "w4a16": w4a16,
+    name: partial(_make, known) for name, known in quantizable().items() if known.kind in _WRITERS
 }
 
 
@@ -128,13 +139,20 @@ def _compressed_tensors(
     }
 
 
-def _common_group(num_columns: NumColumns, sizes: tuple[int, ...]) -> int:
-    """The first of `sizes` that divides all; CheckpointError that names a weight for none."""
-    for size in sizes:
-        if all(columns % size == 0 for columns in num_columns.values()):
-            return size
-    name, columns = next((n, c) for n, c in num_columns.items() if c % sizes[-1])
+def _common_format(known: FormatDescription, num_columns: NumColumns) -> WeightFormat:
+    """With the first size that all weights can have; CheckpointError that names one for none."""
+    assert known.quantize is not None
+    candidates = [WeightFormat.of(known.kind, size) for size in known.quantize.sizes]
+
+    def holds(weight_format: WeightFormat, columns: int) -> bool:
+        return columns % weight_format.columns_per_scale(columns) == 0
+
+    for candidate in candidates:
+        if not known.quantize.is_whole or all(holds(candidate, c) for c in num_columns.values()):
+            return candidate
+    name, columns = next((n, c) for n, c in num_columns.items() if not holds(candidates[-1], c))
+    sizes = " or ".join(str(candidate.columns_per_scale(columns)) for candidate in candidates)
     raise CheckpointError(
-        f"{name} has {columns} columns, which are not whole groups of "
-        f"{' or '.join(map(str, sizes))}: this format cannot hold it; quantise as fp8-block"
+        f"{name} has {columns} columns, which are not whole groups of {sizes}: this format cannot "
+        f"hold it; quantise as {next(iter(FORMATS))}"
     )

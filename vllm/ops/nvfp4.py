@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from vllm.formats.nvfp4 import GROUP as GROUP
 from vllm.utils.math_utils import cdiv
 
-GROUP = 16
 E2M1_MAX = 6.0
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

@@ -1,5 +1,4 @@
-"""Which chip this machine has, asked of the CUDA driver itself: torch is not imported, and no CUDA
-context made."""
+"""The chip of this machine, from the CUDA driver: imports no torch and creates no CUDA context."""
 
 import ctypes
 import re
@@ -22,7 +21,7 @@ def installed_device() -> Device:
 
 
 def visible_gpu() -> Device | None:
-    """The first one, whether torch can use it or not."""
+    """The first visible GPU, whether torch can use it or not."""
     found = _attributes(_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
     return Device("cuda", DeviceCapability(*found)) if found else None
 
@@ -41,8 +40,8 @@ def is_torch_for_cpus() -> bool:
 
 
 def installed_chip(device: Device) -> Chip:
-    """`device`, which is this machine's, with its numbers: of a CPU the cores that this process
-    may use, of a GPU what its driver says."""
+    """`device` of this machine with its properties: usable cores of a CPU; SMs and memory bandwidth
+    of a GPU."""
     if device.kind == "cpu":
         return Chip(device, num_cores())
     found = _attributes(_NUM_SMS, _MEMORY_CLOCK, _MEMORY_BUS_WIDTH)
@@ -53,8 +52,7 @@ def installed_chip(device: Device) -> Chip:
 
 
 def memory_gb_per_s(kilohertz: int, bits: int) -> int:
-    """The most that memory with this clock and width of its bus delivers, at both edges of the
-    clock."""
+    """Peak bandwidth of double-data-rate memory with this clock and bus width."""
     return round(2 * kilohertz * bits / 8 / 1e6)
 
 
@@ -80,7 +78,7 @@ def _driver_and_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
 
 
 def _attributes(*numbers: int) -> list[int]:
-    """Of the first visible GPU; [] where there is none."""
+    """Driver attributes of the first visible GPU; [] where there is none."""
     driver, device = _driver_and_device()
     if driver is None:
         return []

@@ -1,4 +1,4 @@
-"""The GPU libraries a machine may have: absent, broken (with its own error), or which version.
+"""GPU libraries of this machine: absent, broken (with its error), or a version.
 
 Two levels. `installed_libs` reads package metadata and imports nothing: for explaining choices on
 any machine. `working_libs` tries each library in a child process: it can install, import, and
@@ -61,7 +61,7 @@ class LibraryTrial(NamedTuple):
 
 
 def installed_libs() -> Libs:
-    """What package metadata says is here. Imports nothing; a broken library looks installed."""
+    """Libraries by package metadata. Imports nothing; a broken library looks installed."""
     every = (_installed(module, names) for module, names in DISTRIBUTIONS.items())
     found = {lib.name: lib for lib in every if lib is not None}
     own, binaries = found.get("flashinfer"), found.get("flashinfer_cubin")
@@ -75,7 +75,7 @@ def installed_libs() -> Libs:
 
 
 def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:
-    """What works here, found by trying each of `modules`; the others are as installed."""
+    """Libraries after a trial of each of `modules`; the others by package metadata."""
     installed = installed_libs().libs
     with ThreadPoolExecutor() as pool:  # each waits for a process
         tried = list(
@@ -131,7 +131,7 @@ def library_state(module: str, distributions: tuple[str, ...] | None = None) -> 
 
 
 def find_nvcc() -> str | None:
-    """Where libraries find it, in their order."""
+    """nvcc where libraries look for it, in their order."""
     homes = (envs.foreign("CUDA_HOME"), envs.foreign("CUDA_PATH"))
     places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     places += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
@@ -168,14 +168,14 @@ def try_library(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _declared_trial(library: str) -> LibraryTrial | None:
-    """In TRIALS of a backend's module."""
+    """The entry for a library in TRIALS of a backend's module."""
     backends = {name for family in registry.FAMILIES for name in registry.backend_names(family)}
     declared = (getattr(registry.backend(name), "TRIALS", {}) for name in backends)
     return next((trials[library] for trials in declared if library in trials), None)
 
 
 def _trial_key(lib: Lib) -> str:
-    """What a trial's result depends on; "" where a library does not say its version."""
+    """Everything that a trial's result depends on; "" for a library without a version."""
     file = _module_file(lib.name)
     if not lib.version or file is None:
         return ""
@@ -186,7 +186,7 @@ def _trial_key(lib: Lib) -> str:
 
 
 def _compiler() -> str:
-    """The nvcc that libraries compile with at run time: one that is replaced has its date."""
+    """nvcc with its modification time."""
     found = find_nvcc()
     return f"{found} of {Path(found).stat().st_mtime_ns}" if found else "no nvcc"
 

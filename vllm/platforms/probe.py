@@ -1,4 +1,4 @@
-"""The one place that asks the world: which device is this, which libraries work.
+"""Finds out which device this is and which libraries work.
 
 Everything after it sees only the frozen `Device` and `Libs` returned here.
 """
@@ -29,7 +29,7 @@ def probe_device() -> Device:
     if torch.cuda.is_available():
         return Device("cuda", DeviceCapability(*torch.cuda.get_device_capability()))
     if (gpu := visible_gpu()) is not None:
-        _tell_of_unused(gpu)
+        _report_unused_gpu(gpu)
     if native.status().state != "present":
         return Device("cpu")
     try:
@@ -38,7 +38,7 @@ def probe_device() -> Device:
         raise ConfigError(f"VLLM_CPU_ISA={envs.VLLM_CPU_ISA}: {error}") from error
 
 
-def _tell_of_unused(gpu: Device) -> None:
+def _report_unused_gpu(gpu: Device) -> None:
     import torch
 
     if torch.version.cuda is None:
@@ -60,12 +60,12 @@ def _tell_of_unused(gpu: Device) -> None:
 
 @cache
 def probe_chip() -> Chip:
-    """The device with the numbers that measurements depend on."""
+    """The device with its number of SMs or cores and its memory bandwidth."""
     return installed_chip(probe_device())
 
 
 def device_name() -> str:
-    """As its vendor calls it."""
+    """The vendor's name of the device."""
     import torch
 
     if probe_device().kind == "cuda":
@@ -81,14 +81,13 @@ def installed_kernel_libs(device: Device) -> Libs:
 
 
 def probe_libs() -> Libs:
-    """What kernels may be built on, and which of them failed here before."""
+    """Working libraries, with the kernels that are in quarantine here."""
     return with_quarantine(_working_libs(), probe_device())
 
 
 @cache
 def _working_libs() -> Libs:
-    """On a GPU, libraries that a kernel of this build uses are tried; trying the others would only
-    delay the start."""
+    """On a GPU, only libraries that a kernel of this build uses are tried: trials take time."""
     is_cpu = probe_device().kind == "cpu"
     found = installed_libs() if is_cpu else working_libs(registry.used_libs())
     native = _native_lib()

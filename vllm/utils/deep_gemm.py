@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.architectures.architecture import Architecture
 from vllm.architectures.registry import known
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.policy import Policy
@@ -41,7 +42,10 @@ _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
 LINEAR = next(spec for spec in registry.specs("linear") if spec.backend == "deep_gemm")
 # The smallest problem that DeepGEMM serves wherever it serves anything.
 _SMALLEST = LinearProblem(
-    LINEAR.n_align, LINEAR.k_align, WeightFormat.parse("fp8-block"), (ActScheme.DYNAMIC_GROUP128,)
+    LINEAR.n_align,
+    LINEAR.k_align,
+    WeightFormat.parse(*LINEAR.formats),
+    (ActScheme.DYNAMIC_GROUP128,),
 )
 
 

@@ -23,8 +23,9 @@ from children import NO_GPU, environment
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.report.question import libs_of
 from vllm.kernels.select.decision import Candidate, NoKernelError

@@ -13,7 +13,8 @@ from weight_only_cases import make_linear, make_moe
 
 pytest.importorskip("flashinfer")
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem

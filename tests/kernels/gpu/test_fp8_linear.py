@@ -7,7 +7,8 @@ import torch
 from fp8_linear_cases import SCHEMES, block_layer, check_plain_scales, inputs, make, relative
 from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 
 pytestmark = MARKS
 # The interpreter rounds to bfloat16 by cutting off: twice the error.

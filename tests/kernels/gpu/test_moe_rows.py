@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, MARKS, needs_gpu
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem

@@ -8,7 +8,8 @@ import pytest
 import torch
 from weight_only_cases import FP8, fill_blocks, make_linear, make_moe, wide_of
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.select.decision import Candidate

@@ -1,4 +1,4 @@
-"""`vllm bench serve`: load on a running server, and what its users would have seen."""
+"""`vllm bench serve`: load on a running server, with throughput and latency as clients see them."""
 
 import argparse
 import asyncio
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.entrypoints.cli.http_client import HttpClient, HttpError
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError
+from vllm.utils.http_client import HttpClient, HttpError
 
 _METRICS = {
     "ttft": "Time to first token",
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass
 class Timing:
-    """One request as its client saw it; all in seconds. gaps: between its events."""
+    """One request as measured by the client, in seconds. gaps: between its events."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -86,10 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--percentile-metrics {unknown[0]!r}: it takes {', '.join(_METRICS)}")
     percentiles = _percentiles_of(args.metric_percentiles)
     _check(args)
-    try:
-        timings, duration, model = asyncio.run(_run(args))
-    except HttpError as error:
-        raise VllmError(f"{_base_url(args)}: {error}") from error
+    timings, duration, model = asyncio.run(_run(args))
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
@@ -125,17 +122,19 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """ConfigError, before anything is measured, for what cannot be written afterwards."""
+    """ConfigError for a file that cannot be written, before anything is measured."""
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ConfigError(f"{flag} {path}: it takes a file in a folder that exists")
 
 
-def _base_url(args: argparse.Namespace) -> str:
-    return args.base_url or f"http://{args.host}:{args.port}"
-
-
 async def _run(args: argparse.Namespace) -> tuple[list[Timing], float, str]:
-    client = HttpClient.of(_base_url(args), args.api_key or envs.VLLM_API_KEY)
+    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    api_key = args.api_key or envs.VLLM_API_KEY
+    async with HttpClient(base_url, api_key, keeps_connections=True) as client:
+        return await _drive(client, args)
+
+
+async def _drive(client: HttpClient, args: argparse.Namespace) -> tuple[list[Timing], float, str]:
     model = args.model or await client.first_model()
     jobs = _jobs(args, await _token_pool(client, model, args.seed))
     fields = {"model": model, "temperature": args.temperature, "ignore_eos": args.ignore_eos}

@@ -1,22 +1,17 @@
 """`vllm chat` and `vllm complete`: talk to a running server from a terminal."""
 
 import argparse
-import http.client
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
 from vllm import envs
-from vllm.errors import ConfigError, VllmError
+from vllm.errors import ConfigError
+from vllm.utils.http_client import HttpClient
 
-_TIMEOUT_S = 600.0
-
-
-class ServerError(VllmError):
-    """The server cannot be reached or refused the request."""
+_READ_TIMEOUT_S = 600.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,33 +45,30 @@ def _add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
-    api = Api(args.url, args.api_key)
-    fields = _fields(args, api)
+    server = Server(args.url, args.api_key)
+    fields = _fields(args, server)
     messages = []
     if args.system_prompt is not None:
         messages.append({"role": "system", "content": args.system_prompt})
     for text in _inputs(args.quick):
         messages.append({"role": "user", "content": text})
-        answer = ""
-        for chunk in api.stream("/chat/completions", {**fields, "messages": messages}):
-            for choice in chunk["choices"]:
-                answer += _show(choice["delta"].get("content"))
-        print()
+        answer = server.show(
+            "/chat/completions",
+            {**fields, "messages": messages},
+            lambda choice: choice["delta"].get("content"),
+        )
         messages.append({"role": "assistant", "content": answer})
 
 
 def run_complete(args: argparse.Namespace) -> None:
-    api = Api(args.url, args.api_key)
-    fields = _fields(args, api)
+    server = Server(args.url, args.api_key)
+    fields = _fields(args, server)
     for text in _inputs(args.quick):
-        for chunk in api.stream("/completions", {**fields, "prompt": text}):
-            for choice in chunk["choices"]:
-                _show(choice["text"])
-        print()
+        server.show("/completions", {**fields, "prompt": text}, lambda choice: choice["text"])
 
 
-def _fields(args: argparse.Namespace, api: "Api") -> dict[str, Any]:
-    fields: dict[str, Any] = {"model": args.model_name or api.first_model(), "stream": True}
+def _fields(args: argparse.Namespace, server: "Server") -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": args.model_name or server.first_model(), "stream": True}
     for name in ("max_tokens", "temperature"):
         if getattr(args, name) is not None:
             fields[name] = getattr(args, name)
@@ -98,80 +90,52 @@ def _inputs(quick: str | None) -> Iterator[str]:
         yield text
 
 
-def _show(text: str | None) -> str:
-    print(text or "", end="", flush=True)
-    return text or ""
+class Server:
+    """The API at `url`: http where it names no scheme, /v1 where it names no path.
 
-
-class Api:
-    """An OpenAI-compatible server at `url`; http and /v1 where it names no scheme or no path."""
+    An event loop runs during a request only: at the prompt, Ctrl-C interrupts at once.
+    """
 
     def __init__(self, url: str, api_key: str | None):
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        path = parts.path.rstrip("/") or "/v1"
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(
                 f"--url {url!r}: it takes an address such as http://localhost:8000/v1"
             )
-        self._url = f"{parts.scheme}://{parts.netloc}{path}"
-        self._headers = {"Content-Type": "application/json"}
-        if key := api_key or envs.VLLM_API_KEY:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+        self._api_key = api_key or envs.VLLM_API_KEY
 
     def first_model(self) -> str:
-        with self._open("/models", None) as response:
-            try:
-                return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise ServerError(
-                    f"{self._url}/models lists no model ({error!r}): is it the address of an "
-                    f"OpenAI-compatible server? It takes one such as http://localhost:8000/v1"
-                ) from error
+        return asyncio.run(self._first_model())
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Chunks of a streamed answer; ServerError if it ends with an error."""
-        with self._open(path, body) as response:
-            for line in _lines(response, self._url):
-                data = line.removeprefix(b"data: ").strip()
-                if data == b"[DONE]":
-                    return
-                if not data:
-                    continue
-                try:
-                    chunk = json.loads(data)
-                except ValueError as error:
-                    raise ServerError(
-                        f"{self._url} sends no events of JSON: {data!r:.80}"
-                    ) from error
-                if "error" in chunk:
-                    raise ServerError(f"{self._url}: {chunk['error']['message']}")
-                yield chunk
-        raise ServerError(f"{self._url}: the answer ended early; see the server's log")
+    def show(
+        self,
+        path: str,
+        body: dict[str, Any],
+        text_of: Callable[[dict[str, Any]], str | None],
+    ) -> str:
+        """Prints a streamed answer as it arrives, and returns it. text_of: of a choice."""
+        return asyncio.run(self._show(path, body, text_of))
 
-    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self._url + path, data, self._headers)
-            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{self._url}: {_message_of(error)}") from error
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ServerError(
-                f"no server answers at {self._url} ({reason}); start one with 'vllm serve' or "
-                f"give its address with --url"
-            ) from error
+    async def _first_model(self) -> str:
+        async with self._client() as client:
+            return await client.first_model("/models")
 
+    async def _show(
+        self,
+        path: str,
+        body: dict[str, Any],
+        text_of: Callable[[dict[str, Any]], str | None],
+    ) -> str:
+        answer = ""
+        async with self._client() as client, aclosing(client.post_events(path, body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    text = text_of(choice) or ""
+                    print(text, end="", flush=True)
+                    answer += text
+        print()
+        return answer
 
-def _lines(response: Any, url: str) -> Iterator[bytes]:
-    try:
-        yield from response
-    except (http.client.HTTPException, OSError) as error:
-        raise ServerError(f"{url}: the answer broke off ({error}); see the server's log") from error
-
-
-def _message_of(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.code} {error.reason}"
+    def _client(self) -> HttpClient:
+        return HttpClient(self._url, self._api_key, _READ_TIMEOUT_S, uses_proxy=True)

@@ -16,8 +16,8 @@ from vllm.version import __version__
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "apache-tvm-ffi",
-    "fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "msgspec", "pyzmq", "xgrammar",
-    "prometheus_client", "triton", "flashinfer-python", "sgl-deep-gemm", "numpy",
+    "fastapi", "uvicorn", "aiohttp", "uvloop", "httptools", "pydantic", "msgspec", "pyzmq",
+    "xgrammar", "prometheus_client", "triton", "flashinfer-python", "sgl-deep-gemm", "numpy",
 )  # fmt: skip
 _CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16",

@@ -13,8 +13,8 @@ _FLAG = "--config"
 
 
 def with_file(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The words after the command with those of their --config file, which come first, so that the
-    command line wins. parser: of the command; the file's `model` becomes its default.
+    """The arguments with those of the --config file before them, so that the command line takes
+    precedence. parser: of the command; the file's `model` becomes its default.
 
     ConfigError for a file that is no mapping of flags to values that they take.
     """
@@ -56,8 +56,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _words_of(name: str, value: Any, actions: dict[str, argparse.Action]) -> Iterator[str]:
-    """As the flag's action takes them: true and false where it has no value, several where it may
-    be given often or takes several, JSON for what else is a list or a mapping."""
+    """Arguments for one flag of the file: true or false for a switch, several for a repeatable
+    flag, JSON for any other list or mapping."""
     flag = "--" + name.removeprefix("--").replace("_", "-")
     action = actions.get(flag)
     if action is None or flag in (_FLAG, "--help"):

@@ -150,7 +150,7 @@ def _demo_model() -> str:
 
 
 def _common_tokenizer(a: "Configuration", b: "Configuration") -> Any:
-    """A's, after a check that B's has the same vocabulary: else no token can be compared."""
+    """The tokenizer of A. ConfigError if B's vocabulary differs: tokens are compared by id."""
     from vllm.engine.tokenizer import load_tokenizer
 
     models = [side.engine_args.create_engine_config().model_config for side in (a, b)]
@@ -205,7 +205,7 @@ def _ids(tokenizer: Any, text: str) -> "TokenIds":
 def _correct(
     outputs: "list[TokenIds]", items: "list[gsm8k_data.Item]", tokenizer: Any
 ) -> list[bool]:
-    """Which of the answers, cut where the server would stop, end with the right number."""
+    """Whether each answer, cut at the server's stop strings, ends with the right number."""
     cut = re.compile("|".join(map(re.escape, gsm8k.STOP)))
     texts = [cut.split(tokenizer.decode(ids, skip_special_tokens=True))[0] for ids in outputs]
     return [last_number(text) == item.label for text, item in zip(texts, items)]

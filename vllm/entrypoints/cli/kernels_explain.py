@@ -158,7 +158,9 @@ def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str,
         )
     if args.layer:
         if args.tp != 1 or args.ep != 1:
-            raise ConfigError("--tp and --ep cut models; write a cut layer as fp8-block:18432/32xK")
+            raise ConfigError(
+                f"--tp and --ep cut models; write a cut layer as {question.BLOCKS}:18432/32xK"
+            )
         dtype = question.dtype_of(args.dtype, {}, device)
         return [question.layer_of(text, dtype) for text in args.layer], asked_type or "", None
     problems, own_type, quant_config = model_problems(args.model, args, device)
@@ -189,7 +191,7 @@ def model_problems(
 
 
 def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:
-    from vllm.model_executor.layers.quantization import modelopt_file, resolve_quantization
+    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
 
     stored = config.get("quantization_config") or text.get("quantization_config")
     stored = stored or modelopt_file(Path(model).expanduser())

@@ -1,4 +1,4 @@
-"""`vllm kernels precompile`: what a start would compile on this chip, in a folder to ship."""
+"""`vllm kernels precompile`: compiles the kernels that a model needs on this chip into a bundle."""
 
 import argparse
 import fcntl
@@ -24,7 +24,7 @@ from vllm.kernels.jit.caches import (
 from vllm.kernels.jit.flashinfer import copy_large_modules
 from vllm.kernels.report import question
 
-# A batch of these lengths has long prompts, short ones and ones of a token, then decodes.
+# Prompt lengths of one batch: long, short and of one token; then it decodes.
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8
 
 
@@ -118,8 +118,8 @@ def _model_folder(model: str, folder: Path) -> str:
 
 
 def _compile(engine_args: Any, staging: Path) -> int:
-    """Starts an engine whose caches are in `staging`; how many kernels requests compiled after the
-    start."""
+    """Runs an engine whose caches are in `staging`; returns the number of kernels that requests
+    compiled after the start."""
     for name in OWN_VARIABLES:
         envs.set_for_children(name, None)
     for name, value in (
@@ -144,7 +144,7 @@ def _compile(engine_args: Any, staging: Path) -> int:
 
 
 def publish(staging: Path, out: Path) -> None:
-    """`out` is the old bundle or the new one at any time but the instant between two renames."""
+    """Replaces the bundle `out` by two renames."""
     staging.chmod(0o755)
     old = None
     if out.exists():

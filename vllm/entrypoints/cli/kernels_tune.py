@@ -134,7 +134,7 @@ def _numbers(flag: str, given: str) -> tuple[int, ...]:
 
 
 def _table(output: Path | None) -> tuple[Table, Path]:
-    """What is known already, and where the rest will be written."""
+    """The existing table, or an empty one, and its path."""
     from vllm.platforms.probe import device_name, probe_chip
 
     chip = probe_chip()
@@ -158,7 +158,7 @@ def _limits(args: argparse.Namespace, jobs: Sequence[Job], device: Device) -> tu
 
 
 def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: Libs) -> str:
-    """What the selector makes of the table, without wishes."""
+    """The selector's decisions with the table, without overrides."""
     selection = Selection(device, libs, Policy(), (table,))
     lines = []
     for problem in problems:

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-# Kept in step with vllm.model_executor.quantize_formats, which needs torch, by a test.
-FORMATS = ("fp8-block", "fp8-tensor", "nvfp4", "w4a16")
+from vllm.formats.registry import quantizable
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    options = [known.quantize for known in quantizable().values() if known.quantize]
     parser = subparsers.add_parser(
         "quantize",
         help="write a quantised copy of a checkpoint",
@@ -18,10 +18,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--format",
         required=True,
-        metavar="|".join(FORMATS),
-        help="fp8-block: E4M3 with one scale per 128x128 block, edge blocks partial; fp8-tensor: "
-        "E4M3 with one scale per weight; nvfp4: E2M1 with a scale per 16 columns, weight-only; "
-        "w4a16: symmetric int4 in groups of 128 columns (or 64 or 32), weight-only",
+        metavar="|".join(option.name for option in options),
+        help="; ".join(f"{option.name}: {option.help}" for option in options),
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""The HTTP application: which path is answered by what."""
+"""The HTTP application: routes and their handlers."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar

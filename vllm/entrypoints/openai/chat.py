@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages in, messages out."""
+"""`/v1/chat/completions`."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -37,7 +37,7 @@ async def create_chat_completion(
 
 @dataclass
 class _Answer:
-    """One answer in the making, of n choices to one prompt."""
+    """A response being generated: n choices to one prompt."""
 
     service: Service
     request: ChatCompletionRequest

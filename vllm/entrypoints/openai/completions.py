@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in, texts out, in OpenAI's older shape."""
+"""`/v1/completions`."""
 
 import asyncio
 import time
@@ -67,7 +67,7 @@ async def _read_prompt(
 
 @dataclass
 class _Answer:
-    """One answer in the making; choice i of prompt p has index p * n + i.
+    """A response being generated; choice i of prompt p has index p * n + i.
 
     offsets: characters that the logprobs told so far cover, by index of choice.
     """
@@ -137,7 +137,7 @@ class _Answer:
         return index * self.request.num_choices + new.index
 
     def _choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> dict[str, Any]:
-        """What is new in one choice; everything, where the answer is not streamed."""
+        """New text of one choice; all of it where the response is not streamed."""
         prompt = self.prompts[index]
         number = self._number(index, new)
         is_first = number not in self.offsets

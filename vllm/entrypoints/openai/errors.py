@@ -27,7 +27,7 @@ _MAX_GIVEN_CHARS = 80
 
 @dataclass
 class ApiError(Exception):
-    """An answer that is no success. `code`: OpenAI's word for programs, where there is one."""
+    """An error response. `code`: OpenAI's error code, where there is one."""
 
     status: int
     message: str
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What to answer when `error` ended a request; anything unforeseen is logged and a 500."""
+    """The response for `error`; an unexpected error is logged and becomes a 500."""
     match error:
         case ApiError():
             return error
@@ -80,7 +80,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def status_error(status: int, method: str, path: str) -> ApiError:
-    """The error for a status that routing decided on: no such path, or not with this method."""
+    """The error for a routing status: unknown path, or method not allowed."""
     if status == HTTPStatus.NOT_FOUND:
         return ApiError(404, f"no such path: {path:.200}", code="not_found")
     if status == HTTPStatus.METHOD_NOT_ALLOWED:

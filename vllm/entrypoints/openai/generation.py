@@ -61,8 +61,8 @@ class Service:
         request_id: str,
         shortens: bool = False,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, each with the index of its prompt. shortens: a
-        max_tokens beyond what a prompt leaves is a default, and nobody's mistake."""
+        """Outputs of all prompts in order of arrival, each with the index of its prompt. shortens:
+        max_tokens is a default, and is cut to what the context leaves."""
         self.engine.check_queue(len(prompts) * params.n)
         # Clients may send the same id twice; the engine's ids are unique.
         streams = [
@@ -104,7 +104,7 @@ class Usage:
         }
 
 
-# Entries of logprobs from which on a thread puts them together: a few milliseconds of work.
+# Logprobs responses with more entries are built in a thread: this many take a few milliseconds.
 _MANY_LOGPROBS = 2000
 _Built = TypeVar("_Built")
 
@@ -114,8 +114,7 @@ async def built(
     make: Callable[..., _Built],
     *arguments: Any,
 ) -> _Built:
-    """make(*arguments), which tells of `logprobs`; where they are many, other requests go on
-    meanwhile."""
+    """make(*arguments), in a thread where `logprobs` has many entries."""
     count = sum(len(place or ()) for places in logprobs for place in places or ())
     if count < _MANY_LOGPROBS:
         return make(*arguments)
@@ -127,7 +126,7 @@ def json_response(body: Any) -> Response:
 
 
 async def stream_response(events: AsyncGenerator[bytes, None]) -> Response:
-    """Runs `events` to its first item, so that a refused request still gets a proper status."""
+    """Waits for the first event, so that a refused request gets an error status."""
     return EventStream(await anext(events), events)
 
 

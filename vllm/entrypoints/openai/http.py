@@ -1,4 +1,4 @@
-"""HTTP below the endpoints: one gate for all requests, bodies, disconnects, event streams."""
+"""HTTP below the endpoints: admission, request bodies, disconnects, event streams."""
 
 import asyncio
 import hmac
@@ -42,7 +42,7 @@ class ClientDisconnected(Exception):
 
 @dataclass
 class Gate:
-    """State of the server that decides whether a request is let in.
+    """State of the server that decides whether a request is admitted.
 
     refusal: why none is at the moment (loading, shutting down), None when open. num_active:
     requests being answered, those to OPEN_PATHS not counted.
@@ -53,7 +53,7 @@ class Gate:
     num_active: int = 0
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError if this request is not let in."""
+        """Raises ApiError if this request is not admitted."""
         if scope["path"] in OPEN_PATHS:
             return
         if self.api_keys and not self._has_key(scope):
@@ -77,7 +77,7 @@ class Gate:
 
 
 class GateMiddleware:
-    """Request ids, admission, the last catch for errors, request counts and the access log."""
+    """Request ids, admission, handling of unexpected errors, request counts and the access log."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What happens before and around the web framework: settings, the socket, the engine.
+"""Opens the socket and starts the engine, before the web framework is imported.
 
 Imports nothing heavy, so that a port in use is told at once and the engine's process starts to
 load the model before this one has imported FastAPI.

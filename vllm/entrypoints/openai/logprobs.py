@@ -15,7 +15,7 @@ Position = tuple[int, LogprobDict | None]
 """A token id and the log-probabilities at its place; None where nothing precedes it."""
 
 
-# Places whose JSON is made at once: the encoder keeps the interpreter to itself meanwhile.
+# Positions encoded to JSON at a time: the encoder holds the interpreter lock.
 _PLACES = 64
 
 

@@ -1,4 +1,4 @@
-"""The life of a server: loading, answering, draining, closed."""
+"""The server's life cycle: loading, serving, draining, closed."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from vllm.sampling_params import generation_defaults
 logger = get_logger(__name__)
 
 _KEEP_ALIVE_S = 60
-# A connection without a request in progress is cut after so long: one that never sends a whole
-# head, or never takes the answer it was given.
+# Limit for a connection without a request in progress: one that sends no complete header, or does
+# not read its response.
 _IDLE_LIMIT_S = 75.0
 _SWEEP_S = 5.0
-# After the end of all requests, how long their last bytes get to leave.
+# Time for the last bytes of responses after the end of all requests.
 _CLOSE_S = 2.0
-# How long requests that wait on a dead engine get to receive their error.
-_LAST_WORDS_S = 1.0
+# Time for requests that wait on a dead engine to receive their error.
+_DEAD_ENGINE_S = 1.0
 
 
 class Server:
@@ -71,7 +71,7 @@ class Server:
         self._gate.refusal = "the server is shutting down"
         if self._engine.is_dead:
             self._gate.refusal = self._engine.dead_reason
-            await asyncio.sleep(_LAST_WORDS_S)
+            await asyncio.sleep(_DEAD_ENGINE_S)
             return
         if self._gate.num_active:
             logger.info(
@@ -135,7 +135,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would end with the signal's exit code."""
+        """Leaves signals to us: uvicorn would exit with the signal's code."""
         yield
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.utils.math_utils import cdiv
 

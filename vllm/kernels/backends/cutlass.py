@@ -6,8 +6,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.backends import channel_scales
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem

@@ -4,8 +4,8 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.jit.nvcc_cache import CompiledCall
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem

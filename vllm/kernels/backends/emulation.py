@@ -13,8 +13,8 @@ activations quantised with such scales too. Every other backend is emulated as o
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.spec import KernelSpec
@@ -90,7 +90,7 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
     from vllm.ops.packed_weights import element_values
     from vllm.ops.scale_rounding import requantised
 
-    rounded = _rounding(winner, tensors)
+    rounded = rounding(winner, tensors)
     if winner.is_lossy:
         tensors = requantised(tensors, winner.scales, dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
@@ -103,7 +103,7 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
     return apply
 
 
-def _rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
+def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
     """How the winner quantises activations, and what its products see of them."""
     from vllm.ops.fp8 import quantise_groups
     from vllm.utils import fp8

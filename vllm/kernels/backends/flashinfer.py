@@ -11,8 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why

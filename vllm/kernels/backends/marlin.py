@@ -14,7 +14,7 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why

@@ -7,8 +7,8 @@ They serve at most 16 tokens, so they run as the first part of a split (kernels/
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.backends import channel_scales
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem

@@ -4,9 +4,9 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,

@@ -1,2 +1,2 @@
-"""Kernels that libraries compile on the machine they run on: where they are kept, how they are made
-ready before the first request, and what says that one was compiled after that."""
+"""Kernels that libraries compile at run time: their caches, compilation before the first request,
+and a monitor of what is compiled after it."""

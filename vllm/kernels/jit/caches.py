@@ -1,8 +1,8 @@
-"""Where kernels that were compiled on this machine are kept, and the bundle they may come from.
+"""Cache folders of compiled kernels, and bundles that fill them.
 
-Everything is kept by a hash of what it was made of, so one folder serves every model, version and
-chip. A bundle (`vllm kernels precompile`) is such a folder with a manifest. It is only read: what
-this machine's folder lacks is copied from it, after a comparison with the manifest's hashes.
+Entries are keyed by a hash of their inputs, so one folder serves every model, version and chip. A
+bundle (`vllm kernels precompile`) is such a folder with a manifest. It is only read: missing files
+are copied from it after their hashes were compared with the manifest.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels.jit.nvcc_cache import Memory, make_memory
+from vllm.kernels.jit.nvcc_cache import NvccCache, make_nvcc_cache
 from vllm.logger import get_logger
 from vllm.machine import Device, Libs
 from vllm.platforms.libraries import FLASHINFER_CACHE
@@ -25,8 +25,8 @@ logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-# Folders below the root. DeepGEMM's own is kept by the path it is installed at, and is filled from
-# `nvcc`: it stays on this machine.
+# Folders below the root. DeepGEMM's own is keyed by its installation path and is filled from
+# `nvcc`, so it is not bundled.
 TRITON, NVCC, FLASHINFER = "triton", "nvcc", FLASHINFER_CACHE
 # Libraries' own variables, and the folder for each.
 OWN_VARIABLES = {
@@ -42,11 +42,11 @@ _LEAST_BYTES = 1 << 20  # a few kernels
 
 
 @cache
-def use_caches() -> Memory | None:
-    """Points the libraries at folders in VLLM_KERNEL_CACHE, unless their own variables name some,
-    and fills those from VLLM_KERNEL_BUNDLE. What nvcc made, None on a machine without nvcc.
+def use_caches() -> NvccCache | None:
+    """Points the libraries at folders in VLLM_KERNEL_CACHE, unless their own variables are set, and
+    fills the folders from VLLM_KERNEL_BUNDLE. Returns the cache of nvcc; None without nvcc.
 
-    To be called before a library is loaded. ConfigError for a bundle that is none.
+    Call it before a library is loaded. ConfigError for an invalid bundle.
     """
     root, bundle = cache_root(), envs.VLLM_KERNEL_BUNDLE
     for name, folder in OWN_VARIABLES.items():
@@ -54,17 +54,17 @@ def use_caches() -> Memory | None:
             envs.set_for_children(name, str(root / folder))
     if bundle is not None:
         fill(root, bundle, {TRITON: Path(envs.foreign("TRITON_CACHE_DIR") or root / TRITON)})
-    return make_memory(root / NVCC)
+    return make_nvcc_cache(root / NVCC)
 
 
 def flashinfer_modules() -> Path:
-    """Where modules that FlashInfer built are found without a build tool."""
+    """Folder of built FlashInfer modules, which are loaded from it without ninja."""
     return cache_root() / FLASHINFER
 
 
 @cache
 def cache_root() -> Path:
-    """VLLM_KERNEL_CACHE, or a folder for this process where that cannot be written."""
+    """VLLM_KERNEL_CACHE, or a temporary folder where that cannot be written."""
     root: Path = envs.VLLM_KERNEL_CACHE
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -83,13 +83,13 @@ def cache_root() -> Path:
 
 
 def made_for(device: Device, libs: Libs) -> dict[str, str]:
-    """What the kernels of a bundle are of use for; they do no harm to others."""
+    """Device and library versions that a bundle is made for; elsewhere its kernels are ignored."""
     found = {lib.name: lib.version for lib in libs.libs if lib.name in _LIBRARIES}
     return {"device": str(device), **dict(sorted(found.items()))}
 
 
 def warn_of_another_machine(device: Device, libs: Libs) -> None:
-    """Where the bundle in use was made for another chip or other versions."""
+    """Warns if the bundle in use was made for another chip or other library versions."""
     bundle = envs.VLLM_KERNEL_BUNDLE
     if bundle is None:
         return
@@ -101,7 +101,7 @@ def warn_of_another_machine(device: Device, libs: Libs) -> None:
 
 
 def write_manifest(folder: Path, fit_for: dict[str, str]) -> int:
-    """Describes the files of a bundle, made for that; how many there are."""
+    """Writes the manifest of a bundle; returns the number of files in it."""
     files = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(_bundled(folder))
@@ -120,7 +120,7 @@ def _bundled(folder: Path) -> Iterator[Path]:
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """ConfigError for a folder that is no bundle of this format."""
+    """ConfigError for a folder that is not a bundle of this format."""
     try:
         manifest = json.loads((bundle / MANIFEST).read_text())
         if manifest["format"] == FORMAT and isinstance(manifest["files"], dict):
@@ -137,9 +137,9 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def fill(root: Path, bundle: Path, places: dict[str, Path]) -> int:
-    """Copies to `root` what it lacks; the number of files. places: folders that lie elsewhere.
+    """Copies missing files to `root` and returns their number. places: folders outside `root`.
 
-    A file that is not what the manifest says is left out, with a warning: its kernel is compiled.
+    A file whose hash differs from the manifest is skipped with a warning: its kernel is compiled.
     """
     files: dict[str, str] = read_manifest(bundle)["files"]
     copied, damaged = 0, []

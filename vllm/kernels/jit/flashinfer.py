@@ -1,9 +1,9 @@
-"""FlashInfer's modules, which it builds with nvcc and ninja: kept, shared, and watched.
+"""Builds of FlashInfer's modules with nvcc and ninja: cached and monitored.
 
     python -m vllm.kernels.jit.flashinfer fused_moe_90
 
-builds one that no first call should wait for, into VLLM_KERNEL_CACHE, where starts find it; on the
-chip it is for, or elsewhere with FLASHINFER_CUDA_ARCH_LIST=9.0a. MAX_JOBS bounds the compilers.
+builds a large module into VLLM_KERNEL_CACHE ahead of the first call. On another chip set
+FLASHINFER_CUDA_ARCH_LIST, for example to 9.0a. MAX_JOBS limits the number of compilers.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ _NO_DOWNLOAD, _NVCC = "FLASHINFER_NO_DOWNLOAD", "TRTLLM_DG_NVCC_COMPILER"
 
 @cache
 def watch_flashinfer() -> None:
-    """To be called before a function of FlashInfer is. It fetches nothing from the net after that,
-    unless its own variable for that is set.
+    """Call it before any function of FlashInfer. It turns downloads off, unless FlashInfer's own
+    variable is set.
 
-    A module that was built is copied to where FlashInfer looks for prebuilt ones: from its own
-    folder it takes one only after ninja has looked at all sources, which takes seconds. Where a
-    package with prebuilt modules is installed, they are used instead.
+    A built module is copied to the folder of prebuilt modules: FlashInfer loads one from its build
+    folder only after ninja has checked all sources, which takes seconds. An installed package of
+    prebuilt modules takes precedence.
     """
     for name, value in ((_NO_DOWNLOAD, "1"), (_NVCC, find_nvcc())):
         if value and envs.foreign(name) is None:
@@ -72,8 +72,8 @@ def _publish(built: Path, place: Path) -> None:
 
 
 def check_large_module(name: str) -> None:
-    """ConfigError where a first call would build it after all: one that was found by its name may
-    be of another CUDA, or for other chips."""
+    """ConfigError if the first call would build it: a module found by name may be built for another
+    CUDA version or other chips."""
     spec = _spec_of(name)
     if not spec.is_aot:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_large_module(name: str) -> None:
 
 
 def copy_large_modules(root: Path) -> None:
-    """To another VLLM_KERNEL_CACHE, which shall be found complete."""
+    """Copies the large modules to another VLLM_KERNEL_CACHE."""
     kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
     for name in FLASHINFER_LARGE_MODULES:
         for file in kept.glob(f"**/{name}/{name}.so"):
@@ -99,7 +99,7 @@ def _spec_of(name: str) -> Any:
 
 
 def build_module(name: str) -> Path:
-    """Builds one of FLASHINFER_LARGE_MODULES where it is not there; its file."""
+    """Builds one of FLASHINFER_LARGE_MODULES unless it is built; returns its file."""
     if name not in FLASHINFER_LARGE_MODULES:
         raise ConfigError(f"no module {name!r}: it takes {', '.join(FLASHINFER_LARGE_MODULES)}")
     if find_spec("flashinfer") is None:

@@ -1,7 +1,7 @@
-"""What compiles in this process, and since when that makes requests wait.
+"""Counts compilations, and warns of those that delay requests.
 
-Triton tells a listener of each kernel. The front of nvcc writes a line for each (`memory.py`).
-FlashInfer's builds are watched (`flashinfer.py`).
+Triton calls a listener for each kernel. The nvcc front writes a line for each (`nvcc_cache.py`).
+FlashInfer's builds are wrapped (`flashinfer.py`).
 """
 
 import atexit
@@ -32,10 +32,9 @@ class Compilation:
 
 
 class Monitor:
-    """Counts what is compiled. Before `serve` that is a part of the start; from then on each is
-    told in a warning, and counted by `take`.
+    """Counts compilations: those before `serve` belong to the start, each later one is a warning.
 
-    made: before `serve`.
+    made: compilations before `serve`.
     """
 
     def __init__(self) -> None:
@@ -46,14 +45,14 @@ class Monitor:
         self._position = 0
 
     def summary(self) -> str:
-        """What was compiled before `serve`; "" for nothing. What compiled side by side counts for
-        each."""
+        """What was compiled before `serve`; "" for nothing. Seconds of parallel compilations add
+        up."""
         seconds = sum(compilation.seconds for compilation in self.made)
         return f"{len(self.made)} kernels compiled in {seconds:.1f} s" if self.made else ""
 
     def watch(self, with_triton: bool = True) -> None:
-        """A start begins. To be called before the libraries compile anything. with_triton: whether
-        it is here and works, since it is imported."""
+        """Call it at the beginning of a start, before libraries compile. with_triton: imports
+        Triton to listen to it."""
         self._read_log()
         self.made, self._is_serving, self._num_new = [], False, 0
         if self._log is not None:
@@ -71,17 +70,17 @@ class Monitor:
             return
         self._num_new += 1
         logger.warning(
-            "Requests waited %.1f s while %s compiled %s, which no warm-up had asked for",
+            "Requests waited %.1f s while %s compiled %s, which the warm-up did not cover",
             compilation.seconds, compilation.compiler, compilation.kernel,
         )  # fmt: skip
 
     def serve(self) -> None:
-        """The engine is ready: nothing should compile any more."""
+        """Call it when the engine is ready: from now on nothing should compile."""
         self._read_log()
         self._is_serving = True
 
     def take(self) -> int:
-        """How many were compiled since the call before, or since `serve`."""
+        """Compilations since the previous call, or since `serve`."""
         self._read_log()
         count, self._num_new = self._num_new, 0
         return count
@@ -99,7 +98,7 @@ class Monitor:
         knobs.compilation.listener = listener
 
     def _read_log(self) -> None:
-        """What the front of nvcc wrote since it was read last."""
+        """Reads the lines that the nvcc front has appended."""
         if self._log is None:
             return
         # Not there before the first kernel, nor when temporary folders were tidied up.
@@ -125,4 +124,4 @@ def _triton_kernel(src: Any) -> str:
 
 
 MONITOR = Monitor()
-"""Of this process: what compiles, compiles for all of it."""
+"""One per process, because the libraries' hooks are."""

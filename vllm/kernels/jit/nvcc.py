@@ -1,9 +1,9 @@
-"""nvcc with a memory, for libraries that compile at run time and let us name their compiler.
+"""A caching front of nvcc, for libraries that compile at run time and accept another compiler.
 
-Runs once for each kernel, so it imports the standard library and `utils.files` only. What was
-compiled is kept by what it was made of: the source (which, in DeepGEMM, names a hash of all headers
-it includes), the options and the compiler. Entries appear whole or not at all, begin with the
-SHA-256 of the rest, and are compiled once however many processes ask.
+Runs once for each kernel, so it imports the standard library and `utils.files` only. Objects are
+keyed by a hash of the source (which, in DeepGEMM, names a hash of all headers it includes), the
+options and the compiler. Entries are written atomically, begin with the SHA-256 of the rest, and
+are compiled once however many processes ask.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from typing import NamedTuple
 from vllm.utils.files import write_atomically
 
 _DIGEST_BYTES = 32
-# Options with a folder in them: where headers lie says nothing about what is in them.
+# Options with a folder in them: the path of headers is not part of the key.
 _FOLDER_OPTIONS = ("-I", "--include-path", "-isystem")
 
 
 class Request(NamedTuple):
-    """A compilation to one object. key: what it is kept under."""
+    """A compilation to one object. key: of its cache entry."""
 
     source: Path
     output: Path
@@ -35,13 +35,13 @@ class Request(NamedTuple):
 
 
 class CompileError(Exception):
-    """The compiler failed; its words."""
+    """The compiler failed; its output."""
 
 
 def parse(arguments: Sequence[str], source: bytes | None, compiler: str) -> Request | None:
-    """None for a command line that makes no object, as `--version`. compiler: its version.
+    """None for a command line that compiles no object, such as `--version`. compiler: its version.
 
-    source: the text to be compiled; None reads the file.
+    source: the text to compile; None reads the file.
     """
     files = [argument for argument in arguments if argument.endswith(".cu")]
     if "-cubin" not in arguments or len(files) != 1 or "-o" not in arguments:
@@ -67,7 +67,7 @@ def kernel_name(source: str) -> str:
 
 
 def read_entry(store: Path, key: str) -> bytes | None:
-    """None where there is none, or where it is not what was written."""
+    """None for a missing or damaged entry."""
     try:
         content = (store / key).read_bytes()
     except OSError:
@@ -82,8 +82,8 @@ def write_entry(store: Path, key: str, made: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(store: Path, key: str) -> Iterator[None]:
-    """One process at a time; a process that dies lets go of it. Where the file system has no locks
-    (Lustre and NFS may not), several compile the same."""
+    """A lock per key, released when its process dies. On a file system without locks (Lustre and
+    NFS may have none) several processes compile the same kernel."""
     store.mkdir(parents=True, exist_ok=True)
     with (store / f"{key}.lock").open("w") as lock:
         with contextlib.suppress(OSError):
@@ -94,8 +94,10 @@ def _alone(store: Path, key: str) -> Iterator[None]:
 def compiled(
     real: str, arguments: Sequence[str], request: Request, store: Path, folder: Path | None = None
 ) -> tuple[bytes, float]:
-    """The object, from `store` or else compiled by `real` in `folder` and put there; and the
-    seconds that took, 0 for what was there. CompileError where the compiler fails."""
+    """The object and the seconds spent on compiling it, 0 for a cache hit.
+
+    On a miss `real` compiles it in `folder` and it is added to `store`. CompileError if that fails.
+    """
     made = read_entry(store, request.key)
     if made is not None:
         return made, 0.0
@@ -126,13 +128,13 @@ def main() -> int:
     except CompileError as error:
         print(error)
         return 1
-    except OSError:  # the store is of no use (a full disk, read-only): as if there were none
+    except OSError:  # the store is full or read-only: compile without it
         os.execv(real, [real, *arguments])
     request.output.write_bytes(made)
     if seconds:
         name = kernel_name(request.source.read_text(errors="replace"))
         line = json.dumps({"kernel": name, "seconds": round(seconds, 2)}) + "\n"
-        # Whoever tidies up temporary folders may have removed it, which is no reason to fail.
+        # The folder may have been removed by a cleaner of temporary files: not a failure.
         with contextlib.suppress(OSError), Path(log).open("a") as file:
             file.write(line)
     return 0

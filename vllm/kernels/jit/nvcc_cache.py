@@ -1,9 +1,9 @@
-"""What nvcc made for DeepGEMM, kept across starts, and found out without compiling.
+"""A cache of what nvcc compiles for DeepGEMM, and plans of what has to be compiled.
 
-DeepGEMM generates a kernel's source by a heuristic of its own, from the sizes of a call, and runs
-the compiler that `DG_JIT_NVCC_COMPILER` names. The front written here is that compiler: it looks an
-object up before it compiles one (`nvcc.py`). While `NVCC_PLAN` names a folder, it writes down what
-it was asked for and fails instead: so a call tells which kernel it needs in milliseconds.
+DeepGEMM generates a kernel's source from the sizes of a call by its own heuristic, and runs the
+compiler that `DG_JIT_NVCC_COMPILER` names. The front written here is that compiler: it compiles
+only what the cache lacks (`nvcc.py`). While `NVCC_PLAN` names a folder, it saves the source and
+options there and fails instead: a call tells which kernel it needs within milliseconds.
 """
 
 import ctypes
@@ -48,10 +48,10 @@ _PREFIX = "nvcc-front-"
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call whose kernel depends on one size of it, for a library that compiles with nvcc.
+    """A library call whose kernel, compiled by nvcc, depends on one size.
 
-    name: tells it from calls of other fixed sizes. sizes: ascending; a call of size s runs the
-    kernel of the least of them that is not below s. run: makes the call, of a size.
+    name: with the fixed sizes. sizes: ascending; a call of size s runs the kernel of the smallest
+    that is >= s. run: makes the call for a size.
     """
 
     name: str
@@ -60,9 +60,8 @@ class CompiledCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """folder: with entries by key, and how to make them. real: the compiler. version: its own, as a
-    digest of what it says."""
+class NvccCache:
+    """folder: entries and recipes by key. real: path of nvcc. version: digest of its --version."""
 
     folder: Path
     real: str
@@ -72,12 +71,12 @@ class Memory:
         return nvcc.read_entry(self.folder, key) is not None
 
     def name(self, key: str) -> str:
-        """Of a kernel that `plan` returned."""
+        """The kernel's name, for a key from `plan`."""
         return nvcc.kernel_name(self._read_recipe(key)["source"])
 
     def compile(self, key: str) -> float:
-        """Makes the entry of a kernel that `plan` returned; the seconds that took, 0 where it was
-        there. CompileError where the compiler fails."""
+        """Compiles the kernel of a key from `plan`; seconds spent, 0 for a cache hit. CompileError
+        if the compiler fails."""
         recipe = self._read_recipe(key)
         with tempfile.TemporaryDirectory(prefix="vllm-nvcc-") as name:
             arguments = [
@@ -92,9 +91,9 @@ class Memory:
             return nvcc.compiled(self.real, arguments, request, self.folder)[1]
 
     def plan(self, call: CompiledCall, library: str) -> dict[int, str]:
-        """By size the key of its kernel, "" for one that the library has loaded already.
+        """The key of the kernel for each size, "" for a kernel that the library has loaded.
 
-        library: its version, and the chip. The answer is remembered: no call is made for it again.
+        library: its version, and the chip. Plans are cached, so the calls are made once.
         """
         subject = json.dumps([library, self.version, call.name, call.sizes])
         path = self.folder / "plans" / f"{hashlib.sha256(subject.encode()).hexdigest()}.json"
@@ -108,7 +107,7 @@ class Memory:
         return found
 
     def _asked(self, call: CompiledCall, size: int, folder: Path) -> str:
-        """The key of the kernel that a call asks for."""
+        """The key of the kernel that a call compiles."""
         for path in folder.iterdir():
             path.unlink()
         try:
@@ -140,8 +139,8 @@ class Memory:
         return recipe
 
 
-def make_memory(folder: Path) -> Memory | None:
-    """Puts the front in DeepGEMM's way, for this process and those it starts; None without nvcc."""
+def make_nvcc_cache(folder: Path) -> NvccCache | None:
+    """Makes DeepGEMM compile through the front, here and in child processes; None without nvcc."""
     named = envs.foreign("DG_JIT_NVCC_COMPILER")
     if named and Path(named).name.startswith(_PREFIX):  # of the process that started this one
         named = Path(named).read_text().splitlines()[1].removeprefix("# real: ")
@@ -150,7 +149,7 @@ def make_memory(folder: Path) -> Memory | None:
         return None
     said = subprocess.run([real, "--version"], capture_output=True, text=True).stdout
     version = hashlib.sha256(said.encode()).hexdigest()[:16]
-    memory = Memory(folder, real, version)
+    cache = NvccCache(folder, real, version)
     words = [sys.executable, "-I", "-S", "-c", _FRONT_CODE, real, version, str(folder)]
     text = _FRONT.format(real=real, words=shlex.join(words))
     front = folder / f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -158,7 +157,7 @@ def make_memory(folder: Path) -> Memory | None:
     if _text_of(front) != text:
         write_atomically(front, text.encode(), mode=0o755)
     envs.set_for_children("DG_JIT_NVCC_COMPILER", str(front))
-    return memory
+    return cache
 
 
 def _read_plan(path: Path) -> list[str] | None:
@@ -178,7 +177,7 @@ def _text_of(path: Path) -> str | None:
 
 @contextmanager
 def _planning(folder: str) -> Iterator[None]:
-    """Lets the front plan. What the library prints about compilers that fail goes nowhere."""
+    """Switches the front to planning, and discards what the library prints about its failures."""
     sys.stdout.flush()
     stdout = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)

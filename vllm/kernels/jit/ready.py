@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed, side by side, and what stands in for them until then."""
+"""Compiles kernels in parallel before they are needed, and chooses fallbacks until then."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 from vllm.kernels import registry
 from vllm.kernels.jit.monitor import Compilation
-from vllm.kernels.jit.nvcc_cache import CompiledCall, Memory
+from vllm.kernels.jit.nvcc_cache import CompiledCall, NvccCache
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.problem import LinearProblem
 from vllm.logger import get_logger
@@ -22,8 +22,10 @@ NVCC = "nvcc"
 
 
 class ReadySizes:
-    """Sizes of a `CompiledCall` that no compiler has to be waited for. Callable: whether a call of
-    that size is one. Everything is, where nothing was planned: then the first call compiles."""
+    """Sizes of a `CompiledCall` whose kernels are compiled. Callable with a size.
+
+    Every size is ready where nothing was planned: then the first call compiles.
+    """
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] | None = None
@@ -43,20 +45,20 @@ _ready: dict[str, ReadySizes] = {}
 
 
 def ready_sizes(name: str) -> ReadySizes:
-    """Of the calls of that name, in this process; it changes between steps alone, since what makes
-    an input lays it out for the kernel that will be called."""
+    """Of the calls of that name, in this process. It changes between steps only: within a step the
+    input is laid out for the kernel that will be called."""
     return _ready.setdefault(name, ReadySizes())
 
 
-# ---------------------------------------------------------------- who stands in
+# ---------------------------------------------------------------- fallbacks
 
 
 def stand_in(decision: Decision, name: str) -> Candidate | None:
-    """The first kernel built ahead of time that may serve until kernels of `name` are compiled.
+    """The first kernel built ahead of time that can serve until the kernels of `name` are compiled.
 
-    None where none is needed, where `name` was asked for (that speaks against all others, so it is
-    waited for), and where the weight would have to be kept twice: re-quantised for one, or widened
-    for the other.
+    None where none is needed, where `name` is an override (every other candidate then has a reason
+    against it, so the compiler is waited for), and where it would need a second copy of the weight,
+    re-quantised or widened.
     """
     problem = decision.problem
     own = next(c for c in decision.candidates if c.backend == name)
@@ -79,7 +81,7 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
 
 
 def running(decision: Decision, num_tokens: int) -> str:
-    """The backend that computes so many tokens: of a split, and of what stands in just now."""
+    """The backend that computes `num_tokens` now: the part of a split, or its fallback."""
     parts = decision.winner.parts or ((None, decision.winner.backend),)
     name = next(name for limit, name in parts if limit is None or num_tokens <= limit)
     other = stand_in(decision, name)
@@ -89,7 +91,7 @@ def running(decision: Decision, num_tokens: int) -> str:
 
 
 def compiler_of(decision: Decision, name: str) -> str:
-    """What compiles the kernels of backend `name` for this problem; "" for nothing."""
+    """The compiler of backend `name` for this problem; "" for a kernel built ahead of time."""
     spec = registry.spec_of(decision, name)
     return spec.compiles if spec is not None else ""
 
@@ -100,24 +102,24 @@ def _is_built_ahead(decision: Decision, name: str) -> bool:
 
 
 def is_ready(decision: Decision, name: str) -> Callable[[int], bool]:
-    """For M: whether the kernel of backend `name` can be called without waiting for a compiler."""
+    """Whether the kernel of backend `name` is compiled, as a function of M."""
     (call,) = _calls_of(decision, name, (1, 1))
     return ready_sizes(call.name)
 
 
-# ---------------------------------------------------------------- what has to be compiled
+# ---------------------------------------------------------------- calls to compile
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """must_wait: nothing stands in for it."""
+    """must_wait: it has no fallback."""
 
     call: CompiledCall
     must_wait: bool
 
 
 def needed_calls(decisions: Iterable[Decision], max_tokens: int) -> list[Needed]:
-    """What the chosen kernels of these decisions call with up to `max_tokens` tokens, each once."""
+    """The calls of the chosen kernels with up to `max_tokens` tokens, without duplicates."""
     found: dict[tuple[str, tuple[int, ...]], Needed] = {}
     for decision in decisions:
         if decision.chosen is None or decision.is_emulated:
@@ -148,12 +150,12 @@ def _calls_of(decision: Decision, name: str, m_range: tuple[int, int]) -> list[C
 
 @dataclass
 class WarmUp:
-    """Compiles in threads that each wait for a compiler.
+    """Compiles in threads that each run one compiler.
 
-    library: version and chip, which the plans depend on. compiled: what was, by now.
+    library: version and chip, which the plans depend on. compiled: compilations so far.
     """
 
-    memory: Memory
+    nvcc_cache: NvccCache
     library: str
     compiled: list[Compilation] = field(default_factory=list)
     _needed: list[Needed] = field(default_factory=list)
@@ -168,9 +170,9 @@ class WarmUp:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin(self, needed: Iterable[Needed]) -> None:
-        """Plans, and starts to compile; no call is ready until `finish`. What the library raises
-        for a call is raised, unless another kernel stands in for it."""
-        # What is waited for in any case comes first, then by size: graphs are captured of those.
+        """Plans, and starts to compile; no call is ready until `finish`. Raises what the library
+        raises for a call without a fallback."""
+        # Calls without a fallback come first, then small sizes: CUDA graphs are captured of those.
         self._needed = sorted(needed, key=lambda one: not one.must_wait)
         self._plans = [self._plan(one) for one in self._needed]
         self._names = [one.call.name for one in self._needed]
@@ -182,7 +184,7 @@ class WarmUp:
         for _, _, key in order:
             if key and key not in self._queued:
                 self._queued.add(key)
-                self._done.add(key) if self.memory.has(key) else self._queue.put(key)
+                self._done.add(key) if self.nvcc_cache.has(key) else self._queue.put(key)
         for name in self._names:
             ready_sizes(name).set((), ())
         for _ in range(min(self._queue.qsize(), num_compilers(num_cores(), memory_limit()))):
@@ -190,17 +192,17 @@ class WarmUp:
 
     def _plan(self, one: Needed) -> dict[int, str]:
         try:
-            return self.memory.plan(one.call, self.library)
+            return self.nvcc_cache.plan(one.call, self.library)
         except Exception as error:  # whatever a library raises
             if one.must_wait:
                 raise
-            logger.warning("%s is served by others: %s", one.call.name, error)
+            logger.warning("%s is served by its fallback: %s", one.call.name, error)
             return {}
 
     def finish(self, seconds: float) -> None:
-        """Loads what was compiled; waits for `seconds` at most for what has a stand-in.
+        """Loads what was compiled; waits at most `seconds` for kernels with a fallback.
 
-        RuntimeError of the library for a kernel that does not compile and has none.
+        RuntimeError of the library for a kernel without a fallback that does not compile.
         """
         deadline = time.monotonic() + seconds
         pairs = list(zip(self._needed, self._plans))
@@ -217,15 +219,14 @@ class WarmUp:
         if left := len(self._queued) - len(self._done) - len(self._failed):
             logger.warning(
                 "%d of %d kernels are not compiled after %.0f s (VLLM_KERNEL_COMPILE_SECONDS): "
-                "others stand in for them until then, and in captured graphs until the next start",
+                "fallbacks serve until then, and in captured graphs until the next start",
                 left, len(self._queued), seconds,
             )  # fmt: skip
 
     def promote(self) -> None:
-        """Lets what was compiled meanwhile serve from now on; to be called between steps.
+        """Loads at most one kernel that was compiled since the start, and lets it serve.
 
-        A kernel is loaded first, like those of the start, and no more than one at a time: the next
-        step waits for that.
+        Call it between steps: the next step waits for the load.
         """
         if not self._late:
             return
@@ -263,8 +264,8 @@ class WarmUp:
                 return
             made, ended = [], self._done
             try:
-                if spent := self.memory.compile(key):
-                    made = [Compilation(NVCC, self.memory.name(key), spent)]
+                if spent := self.nvcc_cache.compile(key):
+                    made = [Compilation(NVCC, self.nvcc_cache.name(key), spent)]
             except Exception as error:  # whatever it is: the start waits for this thread
                 ended = self._failed
                 text = str(error)[-500:] or type(error).__name__
@@ -282,10 +283,9 @@ class WarmUp:
             )
 
     def _load(self, one: Needed, size: int, key: str) -> None:
-        """Makes a call, unless one of the same kernel was made: the library loads it, and has it
-        from then on.
+        """Makes a call of each kernel once, by which the library loads it.
 
-        One that does not compile raises here, unless another stands in for it.
+        Raises for a kernel without a fallback that does not compile.
         """
         name = one.call.name
         if (name, key) in self._loaded or (key in self._failed and not one.must_wait):
@@ -296,18 +296,18 @@ class WarmUp:
         except Exception as error:  # whatever a library raises
             if one.must_wait or not key:
                 raise
-            logger.warning("%s of size %d is served by others: %s", name, size, error)
+            logger.warning("%s of size %d is served by its fallback: %s", name, size, error)
             with self._changed:
                 self._done.discard(key)
                 self._failed.add(key)
 
 
-# What cicc takes for one of DeepGEMM's kernels is 0.47 GB (CUDA 13.0): as much is left for others,
-# since a container may have all cores of a machine and little of its memory.
+# cicc takes 0.47 GB for one of DeepGEMM's kernels (CUDA 13.0); the rest is a reserve, since a
+# container may have all cores of a machine and little of its memory.
 _COMPILER_BYTES = 1 << 30
 
 
 def num_compilers(num_cores: int, memory: int) -> int:
-    """Half of the cores, which are threads of one core more often than not: the kernels that come
-    first are done the sooner. memory: bytes that this container has."""
+    """Half of the logical cores, as two usually share a physical one: the first kernels are done
+    sooner. memory: bytes of this container."""
     return max(1, min(num_cores // 2, memory // _COMPILER_BYTES))

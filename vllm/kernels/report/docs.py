@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.report import catalog
-from vllm.kernels.report.question import CHIPS
+from vllm.kernels.report.question import BLOCKS, CHIPS, PACKED
 from vllm.kernels.report.text_report import KINDS
 from vllm.kernels.select.policy import (
     DEFAULT_ORDER,
@@ -51,15 +51,15 @@ _EXAMPLES: tuple[tuple[str, str], ...] = (
     ),
     (
         "A column-parallel layer over 32 ranks with partial scale blocks, for 1 to 64 tokens.",
-        "vllm kernels explain --layer fp8-block:18432/32x7168:1,64 --device sm_90 --libs deep_gemm",
+        f"vllm kernels explain --layer {BLOCKS}:18432/32x7168:1,64 --device sm_90 --libs deep_gemm",
     ),
     (
         "A library without code for the chip.",
-        "vllm kernels explain --layer fp8-block:4096x7168 --device sm_121 --libs deep_gemm",
+        f"vllm kernels explain --layer {BLOCKS}:4096x7168 --device sm_121 --libs deep_gemm",
     ),
     (
         "A requested backend that cannot run is refused, with exit code 1.",
-        "vllm kernels explain --layer nvfp4:4096x7168 --device sm_90 --libs none "
+        f"vllm kernels explain --layer {PACKED}:4096x7168 --device sm_90 --libs none "
         "--linear-backend cutlass",
     ),
     (

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger

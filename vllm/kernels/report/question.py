@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.registry import formats
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
@@ -47,21 +48,17 @@ DTYPES = {
 }  # fmt: skip
 KV_FORMATS = {**DTYPES, "fp8": "fp8", "fp8_e4m3": "fp8"}
 
+# A format with scale blocks and one that packs its codes, for examples.
+BLOCKS = next(kind for kind, known in formats().items() if known.num_sizes == 2)
+PACKED = next(kind for kind, known in formats().items() if known.codes_per_byte > 1)
 LAYER_SYNTAX = (
-    "FORMAT:NxK[:M], such as fp8-block:4096x7168, fp8-block:8192+512+512x4096 (merged parts), "
-    "fp8-block:18432/32x7168 (rows over 32 ranks), nvfp4:4096x7168:1,64 (1 to 64 tokens)"
+    f"FORMAT:NxK[:M], such as {BLOCKS}:4096x7168, {BLOCKS}:8192+512+512x4096 (merged parts), "
+    f"{BLOCKS}:18432/32x7168 (rows over 32 ranks), {PACKED}:4096x7168:1,64 (1 to 64 tokens)"
 )
 _LAYER = re.compile(
     r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
     r"(?::(?P<m>\d+(?:,\d+)*))?"
 )
-# Activation schemes of a format, in order of preference, where no checkpoint says which.
-_ACT_SCHEMES = {
-    "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
-    "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
-    "fp8-tensor": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
-    "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
-}
 
 
 # ---------------------------------------------------------------- chip and libraries
@@ -188,7 +185,7 @@ def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
         n=sum(parts),
         k=k,
         weight=weight,
-        act=_ACT_SCHEMES.get(weight.kind, (ActScheme.NONE,)),
+        act=weight.description.act,
         dtype=dtype,
         parts=parts if len(parts) > 1 else (),
         cut_n=cut_n,

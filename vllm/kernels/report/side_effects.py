@@ -3,7 +3,7 @@ cannot be captured in a CUDA graph, emulation where no kernel can run."""
 
 from collections.abc import Iterable
 
-from vllm.formats.weight_format import ActScheme
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.report.layer_groups import compress
 from vllm.kernels.select.decision import Candidate, Decision, Record

@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
@@ -344,10 +345,9 @@ def asks(problem: Problem) -> str:
     m_range = getattr(problem, "m_range", EXPECTED_TOKENS)
     if m_range != EXPECTED_TOKENS:
         facts.append(f"M = {m_range[0]}" + f" to {m_range[1]}" * (m_range[0] != m_range[1]))
-    error = getattr(problem, "requant_error", None)
-    if error is not None:
-        form = Scales.UE8M0 if problem.format == "fp8-block" else Scales.ACTIVATION
-        facts.append(f"in {form} scales {requant_text(error)}")
+    if isinstance(problem, LinearProblem | MoEProblem) and problem.requant_error is not None:
+        form = problem.weight.description.rounded_scales
+        facts.append(f"in {form} scales {requant_text(problem.requant_error)}")
     return ", ".join(facts)
 
 

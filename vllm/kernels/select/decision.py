@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm.errors import VllmError
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why

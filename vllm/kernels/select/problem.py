@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.weight_format import WeightFormat
 
 
 def comes_quantised(name: str) -> bool:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Parts
 from vllm.kernels.select.eligibility import names

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import ActScheme
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
 

@@ -1,7 +1,6 @@
-"""Tries one linear kernel on this device, as the engine would run it: is it right, how fast is it?
+"""Checks and times one linear kernel on this device, as the engine would run it.
 
-`serve` answers the questions of `vllm kernels tune` in a process of its own, which a kernel may
-kill or hang without harm to anything else.
+`serve` runs in a child process of `vllm kernels tune`, which a kernel may crash or hang.
 """
 
 import statistics
@@ -9,31 +8,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.errors import is_out_of_memory
-from vllm.formats.weight_format import ActScheme
-from vllm.kernels.interface import LinearKernel, LinearTensors, scale_shape
+from vllm.formats.act_scheme import ActScheme
+from vllm.kernels.backends import emulation
+from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
-from vllm.kernels.tuning.workers import MACHINE, Channel, Job
+from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.machine import Device
 from vllm.ops import nvfp4, torch_ops
-from vllm.ops.fp8 import quantise_groups
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
+from vllm.platforms.child import requests
 from vllm.utils import fp8
 from vllm.utils.torch_utils import dtype_of
 
-# Largest relative Frobenius error against the reference, by the type of the output: its rounding,
-# and that a kernel may round an activation that lies between two FP8 values the other way.
+# Largest relative Frobenius error against the reference, by output dtype: it covers the rounding of
+# the output and of activations halfway between two FP8 values.
 MAX_ERROR = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4}
-# Rows of NaN behind the input: what a kernel reads past its end shows in its output.
+# Rows of NaN behind the input: a kernel that reads past its end has NaN in its output.
 _NUM_POISONED_ROWS = 160
 _MAX_COPIES, _CPU_CACHE_BYTES = 64, 64 << 20
 _MIN_REPLAYS, _MAX_REPLAYS, _REPLAY_SECONDS = 5, 20, 0.05
@@ -41,19 +42,19 @@ _GRAPH_SECONDS = 0.02
 
 
 class WrongResultError(Exception):
-    """The kernel computes something else than the reference."""
+    """The kernel's result differs from the reference."""
 
 
-def serve(channel: Channel, device_kind: str) -> None:
-    """Answers jobs until the channel closes; an exception ends the process after it was told."""
+def serve(channel: Connection, device_kind: str) -> None:
+    """Runs in the child: carries out jobs, and returns after the first that fails (`Worker`)."""
     with torch.inference_mode():
         trial: Trial | None = None
         has_begun = False
-        while (job := channel.next_job()) is not None:
+        for job in requests(channel):
             try:
                 if not has_begun:
-                    torch.empty(1, device=device_kind)  # that this fails is no kernel's doing
-                    channel.begin()
+                    torch.empty(1, device=device_kind)  # a failure here is not the kernel's
+                    channel.send(("begun", 0, 0.0))
                     has_begun = True
                 if trial is None or trial.subject != (job.problem, job.candidate):
                     trial = None  # its memory goes before the next takes some
@@ -61,22 +62,24 @@ def serve(channel: Channel, device_kind: str) -> None:
                         torch.cuda.empty_cache()
                     trial = Trial(job, torch.device(device_kind))
                 steps = trial.measure(job) if job.is_timed else trial.check(job)
-                for num_tokens, us in steps:
-                    channel.report(num_tokens, us)
-                channel.finish()
+                for num_tokens, value in steps:
+                    channel.send(("at", num_tokens, value))
+                channel.send(("done", 0, 0.0))
+            except ConnectionError:
+                raise
             except WrongResultError as error:
-                channel.fail("numerics", str(error))
+                channel.send(("failed", "numerics", str(error)))
                 return
             except Exception as error:  # whatever else a kernel raises speaks against it
                 is_kernels = has_begun and not is_out_of_memory(error)
                 why = "library" if is_kernels else MACHINE
                 text = " ".join(str(error).split())[:300]
-                channel.fail(why, f"{type(error).__name__}: {text}")
+                channel.send(("failed", why, f"{type(error).__name__}: {text}"))
                 return
 
 
 class Trial:
-    """One kernel over random weights, with as many copies of them as defeat the caches."""
+    """One kernel over random weights, with enough copies of them to defeat the caches."""
 
     def __init__(self, job: Job, device: torch.device):
         self.device = device
@@ -94,9 +97,8 @@ class Trial:
         return make_linear(decision, tensors)
 
     def check(self, job: Job) -> Iterator[tuple[int, float]]:
-        """The relative error for each of the gate's token counts; WrongResultError where it is too
-        large or NaN. Then one call for each count that is to be timed: kernels compile at a first
-        call."""
+        """The relative error for each of the gate's token counts, then 0 for a first call of each
+        count to be timed, which may compile. WrongResultError for a large error or NaN."""
         for num_tokens in job.gate:
             yield num_tokens, self._error(num_tokens)
         for num_tokens in job.tokens:
@@ -126,8 +128,8 @@ class Trial:
         return error
 
     def measure(self, job: Job) -> Iterator[tuple[int, float]]:
-        """(tokens, microseconds of a call), as far as the seconds of the job reach; with a minus
-        before tokens, of a call whose input is quantised already, where the kernel takes that."""
+        """(tokens, microseconds of a call), until the seconds of the job are over; with negative
+        tokens for a call with quantised input, where the kernel takes that."""
         self._add_copies()
         end = time.monotonic() + job.seconds
         for num_tokens in job.tokens:
@@ -153,7 +155,7 @@ class Trial:
 
 
 def _quantised(kernel: LinearKernel, x: Tensor) -> Any:
-    """x as the layer before may hand it over; None for a kernel that quantises inside, or not."""
+    """x quantised by the preceding layer; None for a kernel that does not take that."""
     asks = getattr(kernel, "input_quant", None)
     quant = asks(x.shape[0]) if asks is not None else None
     return None if quant is None else quant.quantise(x)
@@ -166,7 +168,7 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def _poison_free_memory(num_elements: int, like: Tensor) -> None:
-    """NaN in memory that the allocator is likely to hand out next, for outputs and scales."""
+    """NaN in memory that the allocator is likely to return next, for outputs and scales."""
     for size in (num_elements, num_elements // 2, num_elements // 32):
         torch.full((size + 1,), float("nan"), device=like.device, dtype=like.dtype)
 
@@ -174,90 +176,52 @@ def _poison_free_memory(num_elements: int, like: Tensor) -> None:
 # ---------------------------------------------------------------- reference
 
 
+# Of static activation schemes: with these, 6 is the largest value, the most of a Gaussian of 2^30
+# numbers.
+_INPUT_SCALES = {
+    ActScheme.STATIC_TENSOR: 6 / fp8.FP8_MAX,
+    ActScheme.NVFP4_GROUP16: 6 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX),
+}
+
+
 def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) -> LinearTensors:
-    """A weight of the problem's format, as a checkpoint would store it."""
+    """A random weight of the problem's format, as a checkpoint stores it."""
     generator = torch.Generator(device).manual_seed(seed)
-    weight_format, shape = problem.weight, (problem.n, problem.k)
-    scales_of = scale_shape(weight_format, (problem.n,), problem.k)
-    if weight_format.element in ("nvfp4", "int4"):
-        codes = torch.randint(
-            0, 256, (problem.n, problem.k // 2), generator=generator, device=device
-        ).to(torch.uint8)
-        scales = torch.rand(scales_of, generator=generator, device=device) + 0.5
-        if weight_format.element == "nvfp4":
-            global_scales = torch.full((1,), 0.01, device=device)
-            scales = scales.to(torch.float8_e4m3fn)
-            input_scale = None
-            if ActScheme.NVFP4_GROUP16 in problem.act:
-                input_scale = torch.tensor(_STATIC_SCALE / nvfp4.E2M1_MAX, device=device)
-            return LinearTensors(
-                weight_format,
-                codes,
-                (problem.n,),
-                scales,
-                input_scale=input_scale,
-                global_scales=global_scales,
-            )
-        return LinearTensors(weight_format, codes, (problem.n,), scales)
-    weight = torch.randn(shape, generator=generator, device=device)
-    if weight_format.element != "fp8":
-        return LinearTensors(weight_format, weight.to(dtype_of(str(weight_format))), (problem.n,))
-    if weight_format.scale == "block":
-        q, scales = fp8.per_block_cast_to_fp8(weight, weight_format.block)
-    else:
-        amax = weight.abs().amax(1, keepdim=True)
-        scales = (amax if weight_format.scale == "channel" else amax.amax(0, keepdim=True)) / 448
-        q = (weight / scales).to(torch.float8_e4m3fn)
-    static = ActScheme.STATIC_TENSOR in problem.act
-    input_scale = torch.tensor(_STATIC_SCALE, device=device) if static else None
-    return LinearTensors(weight_format, q, (problem.n,), scales, input_scale=input_scale)
-
-
-# Of a static activation scheme: 448 of these reach 6, the most of a Gaussian of 2^30 numbers.
-_STATIC_SCALE = 6 / 448
+    found: dict[str, Any] = {"shard_rows": (problem.n,)}
+    shapes = problem.weight.shapes((problem.n,), problem.k)
+    for tensor in problem.weight.description.tensors:
+        if tensor.is_optional:
+            continue
+        dtype, size = getattr(torch, tensor.dtype), shapes[tensor.name]
+        if dtype == torch.uint8:
+            values = torch.randint(0, 256, size, generator=generator, device=device)
+        elif tensor.one_per == "code":
+            values = torch.randn(size, generator=generator, device=device)
+        else:
+            values = torch.rand(size, generator=generator, device=device) + 0.5
+        found[tensor.name] = values.to(dtype)
+    scheme = next((act for act in problem.act if act in _INPUT_SCALES), None)
+    if scheme is not None:
+        found["input_scale"] = torch.tensor(_INPUT_SCALES[scheme], device=device)
+    return LinearTensors(problem.weight, **found)
 
 
 def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
-    """x [M, K] times the weight in float32, with activations rounded as the kernel's scheme says;
-    NotImplementedError for a scheme without a reference here."""
+    """x [M, K] times the weight in float32, with activations rounded as the kernel rounds them."""
     if candidate.is_lossy:
         tensors = requantised(tensors, candidate.scales, x.dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
-    return _rounded(x, candidate, tensors) @ packed.dequantize().T
-
-
-def _rounded(x: Tensor, candidate: Candidate, tensors: LinearTensors) -> Tensor:
-    x = x.float()
-    act = candidate.act
-    if act is ActScheme.NONE:
-        return x
-    if act is ActScheme.DYNAMIC_GROUP128:
-        is_lossy = candidate.is_lossy
-        q, scales = quantise_groups(x, 128, use_ue8m0=is_lossy)
-        return fp8.dequantise_blocks(q, scales, (1, 128))
-    if act is ActScheme.NVFP4_GROUP16:
-        assert tensors.input_scale is not None
-        inverse = tensors.input_scale.reciprocal().reshape(1)
-        return nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, inverse), inverse)
-    if act is ActScheme.STATIC_TENSOR:
-        assert tensors.input_scale is not None
-        scale = tensors.input_scale
-    elif act in (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR):
-        per_token = act is ActScheme.DYNAMIC_TOKEN
-        amax = x.abs().amax(1, keepdim=True) if per_token else x.abs().amax()
-        scale = amax.clamp(min=1e-10) / 448
-    else:
-        raise NotImplementedError(f"there is no reference for activations {act}")
-    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    rounded: Tensor = emulation.rounding(candidate, tensors)(x)
+    return rounded @ packed.dequantize().T
 
 
 # ---------------------------------------------------------------- time
 
 
 def _cuda_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """Median time of one call in graphs that make calls over different weights one after another,
-    so that none is found in the L2 cache."""
+    """Median time of one call, in CUDA graphs of calls with different weights, so that none is in
+    the L2 cache."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

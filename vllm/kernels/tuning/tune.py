@@ -1,8 +1,8 @@
-"""`vllm kernels tune`: what to measure, in which order, and where the results go.
+"""`vllm kernels tune`: plans measurements, carries them out and writes the table.
 
-Every kernel that can run a layer on this machine is first compared with a reference (the gate),
-several at a time since that compiles what is compiled at a first call, and then timed, one at a
-time. The table is rewritten after each, so that a later run goes on where this one ended.
+Every kernel that can run a layer on this machine is first compared with a reference (the gate), in
+parallel because first calls may compile, and then timed, one at a time. The table is rewritten
+after each, so that a later run resumes where this one ended.
 """
 
 import queue
@@ -130,7 +130,7 @@ def _missing(job: Job, table: Table) -> tuple[int, ...]:
 
 
 def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
-    """How many kernels can be checked at once. memory: bytes of the machine; gpu_memory: of the
+    """How many kernels can be checked in parallel. memory: bytes of the machine; gpu_memory: of the
     GPU; None for the CPU, whose kernels use all cores."""
     if gpu_memory is None:
         return 1
@@ -139,8 +139,8 @@ def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: i
 
 
 def _bytes_of_check(job: Job) -> int:
-    """About what one takes of a GPU: input, output and reference in float32, the weight in float32
-    too, and the context."""
+    """Estimated GPU memory of one check: input, output, reference and weight in float32, and the
+    CUDA context."""
     m, n, k = max(*job.tokens, *job.gate), job.problem.n, job.problem.k
     return 16 * m * (n + k) + 12 * n * k + _BYTES_OF_CONTEXT
 
@@ -191,12 +191,12 @@ class Run:
         return total is not None and time.monotonic() - self._start > total * share
 
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-        """Those that pass the gate, and those for which no time or no memory was left, in order.
+        """Jobs that passed the gate, and jobs for which no time or memory was left, in order.
 
-        What failed for want of memory while others were checked is checked again alone.
+        A job that ran out of memory beside others is checked again alone.
         """
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        # What compiles takes long, and begins first; or last, where it could use up all the time.
+        # Slow compilations start first; with a time limit last, as they could use it up.
         is_limited = self.limits.total is not None
         for job in sorted(jobs, key=lambda job: job.compiles == is_limited):
             waiting.put(job)

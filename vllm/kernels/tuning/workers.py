@@ -1,20 +1,15 @@
-"""Processes that kernels are tried in: one may fault or hang, and only its kernel is lost.
+"""Child processes that measure kernels: one may crash or hang, and only its kernel is lost.
 
-Standard library only: torch is imported in the process that is started.
+Standard library only: torch is imported in the child.
 """
 
-import contextlib
-import multiprocessing
-import os
 import signal
 import threading
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
+from vllm.platforms.child import Child, ChildEndedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +31,9 @@ class Job:
         return f"{self.problem.size_key}  {self.candidate.backend}"
 
 
-# Of a failure that says nothing about the kernel: no memory was left, or no process for it began.
+# A failure that says nothing about the kernel: out of memory, or its process did not start.
 MACHINE = "machine"
+_START_SECONDS = 60.0  # torch is imported before a kernel is
 
 
 class JobError(Exception):
@@ -49,41 +45,16 @@ class JobError(Exception):
 
 
 class StoppedError(Exception):
-    """The worker was stopped while it ran a job; that says nothing about the kernel."""
-
-
-class Channel:
-    """The process's end of the line."""
-
-    def __init__(self, connection: Connection):
-        self._connection = connection
-
-    def next_job(self) -> Job | None:
-        try:
-            job: Job = self._connection.recv()
-        except EOFError:
-            return None
-        return job
-
-    def begin(self) -> None:
-        """What follows is the doing of kernels."""
-        self._connection.send(("begun", 0, 0.0))
-
-    def report(self, num_tokens: int, value: float) -> None:
-        self._connection.send(("at", num_tokens, value))
-
-    def finish(self) -> None:
-        self._connection.send(("done", 0, 0.0))
-
-    def fail(self, why: str, reason: str) -> None:
-        self._connection.send(("failed", why, reason))
+    """The worker was stopped while it ran a job."""
 
 
 class Worker:
-    """A process that runs jobs one after another; after a failure the next job gets a new one.
+    """A child that runs jobs one after another; after a failure the next job gets a new child.
 
-    serve: what the process runs, as `module:function` taking a Channel and device_kind; it is
-    imported there. timeout: seconds without a sign of life after which a job counts as hanging.
+    serve: what it runs, as `module:function` taking a Connection and device_kind. It receives a Job
+    and sends (kind, a, b): `begun` once the device works and what follows is the kernel's doing,
+    `at` with a token count and a value, then `done`, or `failed` with why and a reason.
+    timeout: seconds without a message after which a kernel counts as hanging.
     """
 
     def __init__(self, serve: str, device_kind: str, timeout: float):
@@ -92,93 +63,66 @@ class Worker:
         self._is_stopped = False
         self._has_begun = False
         self._lock = threading.Lock()
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
 
     def run(self, job: Job) -> list[tuple[int, float]]:
-        """What the process reports of a job; JobError for a failure, of whatever kind."""
+        """The (token count, value) pairs that the child reports; JobError for any failure."""
         reports: list[tuple[int, float]] = []
         try:
-            connection = self._started()
-            connection.send(job)
+            child = self._started()
+            child.send(job)
             while True:
-                if not connection.poll(self._timeout):
-                    why = "library" if self._has_begun else MACHINE
-                    raise JobError(why, f"hung for {self._timeout:g} s{_place(reports)}")
-                kind, first, second = connection.recv()
+                limit = self._timeout if self._has_begun else max(self._timeout, _START_SECONDS)
+                kind, first, second = child.receive(limit)
                 if kind == "done":
                     return reports
                 if kind == "begun":
                     self._has_begun = True
-                    continue
-                if kind == "failed":
+                elif kind == "failed":
                     raise JobError(first, second + _place(reports) * (first == "library"))
-                reports.append((first, second))
-        except (EOFError, OSError):
+                else:
+                    reports.append((first, second))
+        except BaseException as error:
+            self._close()
+            if not isinstance(error, OSError | ChildEndedError):
+                raise
+            raise self._failure(error, reports) from None
+
+    def _failure(
+        self, error: OSError | ChildEndedError, reports: list[tuple[int, float]]
+    ) -> JobError | StoppedError:
+        speaks_against_kernel = self._has_begun
+        text = f"hung for {self._timeout:g} s"
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            return JobError(MACHINE, f"its process cannot be started: {error}")
+        if isinstance(error, ChildEndedError):
             if self._is_stopped:
-                raise StoppedError from None
-            # SIGKILL comes from a system without memory, or from a person.
-            is_kernels = self._has_begun and self._exit_code() != -signal.SIGKILL
-            why = "library" if is_kernels else MACHINE
-            error = JobError(why, f"{self._exit_text()}{_place(reports)}")
-            self._end()
-            raise error from None
-        except BaseException:
-            self._end()
-            raise
+                return StoppedError()
+            # SIGKILL is sent by the out-of-memory killer or by a person.
+            speaks_against_kernel &= error.code != -signal.SIGKILL
+            text = f"its process {error}"
+        return JobError("library" if speaks_against_kernel else MACHINE, text + _place(reports))
 
     def stop(self) -> None:
         """For good; from any thread."""
         self._is_stopped = True
-        self._end()
+        self._close()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         with self._lock:
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
-        if process is not None and process.pid is not None:
-            # What it started, such as compilers, belongs to its session.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-        if connection is not None:
-            connection.close()
+            child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
-    def _started(self) -> Connection:
+    def _started(self) -> Child:
         with self._lock:
             if self._is_stopped:
                 raise StoppedError
-            if self._connection is None:
-                spawn = multiprocessing.get_context("spawn")
-                self._connection, theirs = spawn.Pipe()
-                arguments = (theirs, *self._arguments)
-                self._process = spawn.Process(target=_work, args=arguments)
+            if self._child is None:
                 self._has_begun = False
-                self._process.start()
-                theirs.close()
-            return self._connection
-
-    def _exit_code(self) -> int | None:
-        process = self._process
-        assert process is not None
-        process.join(10)
-        return process.exitcode
-
-    def _exit_text(self) -> str:
-        code = self._exit_code()
-        if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
+                self._child = Child(*self._arguments)
+            return self._child
 
 
 def _place(reports: list[tuple[int, float]]) -> str:
     return f", after M = {reports[-1][0]}" if reports else ""
-
-
-def _work(connection: Connection, serve: str, device_kind: str) -> None:
-    os.setsid()  # an interrupt at the keyboard is for the process that asked, which stops this one
-    os.dup2(2, 1)  # what libraries print is no answer
-    module, _, function = serve.partition(":")
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
-        getattr(import_module(module), function)(Channel(connection), device_kind)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from vllm.architectures.sharding import LinearSpec, ParallelStyle
 from vllm.distributed.groups import Addend, Group, PartialSum
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
@@ -105,9 +106,8 @@ class Linear(StoredWeight):
         shards = spec.shards(prefix, group.rank, group.size)
         places = [(name, Place.of(region)) for name, region in shards]
         super().__init__(prefix + spec.name, places, group)
-        quant = ctx.quant_config if spec.may_quantize else None
         self.method: LinearMethod = (
-            quant and quant.linear_method(self.shard_names)
+            spec.may_quantize and ctx.quant_methods.linear_method(self.shard_names)
         ) or UnquantizedLinearMethod(ctx.weight_dtype)
         output_size = sum(self.shard_rows)
         self.bias = empty_parameter(output_size, dtype=torch.float32) if spec.bias else None

@@ -17,6 +17,7 @@ from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.attention import log_cache_scales
+from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
 from vllm.model_executor.weights import Slot, kernel_layers, layers_on_other_ranks, model_slots
@@ -125,7 +126,7 @@ def model_context(
         decoder=config.model_config.decoder,
         dtype=dtype,
         weight_dtype=_weight_dtype(config, checkpoint, dtype),
-        quant_config=config.quant_config,
+        quant_methods=QuantizationMethods(config.quant_config),
         selection=selection,
         ops=usable_ops(selection.device.kind),
         kv_cache_format=(

@@ -115,8 +115,7 @@ class FusedMoE(nn.Module):
             Stack("gate_up", (("gate_proj", cut), ("up_proj", cut))),
             Stack("down", (("down_proj", turned),)),
         )
-        quant = ctx.quant_config
-        self.method: MoEMethod = (quant and quant.moe_method(self)) or UnquantizedMoEMethod(
+        self.method: MoEMethod = ctx.quant_methods.moe_method(self) or UnquantizedMoEMethod(
             ctx.weight_dtype
         )
         self.method.create_weights(self)

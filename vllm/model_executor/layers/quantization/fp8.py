@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.interface import LinearTensors, scale_shape
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer
+from vllm.formats.readers.fp8 import Fp8Config
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
-from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.layers.sharding import Place
@@ -22,39 +23,50 @@ FP8 = torch.float8_e4m3fn
 
 
 class Fp8LinearMethod(LinearMethod):
-    """An FP8 weight with `weight_scale_inv` (blocks) or `weight_scale` (tensor): w = q * scale."""
+    """An FP8 weight with float32 scales per tensor, row or block: w = q * scale.
 
-    def __init__(self, config: Fp8Config, weight: WeightFormat, act_schemes: tuple[ActScheme, ...]):
-        super().__init__(weight, act_schemes)
+    config: of the checkpoint. Its `use_deep_gemm` is what the selector decides by.
+    """
+
+    def __init__(self, config: QuantizationConfig, layer: StoredLayer):
+        super().__init__(layer.format, layer.act)
         self.config = config
+        self.layer = layer
 
     def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
         layer.weight = empty_parameter(rows, columns, dtype=FP8)
         shape = scale_grid(self.format, layer.places)
         layer.weight_scale = empty_parameter(*shape, dtype=torch.float32)
-        if self.config.activation_scheme == "static":
+        if self.layer.has_input_scale:
             layer.input_scale = empty_parameter(len(layer.shard_rows), dtype=torch.float32)
 
     def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
-        is_static = self.config.activation_scheme == "static"
-        return _weight_slots(
-            self.config,
-            layer.places[index],
-            layer.weight.data[rows],
-            layer.weight_scale.data[scale_rows(self.format, layer.places, index)],
-            layer.input_scale.data[index] if is_static else None,
-        )
+        place, weight, stored = layer.places[index], layer.weight.data[rows], self.layer.weight
+        scale = layer.weight_scale.data[scale_rows(self.format, layer.places, index)]
+        if not self.layer.is_quantized:
+            return {"weight": _quantising_slot(place, weight, scale, stored.block)}
+        names, write = self.layer.names, write_scales(scale)
+        slots = {names.weight: place.slot((1, 1), (FP8,), copy_into(weight))}
+        if stored.scale == "tensor":
+            # One scalar, spread over the shard's rows where shards are merged (exact).
+            slots[names.scale] = Slot((), FLOATS, write)
+        else:
+            per_scale = stored.rows_per_scale(1), stored.columns_per_scale(place.num_columns)
+            slots[names.scale] = place.slot(per_scale, FLOATS, write)
+        if self.layer.has_input_scale:
+            write_input = write_scales(layer.input_scale.data[index])
+            slots[names.input_scale] = Slot((), FLOATS, write_input)
+        return slots
 
     def tensors(self, layer: StoredWeight) -> LinearTensors:
-        is_static = self.config.activation_scheme == "static"
         row_offsets, column_offset = offsets_in_blocks(self.format, layer.places)
         return LinearTensors(
             self.format,
             layer.weight.data,
             layer.shard_rows,
             layer.weight_scale.data,
-            input_scale=layer.input_scale.data.max() if is_static else None,
+            input_scale=layer.input_scale.data.max() if self.layer.has_input_scale else None,
             row_offsets=row_offsets,
             column_offset=column_offset,
         )
@@ -63,28 +75,8 @@ class Fp8LinearMethod(LinearMethod):
 class Fp8MoEMethod(StackedMoEMethod):
     """The same for every expert."""
 
-    def __init__(self, config: Fp8Config, weight: WeightFormat, act_schemes: tuple[ActScheme, ...]):
-        super().__init__(Fp8LinearMethod(config, weight, act_schemes))
-
-
-def _weight_slots(
-    config: Fp8Config, place: Place, weight: Tensor, scale: Tensor, input_scale: Tensor | None
-) -> dict[str, Slot]:
-    """Slots of the part of one checkpoint weight [N, K] that a rank holds, with its scales; the
-    tensors are places to fill."""
-    if not config.is_checkpoint_fp8_serialized:
-        assert config.weight_block_size is not None
-        return {"weight": _quantising_slot(place, weight, scale, config.weight_block_size)}
-    slots = {"weight": place.slot((1, 1), (FP8,), copy_into(weight))}
-    if config.weight_block_size:
-        write = write_scales(scale)
-        slots["weight_scale_inv"] = place.slot(config.weight_block_size, FLOATS, write)
-    else:
-        # One scalar, spread over the shard's rows where shards are merged (exact).
-        slots["weight_scale"] = Slot((), FLOATS, write_scales(scale))
-    if input_scale is not None:
-        slots["input_scale"] = Slot((), FLOATS, write_scales(input_scale))
-    return slots
+    def __init__(self, config: QuantizationConfig, layer: StoredLayer):
+        super().__init__(Fp8LinearMethod(config, layer))
 
 
 def _quantising_slot(place: Place, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Slot:
@@ -106,7 +98,7 @@ def scale_grid(weight_format: WeightFormat, places: Sequence[Place]) -> tuple[in
     if weight_format.scale == "block":
         counts = [place.num_blocks(weight_format.block) for place in places]
         return sum(rows for rows, _ in counts), counts[0][1]
-    return scale_shape(weight_format, tuple(place.shape[0] for place in places), 1)
+    return weight_format.scale_shape(tuple(place.shape[0] for place in places), 1)
 
 
 def scale_rows(weight_format: WeightFormat, places: Sequence[Place], index: int) -> slice:

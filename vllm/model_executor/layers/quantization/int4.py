@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
@@ -23,15 +23,11 @@ class Int4LinearMethod(LinearMethod):
     """`weight_packed` [N, K / 8], `weight_scale` [N, K / group] and, where it is not symmetric,
     `weight_zero_point` [ceil(N / 8), K / group] as compressed-tensors packs them."""
 
-    def __init__(
-        self,
-        group: int,
-        has_zero_points: bool,
-        act_schemes: tuple[ActScheme, ...] = (ActScheme.NONE,),
-    ):
-        super().__init__(WeightFormat("int4", "group", (1, group)), act_schemes)
-        self.group = group
-        self.has_zero_points = has_zero_points
+    def __init__(self, config: QuantizationConfig, layer: StoredLayer):
+        super().__init__(layer.format, layer.act)
+        self.group = layer.format.block[1]
+        self.names = layer.names
+        self.has_zero_points = layer.has_zero_points
 
     def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
@@ -55,8 +51,8 @@ class Int4LinearMethod(LinearMethod):
             weight.copy_(packed.contiguous().view(torch.uint8))
 
         slots = {
-            "weight_packed": place.slot((1, PER_INT32), _INT32, write_codes),
-            "weight_scale": place.slot((1, self.group), FLOATS, write_scales(scale)),
+            self.names.weight: place.slot((1, PER_INT32), _INT32, write_codes),
+            self.names.scale: place.slot((1, self.group), FLOATS, write_scales(scale)),
         }
         if self.has_zero_points:
             zeros = layer.zero_points.data[rows]
@@ -66,7 +62,7 @@ class Int4LinearMethod(LinearMethod):
                 zeros.copy_(unpack_rows_int32(packed, first + num_rows)[first:])
 
             block = (PER_INT32, self.group)
-            slots["weight_zero_point"] = place.slot(block, _INT32, write_zeros)
+            slots[self.names.zero_point] = place.slot(block, _INT32, write_zeros)
         return slots
 
     def tensors(self, layer: StoredWeight) -> LinearTensors:
@@ -82,9 +78,6 @@ class Int4LinearMethod(LinearMethod):
 class AwqLinearMethod(Int4LinearMethod):
     """`qweight` [K, N / 8], `qzeros` [K / group, N / 8], `scales` [K / group, N]: the transposed
     weight, as AWQ's GEMM kernels want it."""
-
-    def __init__(self, group: int):
-        super().__init__(group, has_zero_points=True)
 
     def create_weights(self, layer: StoredWeight) -> None:
         for name, num_rows in zip(layer.shard_names, layer.shard_rows):
@@ -108,9 +101,15 @@ class AwqLinearMethod(Int4LinearMethod):
 
         packed, scaled = (PER_INT32, self.group), (1, self.group)
         return {
-            "qweight": place.slot((PER_INT32, 1), _INT32, write_codes, is_transposed=True),
-            "qzeros": place.slot(packed, _INT32, write_zeros, is_transposed=True),
-            "scales": place.slot(
+            self.names.weight: place.slot((PER_INT32, 1), _INT32, write_codes, is_transposed=True),
+            self.names.zero_point: place.slot(packed, _INT32, write_zeros, is_transposed=True),
+            self.names.scale: place.slot(
                 scaled, FLOATS, lambda t: write_transposed(t.T), is_transposed=True
             ),
         }
+
+
+def int4_linear_method(config: QuantizationConfig, layer: StoredLayer) -> Int4LinearMethod:
+    """By the layout in which codes are packed."""
+    methods = {"int32": Int4LinearMethod, "awq": AwqLinearMethod}
+    return methods[layer.names.packing](config, layer)

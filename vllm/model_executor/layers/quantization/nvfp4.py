@@ -1,13 +1,12 @@
 """Linear layers of NVFP4 checkpoints: E2M1, an E4M3 scale per 16 columns, a scale per tensor."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.kernels.interface import NVFP4_GROUP, LinearTensors
+from vllm.formats.nvfp4 import GROUP
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer
+from vllm.kernels.interface import LinearTensors
 from vllm.model_executor.layers.linear import LinearMethod, StoredWeight
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import Slot, copy_into, empty_parameter
@@ -15,41 +14,25 @@ from vllm.model_executor.weights import Slot, copy_into, empty_parameter
 _E4M3 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, slots=True)
-class Nvfp4Names:
-    """What a tool calls the tensors of a layer. is_divisor: its float32 scales divide."""
-
-    weight: str
-    global_scale: str
-    input_scale: str
-    is_divisor: bool
-
-
-MODELOPT = Nvfp4Names("weight", "weight_scale_2", "input_scale", is_divisor=False)
-COMPRESSED_TENSORS = Nvfp4Names(
-    "weight_packed", "weight_global_scale", "input_global_scale", is_divisor=True
-)
-
-
 class Nvfp4LinearMethod(LinearMethod):
     """Shards keep their own global scales when merged. Activation scales are there where
     activations may be quantised; they are kept as factors, the largest of the shards."""
 
-    def __init__(self, names: Nvfp4Names, act_schemes: tuple[ActScheme, ...]):
-        super().__init__(WeightFormat("nvfp4"), act_schemes)
-        self.names = names
-        self.has_input_scale = act_schemes != (ActScheme.NONE,)
+    def __init__(self, config: QuantizationConfig, layer: StoredLayer):
+        super().__init__(layer.format, layer.act)
+        self.names = layer.names
+        self.has_input_scale = layer.has_input_scale
 
     def create_weights(self, layer: StoredWeight) -> None:
         rows, columns = sum(layer.shard_rows), layer.input_size
-        if columns % NVFP4_GROUP:
+        if columns % GROUP:
             raise CheckpointError(
                 f"{layer.prefix}: {columns} columns{layer.per_rank} are not whole groups of "
-                f"{NVFP4_GROUP}, which NVFP4 weights are made of; list the layer as not quantised"
+                f"{GROUP}, which NVFP4 weights are made of; list the layer as not quantised"
             )
         num_shards = len(layer.shard_rows)
         layer.weight = empty_parameter(rows, columns // 2, dtype=torch.uint8)
-        layer.weight_scale = empty_parameter(rows, columns // NVFP4_GROUP, dtype=_E4M3)
+        layer.weight_scale = empty_parameter(rows, columns // GROUP, dtype=_E4M3)
         layer.global_scale = empty_parameter(num_shards, dtype=torch.float32)
         if self.has_input_scale:
             layer.input_scale = empty_parameter(num_shards, dtype=torch.float32)
@@ -59,7 +42,7 @@ class Nvfp4LinearMethod(LinearMethod):
         place = layer.places[index]
         slots = {
             self.names.weight: place.slot((1, 2), (torch.uint8,), copy_into(weight)),
-            "weight_scale": place.slot((1, NVFP4_GROUP), (_E4M3,), write_scales(scale)),
+            self.names.scale: place.slot((1, GROUP), (_E4M3,), write_scales(scale)),
             self.names.global_scale: self._factor(layer.global_scale.data[index]),
         }
         if self.has_input_scale:

@@ -8,7 +8,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vllm import envs
 from vllm.config.policy import KernelPreferences, make_policy
-from vllm.formats.weight_format import ActScheme, WeightFormat
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.problem import LinearProblem

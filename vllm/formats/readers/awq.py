@@ -1,24 +1,15 @@
-"""AWQ checkpoints: int4 weights in groups of columns, with zero points, in the GEMM layout.
-
-No torch here: the configuration, and with it every kernel choice, resolves without it.
-"""
+"""AWQ checkpoints: int4 weights in groups of columns, with zero points, in the GEMM layout."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.errors import CheckpointError
-from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.model_executor.layers.quantization import (
-    LayerFormat,
-    LayerNames,
-    QuantizationConfig,
-    layers_listed,
-)
+from vllm.formats import int4
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
+from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.weight_format import WeightFormat
 
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod
-
-GROUP_SIZES = (32, 64, 128)
+_NAMES = TensorNames("qweight", "scales", zero_point="qzeros", packing="awq")
 
 
 class AwqConfig(QuantizationConfig):
@@ -37,7 +28,7 @@ class AwqConfig(QuantizationConfig):
         """The older names of llm-awq are taken too."""
         fields = {
             "bits": (config.get("bits", config.get("w_bit")), (4,)),
-            "group_size": (config.get("group_size", config.get("q_group_size")), GROUP_SIZES),
+            "group_size": (config.get("group_size", config.get("q_group_size")), int4.GROUPS),
             "version": (str(config.get("version", "gemm")).lower(), ("gemm",)),
             "zero_point": (config.get("zero_point", True), (True,)),
         }
@@ -49,13 +40,8 @@ class AwqConfig(QuantizationConfig):
                 )
         return cls(fields["group_size"][0], layers_listed(config, "modules_to_not_convert"))
 
-    def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
+    def stored_layer(self, names: Sequence[str]) -> StoredLayer | None:
         if self._ignored.covers(names):
             return None
-        return WeightFormat("int4", "group", (1, self.group_size)), (ActScheme.NONE,)
-
-    def linear_method(self, names: Sequence[str]) -> "AwqLinearMethod | None":
-        from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod
-
-        found = self.layer_format(names)
-        return found and AwqLinearMethod(self.group_size)
+        weight = WeightFormat.of(int4.FORMAT.kind, (1, self.group_size))
+        return StoredLayer(weight, int4.FORMAT.act, _NAMES, len(names), has_zero_points=True)

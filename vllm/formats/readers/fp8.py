@@ -1,28 +1,16 @@
-"""FP8 (E4M3) checkpoints: 128x128 blocks as DeepSeek and Qwen store them, or one scale a tensor.
-
-No torch here: the configuration, and with it every kernel choice, resolves without it.
-"""
+"""FP8 (E4M3) checkpoints: 128x128 blocks as DeepSeek and Qwen store them, or one scale a tensor."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.errors import CheckpointError
-from vllm.formats.weight_format import ActScheme, WeightFormat
-from vllm.model_executor.layers.quantization import (
-    LayerFormat,
-    LayerNames,
-    QuantizationConfig,
-    layers_listed,
-)
+from vllm.formats import fp8_block, fp8_tensor
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
+from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.weight_format import WeightFormat
 
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe.layer import FusedMoE
-    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
-
-DEFAULT_BLOCK = (128, 128)
 _ACT_SCHEMES = ("dynamic", "static")
-# The gates of a gated delta-net, one row a head; the vendor's FP8 checkpoints keep them too.
-_KEPT_AT_LOAD = ("in_proj_a", "in_proj_b")
 
 
 class Fp8Config(QuantizationConfig):
@@ -79,32 +67,21 @@ class Fp8Config(QuantizationConfig):
 
     @classmethod
     def at_load(cls) -> "Fp8Config":
-        return cls(weight_block_size=DEFAULT_BLOCK, ignored_layers=_KEPT_AT_LOAD)
+        return cls(weight_block_size=fp8_block.BLOCK, ignored_layers=fp8_block.FORMAT.kept_at_load)
 
-    def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
+    def stored_layer(self, names: Sequence[str]) -> StoredLayer | None:
         # The output projection never counts as a layer to quantise, as in transformers.
         if any(name.endswith("lm_head") for name in names) or self._ignored.covers(names):
             return None
-        if self.weight_block_size:
-            weight = WeightFormat("fp8", "block", self.weight_block_size)
-            return weight, (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
-        # Shards keep their own scales when merged: re-scaling to a common one would lose bits.
-        weight = WeightFormat("fp8", "tensor" if len(names) == 1 else "channel")
-        if self.activation_scheme == "static":
-            return weight, (ActScheme.STATIC_TENSOR, ActScheme.NONE)
-        return weight, (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE)
-
-    def linear_method(self, names: Sequence[str]) -> "Fp8LinearMethod | None":
-        from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-
-        layer_format = self.layer_format(names)
-        return layer_format and Fp8LinearMethod(self, *layer_format)
-
-    def moe_method(self, layer: "FusedMoE") -> "Fp8MoEMethod | None":
-        from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-
-        layer_format = self.layer_format(layer.expert_names(0))
-        return layer_format and Fp8MoEMethod(self, *layer_format)
+        stored = fp8_block.FORMAT if self.weight_block_size else fp8_tensor.FORMAT
+        is_static = self.activation_scheme == "static"
+        return StoredLayer(
+            WeightFormat.of(stored.kind, self.weight_block_size or (0, 0)),
+            (ActScheme.STATIC_TENSOR, ActScheme.NONE) if is_static else stored.act,
+            TensorNames(scale="weight_scale_inv" if self.weight_block_size else "weight_scale"),
+            len(names),
+            is_quantized=self.is_checkpoint_fp8_serialized,
+        )
 
     def slot_name(self, name: str) -> str | None:
         """transformers' names for the scales of per-tensor checkpoints become ours."""

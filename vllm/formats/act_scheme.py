@@ -1,0 +1,14 @@
+"""How activations are quantised."""
+
+from enum import StrEnum
+
+
+class ActScheme(StrEnum):
+    """How a kernel quantises its activations; NONE multiplies them as they are (weight-only)."""
+
+    NONE = "none"
+    STATIC_TENSOR = "static-tensor"
+    DYNAMIC_TENSOR = "dynamic-tensor"
+    DYNAMIC_TOKEN = "dynamic-token"
+    DYNAMIC_GROUP128 = "dynamic-group128"
+    NVFP4_GROUP16 = "nvfp4-group16"

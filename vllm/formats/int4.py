@@ -1,0 +1,26 @@
+"""int4 in groups of columns, each with a float32 scale and a zero point, or 8 for all."""
+
+from vllm.formats.description import OF_TEXT, FormatDescription, QuantizeOption, StoredTensor
+from vllm.formats.scales import Scales
+
+GROUPS = (32, 64, 128)
+
+FORMAT = FormatDescription(
+    element="int4",
+    scale="group",
+    tensors=(
+        StoredTensor("weight", "uint8", "code"),
+        StoredTensor("scales", "float32", "scale"),
+        StoredTensor("zero_points", "uint8", "scale", is_optional=True),
+    ),
+    per_scale=(1, OF_TEXT),
+    sizes=tuple((1, group) for group in GROUPS),
+    codes_per_byte=2,
+    rounded_scales=Scales.ACTIVATION,
+    quantize=QuantizeOption(
+        "w4a16",
+        "symmetric int4 in groups of 128 columns (or 64 or 32), weight-only",
+        sizes=tuple((1, group) for group in reversed(GROUPS)),
+        is_whole=True,
+    ),
+)

@@ -1,0 +1,104 @@
+"""What readers of quantisation configs have in common.
+
+No torch here: which format a layer has, and with it every kernel choice, resolves without it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.cache_scales import cache_scale_name
+from vllm.formats.weight_format import WeightFormat
+
+LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
+"""How a layer's weight is stored, and the activation schemes allowed with it, in order of
+preference."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The last parts of the names of a quantised layer's tensors in a checkpoint.
+
+    is_divisor: global scales and input scales divide instead of multiplying. packing: of codes and
+    zero points in int32, a layout of `vllm/ops/packed_weights.py`; "" for two codes a byte.
+    """
+
+    weight: str = "weight"
+    scale: str = "weight_scale"
+    input_scale: str = "input_scale"
+    global_scale: str = ""
+    zero_point: str = ""
+    is_divisor: bool = False
+    packing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """How a checkpoint stores the weights that one layer is made of.
+
+    weight: each of them. act: the activation schemes allowed, in order of preference. num_weights:
+    how many are merged. is_quantized: False for floats that are quantised while loading.
+    """
+
+    weight: WeightFormat
+    act: tuple[ActScheme, ...]
+    names: TensorNames = TensorNames()
+    num_weights: int = 1
+    has_zero_points: bool = False
+    is_quantized: bool = True
+
+    @property
+    def format(self) -> WeightFormat:
+        """Of the layer, once its weights are merged."""
+        merged = self.weight.description.merged_kind
+        return WeightFormat.of(merged) if merged and self.num_weights > 1 else self.weight
+
+    @property
+    def has_input_scale(self) -> bool:
+        return not {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16}.isdisjoint(self.act)
+
+
+class QuantizationConfig(ABC):
+    """How a checkpoint's weights are quantised, and which layers are not.
+
+    use_deep_gemm: None is automatic, True and False are decided; model_rule: the reason, where the
+    model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
+    has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
+    """
+
+    name: str
+    is_checkpoint_quantized: bool
+    can_use_deep_gemm: bool = False
+    use_deep_gemm: bool | None = None
+    model_rule: str = ""
+    has_cache_scales: bool = True
+
+    @classmethod
+    @abstractmethod
+    def from_checkpoint(cls, config: dict[str, Any]) -> "QuantizationConfig":
+        """From `quantization_config` of config.json; CheckpointError for what is not supported."""
+
+    @classmethod
+    def at_load(cls) -> "QuantizationConfig":
+        """For a checkpoint that is not quantised: quantise while loading."""
+        raise ConfigError(f"--quantization {cls.name} needs a checkpoint that is quantised so")
+
+    @abstractmethod
+    def stored_layer(self, names: Sequence[str]) -> StoredLayer | None:
+        """Of one layer made of the checkpoint weights `names`; None for one not quantised.
+
+        CheckpointError where only a part of a merged layer is quantised.
+        """
+
+    def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
+        layer = self.stored_layer(names)
+        return None if layer is None else (layer.format, layer.act)
+
+    def slot_name(self, name: str) -> str | None:
+        """Our name for a checkpoint tensor that other tools name differently; None for one that
+        is not needed."""
+        found = cache_scale_name(name)
+        return None if found != name and not self.has_cache_scales else found

@@ -1,0 +1,218 @@
+"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8 and int4, layer by layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm.errors import CheckpointError
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
+from vllm.formats.readers.cache_scales import has_fp8_cache_scales
+from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.weight_format import WeightFormat
+
+_FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
+_DYNAMIC_GROUP = 128
+_FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
+_NVFP4_NAMES = TensorNames(
+    "weight_packed",
+    input_scale="input_global_scale",
+    global_scale="weight_global_scale",
+    is_divisor=True,
+)
+_INT4_NAMES = TensorNames("weight_packed", zero_point="weight_zero_point", packing="int32")
+
+
+class CompressedTensorsConfig(QuantizationConfig):
+    """groups: (name, layers by name or None for every linear layer, scheme). ignore: layers that
+    are not quantised. A group that names a layer wins over one for all linear layers."""
+
+    name = "compressed-tensors"
+    is_checkpoint_quantized = True
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[str, LayerNames | None, StoredLayer]],
+        ignore: Sequence[str] = (),
+    ):
+        self.groups = tuple(groups)
+        self._ignored = LayerNames(ignore)
+        self.can_use_deep_gemm = any(
+            s.weight.kind == fp8_block.FORMAT.kind for _, _, s in self.groups
+        )
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any]) -> "CompressedTensorsConfig":
+        status = config.get("quantization_status", "compressed")
+        if status != "compressed":
+            raise CheckpointError(
+                f"compressed-tensors quantization_status {status!r} is not supported: it takes "
+                f"compressed; save the model compressed"
+            )
+        sparsity = config.get("sparsity_config") or {}
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise CheckpointError(
+                f"compressed-tensors sparsity_config {sparsity!r} is not supported: it takes "
+                f"dense weights"
+            )
+        cache_scheme = config.get("kv_cache_scheme")
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not (groups or cache_scheme):
+            raise CheckpointError("compressed-tensors config_groups is missing or empty")
+        found = [
+            (name, *_parse_group(name, group, config.get("format")))
+            for name, group in groups.items()
+        ]
+        made = cls(found, layers_listed(config, "ignore"))
+        made.has_cache_scales = has_fp8_cache_scales(cache_scheme)
+        return made
+
+    def stored_layer(self, names: Sequence[str]) -> StoredLayer | None:
+        if self._ignored.covers(names):
+            return None
+        schemes = {self._scheme_of(name) for name in names}
+        if len(schemes) > 1:
+            raise CheckpointError(
+                f"{', '.join(names)} are computed as one layer, but config_groups quantises them "
+                f"differently: give them one group"
+            )
+        scheme = schemes.pop()
+        return scheme and replace(scheme, num_weights=len(names))
+
+    def _scheme_of(self, name: str) -> StoredLayer | None:
+        by_name = [group for group in self.groups if group[1] is not None and name in group[1]]
+        matches = by_name or [group for group in self.groups if group[1] is None]
+        if len(matches) > 1:
+            raise CheckpointError(
+                f"{name} is quantised twice, by config_groups "
+                f"{' and '.join(group for group, _, _ in matches)}: a layer belongs to one"
+            )
+        return matches[0][2] if matches else None
+
+    def slot_name(self, name: str) -> str | None:
+        # The shape of a packed weight is what config.json implies.
+        return None if name.endswith(".weight_shape") else super().slot_name(name)
+
+
+# ---------------------------------------------------------------- config_groups
+
+
+def _parse_group(
+    name: str, group: Any, default_format: Any
+) -> tuple[LayerNames | None, StoredLayer]:
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise CheckpointError(
+            f"compressed-tensors config_groups.{name} has no weights: an object is needed"
+        )
+    stored = group.get("format") or default_format
+    if stored not in _FORMATS:
+        raise CheckpointError(
+            f"compressed-tensors format {stored!r} of config_groups.{name} is not supported: it "
+            f"takes {', '.join(_FORMATS)}"
+        )
+    targets = layers_listed(group, "targets")
+    layers = None if "Linear" in targets else LayerNames(targets)
+    parse = {"pack-quantized": _int4, "float-quantized": _fp8}.get(stored, _nvfp4)
+    inputs = group.get("input_activations")
+    is_known = inputs is None or isinstance(inputs, dict)
+    scheme = parse(group["weights"], inputs) if is_known else None
+    if scheme is None or group.get("output_activations"):
+        raise CheckpointError(
+            f"compressed-tensors scheme of config_groups.{name} is not supported: {stored} with "
+            f"weights {_short(group['weights'])}, input_activations "
+            f"{_short(group.get('input_activations'))}, output_activations "
+            f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
+            f"scales per tensor, channel or block, and int4 in groups of "
+            f"{', '.join(map(str, int4.GROUPS))} columns with activations in FP8 per token or not "
+            f"quantised"
+        )
+    return layers, scheme
+
+
+_Args = Mapping[str, Any]
+
+
+def _is(args: _Args, num_bits: int, kind: str) -> bool:
+    return args.get("num_bits") == num_bits and args.get("type") == kind
+
+
+def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    def is_fp4(args: _Args) -> bool:
+        is_group = args.get("strategy") in ("tensor_group", "group")
+        return _is(args, 4, "float") and is_group and args.get("group_size") == nvfp4.GROUP
+
+    if not is_fp4(weights) or weights.get("dynamic"):
+        return None
+    weight = WeightFormat.of(nvfp4.FORMAT.kind)
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,), _NVFP4_NAMES)
+    # "local": scales of groups are computed, the global one is in the checkpoint.
+    if not is_fp4(inputs) or inputs.get("dynamic") != "local":
+        return None
+    return StoredLayer(weight, nvfp4.FORMAT.act, _NVFP4_NAMES)
+
+
+def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    strategy, block = str(weights.get("strategy")), weights.get("block_structure")
+    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
+    if not _is(weights, 8, "float") or not is_plain:
+        return None
+    if strategy == "block":
+        if not isinstance(block, list) or len(block) != 2:
+            return None
+        if not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
+            return None
+        weight = WeightFormat.of(fp8_block.FORMAT.kind, (block[0], block[1]))
+    elif strategy in _FP8:
+        weight = WeightFormat.of(_FP8[strategy].kind)
+    else:
+        return None
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,))
+    if not _is(inputs, 8, "float") or not inputs.get("symmetric", True):
+        return None
+    quantised = _fp8_inputs(weight, inputs)
+    return StoredLayer(weight, (*quantised, ActScheme.NONE)) if quantised else None
+
+
+def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
+    strategy, group = inputs.get("strategy"), inputs.get("group_size")
+    if weight.scale == "block":
+        is_group = strategy == "group" and group == _DYNAMIC_GROUP and inputs.get("dynamic")
+        return (ActScheme.DYNAMIC_GROUP128,) if is_group else ()
+    if not inputs.get("dynamic"):
+        return (ActScheme.STATIC_TENSOR,) if strategy == "tensor" else ()
+    return {
+        "token": (ActScheme.DYNAMIC_TOKEN,),
+        "tensor": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
+    }.get(str(strategy), ())
+
+
+def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    group: Any = weights.get("group_size")
+    order = weights.get("actorder")
+    is_grouped = weights.get("strategy") == "group" and group in int4.GROUPS
+    # Activation order within groups only: others shuffle the columns.
+    is_ordered = order in (None, False, "weight", "static")
+    is_static = not weights.get("dynamic")
+    if not (_is(weights, 4, "int") and is_grouped and is_ordered and is_static):
+        return None
+    if inputs is not None and not _is_fp8_token(inputs):
+        return None
+    act = (ActScheme.NONE,) if inputs is None else (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
+    weight = WeightFormat.of(int4.FORMAT.kind, (1, int(group)))
+    has_zero_points = not weights.get("symmetric", True)
+    return StoredLayer(weight, act, _INT4_NAMES, has_zero_points=has_zero_points)
+
+
+def _is_fp8_token(inputs: _Args) -> bool:
+    is_token = inputs.get("strategy") == "token" and bool(inputs.get("dynamic"))
+    return _is(inputs, 8, "float") and is_token and bool(inputs.get("symmetric", True))
+
+
+def _short(args: object) -> str:
+    if not isinstance(args, dict):
+        return str(args)
+    kept = {key: value for key, value in args.items() if value not in (None, {})}
+    return str(kept)[:200]

@@ -1,0 +1,70 @@
+"""Lists of layers in quantisation configs, most often of those that are not quantised."""
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vllm.errors import CheckpointError
+
+
+class LayerNames:
+    """Names of layers, or of parents or last parts of them, as configs list them; or globs, which
+    match whole names; or `re:` and a regular expression, which matches from the start of a name.
+
+    Multimodal checkpoints list `model.language_model.layers.0.mlp` (or `language_model.model...`)
+    for what the text model calls `model.layers.0.mlp`.
+    """
+
+    def __init__(self, entries: Sequence[str]):
+        if not all(isinstance(entry, str) for entry in entries):
+            raise CheckpointError(
+                f"layers that are not quantised are listed by name, not as {list(entries)!r}"
+            )
+        self._patterns = [_compiled(e[3:]) for e in entries if e.startswith("re:")]
+        names = [_text_model_name(entry) for entry in entries if not entry.startswith("re:")]
+        self._parts = {tuple(name.split(".")) for name in names if "*" not in name}
+        self._globs = [name for name in names if "*" in name]
+
+    def __contains__(self, layer: str) -> bool:
+        parts = tuple(layer.split("."))
+        spans = range(len(parts))
+        if any(parts[i : j + 1] in self._parts for i in spans for j in spans[i:]):
+            return True
+        if any(pattern.match(layer) for pattern in self._patterns):
+            return True
+        return any(fnmatchcase(layer, glob) for glob in self._globs)
+
+    def covers(self, layers: Sequence[str]) -> bool:
+        """Whether all of `layers` are named; CheckpointError where some are and some are not."""
+        named = {layer for layer in layers if layer in self}
+        if named and len(named) < len(set(layers)):
+            raise CheckpointError(
+                f"{', '.join(sorted(set(layers)))} are computed as one layer, but only "
+                f"{', '.join(sorted(named))} is listed as not quantised"
+            )
+        return bool(named)
+
+
+def _text_model_name(entry: str) -> str:
+    return ".".join(part for part in entry.split(".") if part != "language_model") or "model"
+
+
+def _compiled(pattern: str) -> "re.Pattern[str]":
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"layers are listed by re:{pattern}: {error}") from error
+
+
+def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The first of `fields` that lists layers; [] for none. CheckpointError for what is no list."""
+    for field in fields:
+        listed = config.get(field) or []
+        if not isinstance(listed, list | tuple):
+            raise CheckpointError(
+                f"quantization_config: {field} = {listed!r}: it takes a list of layers"
+            )
+        if listed:
+            return list(listed)
+    return []

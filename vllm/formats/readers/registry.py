@@ -1,0 +1,81 @@
+"""The readers of `quantization_config`, by its `quant_method`.
+
+A reader is a QuantizationConfig in a file of this folder and a name in the list below, or one that
+an installed package offers as an entry point of the group `vllm.quantization_readers`.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.formats.readers.awq import AwqConfig
+from vllm.formats.readers.base import QuantizationConfig
+from vllm.formats.readers.compressed_tensors import CompressedTensorsConfig
+from vllm.formats.readers.fp8 import Fp8Config
+from vllm.formats.readers.modelopt import ModelOptConfig, ModelOptNvFp4Config
+from vllm.utils.entry_points import extensions
+
+ENTRY_POINTS = "vllm.quantization_readers"
+_BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, CompressedTensorsConfig, AwqConfig)
+
+
+@cache
+def quantization_methods() -> dict[str, type[QuantizationConfig]]:
+    """By `quant_method`."""
+    return {reader.name: reader for reader in (*_BUILTIN, *extensions(ENTRY_POINTS).values())}
+
+
+def find_quantization(
+    configs: Sequence[Any], folder: Path, asked: str | None, model: str
+) -> QuantizationConfig | None:
+    """What the checkpoint in `folder` says, or what `--quantization` asks for; None for neither.
+
+    configs: config.json and its text_config, as transformers reads them.
+    """
+    found = (getattr(config, "quantization_config", None) for config in configs)
+    stored = next((entry for entry in found if entry is not None), None)
+    if stored is None:
+        return resolve_quantization(modelopt_file(folder), asked, model)
+    fields = dict(stored if isinstance(stored, dict) else stored.to_dict())
+    return resolve_quantization(fields, asked, model)
+
+
+def modelopt_file(folder: Path) -> dict[str, Any] | None:
+    """What older ModelOpt checkpoints say beside a config.json that says nothing."""
+    file = folder / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        return {**content, "quant_method": "modelopt"}
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
+
+
+def resolve_quantization(
+    stored: dict[str, Any] | None, asked: str | None, model: str
+) -> QuantizationConfig | None:
+    """`stored`: quantization_config of config.json. ConfigError, CheckpointError."""
+    methods = quantization_methods()
+    if asked is not None and asked not in methods:
+        raise ConfigError(
+            f"--quantization {asked!r} is unknown: it takes {', '.join(methods)}"
+            f"{did_you_mean(asked, methods)}"
+        )
+    if stored is None:
+        return methods[asked].at_load() if asked else None
+    name = stored.get("quant_method")
+    if not isinstance(name, str) or name not in methods:
+        raise CheckpointError(
+            f"{model}: quant_method {name!r} is not supported; it takes {', '.join(methods)}, or a "
+            f"checkpoint that is not quantised"
+        )
+    if asked is not None and not issubclass(methods[asked], methods[name]):
+        raise ConfigError(
+            f"--quantization {asked} contradicts the checkpoint, which is quantised as {name}; "
+            f"leave the flag out"
+        )
+    return methods[asked or name].from_checkpoint(stored)
