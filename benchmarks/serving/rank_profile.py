@@ -81,7 +81,7 @@ def run(descriptor: int, folder: str) -> None:
     serve = worker._serve
 
     def recording_serve(connection: Any, executor: Any, is_output: bool) -> None:
-        executor.launch = _Recorder(executor.launch, Path(folder)).launch
+        executor.execute_model = _Recorder(executor.execute_model, Path(folder)).launch
         serve(connection, executor, is_output)
 
     if sys.argv[-1] == "vllm-rank-0":
