@@ -1,7 +1,7 @@
 """The backends of each problem family, in default order of preference.
 
-A backend is a module: a file in `backends/` and a line in `default_order.py`, or a module of another
-package that an entry point names (group `vllm.kernel_backends`). Importing it needs the standard
+A backend is a module: a file in `backends/` and a line in `default_order.py`, or a module of
+another package that an entry point names (group `vllm.kernel_backends`). Importing it needs the standard
 library only; what it is built on is imported when its kernels are made. A backend is named
 `provider` or `provider-path` (flashinfer-cutlass); its module or entry point is named after the
 provider.
