@@ -1,10 +1,10 @@
 """The backends of each problem family, in default order of preference.
 
 A backend is a module: a file in `backends/` and a line in `default_order.py`, or a module of
-another package that an entry point names (group `vllm.kernel_backends`). Importing it needs the standard
-library only; what it is built on is imported when its kernels are made. A backend is named
-`provider` or `provider-path` (flashinfer-cutlass); its module or entry point is named after the
-provider.
+another package that an entry point names (group `vllm.kernel_backends`). Importing it needs the
+standard library only; what it is built on is imported when its kernels are made. A backend is
+named `provider` or `provider-path` (flashinfer-cutlass); its module or entry point is named after
+the provider.
 
 The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`),
 and optionally MAKES (formats that a maker takes, by backend and family or by family) and BEFORE
