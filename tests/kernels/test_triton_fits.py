@@ -111,8 +111,8 @@ def gated_outputs() -> None:
 def routers() -> None:
     for num_experts, top_k, groups in ((128, 8, 1), (256, 8, 8)):
         moe_router.route(
-            empty(100, num_experts), top_k, True, is_sigmoid=groups > 1, num_groups=groups,
-            topk_groups=max(1, groups // 2),
+            empty(100, num_experts), top_k, True, num_groups=groups,
+            scoring="sigmoid" if groups > 1 else "softmax", topk_groups=max(1, groups // 2),
         )  # fmt: skip
     routing = moe_router.Router(256, 8, True)
     moe_router.choose_experts(empty(9, 2048), SimpleNamespace(weight=empty(257, 2048)), routing)
