@@ -32,7 +32,7 @@ HARNESS = Path(__file__).parent / "gsm8k" / "gsm8k_eval.py"
 BUDGET = Budget(max_kl=1e-5)
 NUM_TEXTS = 90  # 11,000 tokens
 BREAK_THE_RULE = """
-from vllm.kernels import rules
+from vllm.kernels.select import rules
 
 rules.DEEP_GEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
 """
