@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from vllm.kernels.interface import LinearTensors
 from vllm.ops.nvfp4 import (
+    GROUP,
     e2m1_decode,
     pack_e2m1,
     unpack_e2m1,
@@ -120,7 +121,7 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
         marked = _with_zero_points(tensors.scales.float(), tensors.zero_points)
         return _with_group_scales(packed, marked, tensors.block_k)
     assert tensors.global_scales is not None
-    is_zero = (tensors.scales.float() == 0).repeat_interleave(1)
+    is_zero = (tensors.scales.float() == 0).repeat_interleave(GROUP, 1)
     codes = codes.masked_fill(is_zero, 0)
     shards = torch.tensor(tensors.shard_rows, device=codes.device)
     factors = tensors.global_scales.float().repeat_interleave(shards)
@@ -258,7 +259,7 @@ def widen_weight(packed: PackedWeight) -> Tensor:
         assert packed.scales is not None
         tiles, column_tiles = packed.codes.shape[:2]
         scales = packed.scales.view(tiles, column_tiles, 8, 4, 2).permute(0, 4, 2, 1, 3)
-        wide = e5m3_decode(scales).reshape(tiles * TILE_ROWS, -1).repeat_interleave(1)
+        wide = e5m3_decode(scales).reshape(tiles * TILE_ROWS, -1).repeat_interleave(GROUP, 1)
         values = e2m1_decode(codes) * wide
     else:
         scales = _rows_of_group_scales(packed)
