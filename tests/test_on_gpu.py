@@ -1,5 +1,6 @@
 """benchmarks/on_gpu.py: scripts take the commands it gives them, and a part spares the next."""
 
+import math
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slowness import slowness
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -62,7 +64,8 @@ def test_a_part_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '99']).pid, flush=True); "
-    said = outcome(tmp_path, f"{child} time.sleep(99)", seconds=1)
+    seconds = math.ceil(2 * slowness())  # until Python has started
+    said = outcome(tmp_path, f"{child} time.sleep(99)", seconds)
     assert said.startswith("ended after ")
     pid = (tmp_path / "logs" / "one.txt").read_text().splitlines()[-1]
     state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout

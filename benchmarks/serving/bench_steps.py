@@ -56,16 +56,16 @@ class StepTimer:
     def __init__(self, executor: Any, report: Callable[[list[TimedStep]], None]):
         self.steps: list[TimedStep] = []
         self._report, self._reported = report, time.perf_counter()
-        self._launch = executor.execute_model
-        executor.execute_model = self.launch
+        self._execute_model = executor.execute_model
+        executor.execute_model = self.execute_model
 
-    def launch(self, step: Any, bitmasks: Any) -> Any:
+    def execute_model(self, step: Any, bitmasks: Any) -> Any:
         counts = step.num_scheduled_tokens.values()
         start = time.perf_counter()
         if start - self._reported > SECONDS_BETWEEN_TABLES:
             self._report([timed for timed in self.steps if timed.ended.query()])
             self._reported = start = time.perf_counter()
-        launched = self._launch(step, bitmasks)
+        launched = self._execute_model(step, bitmasks)
         seconds = time.perf_counter() - start
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()

@@ -81,7 +81,8 @@ def run(descriptor: int, folder: str) -> None:
     serve = worker._serve
 
     def recording_serve(connection: Any, executor: Any, is_output: bool) -> None:
-        executor.execute_model = _Recorder(executor.execute_model, Path(folder)).launch
+        recorder = _Recorder(executor.execute_model, Path(folder))
+        executor.execute_model = recorder.execute_model
         serve(connection, executor, is_output)
 
     if sys.argv[-1] == "vllm-rank-0":
@@ -90,18 +91,18 @@ def run(descriptor: int, folder: str) -> None:
 
 
 class _Recorder:
-    def __init__(self, launch: Callable[..., Any], folder: Path):
-        self._launch, self._folder = launch, folder
+    def __init__(self, execute_model: Callable[..., Any], folder: Path):
+        self._execute_model, self._folder = execute_model, folder
         self._recording: Any = None
 
-    def launch(self, *arguments: Any) -> Any:
+    def execute_model(self, *arguments: Any) -> Any:
         if self._recording is None and (self._folder / _RECORD).exists():
             from gpu_profile import recording
 
             self._recording = recording().__enter__()
         elif self._recording is not None and (self._folder / _SUMMARISE).exists():
             self._summarise()
-        return self._launch(*arguments)
+        return self._execute_model(*arguments)
 
     def _summarise(self) -> None:
         from gpu_profile import breakdown, spans_of
