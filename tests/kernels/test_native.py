@@ -59,7 +59,7 @@ def test_a_missing_library_is_absent_and_says_how_to_build_it(empty_dir):
 
 
 def test_a_file_that_is_no_library_is_broken(empty_dir):
-    real_manifest = Path(native.__file__).parent / "lib" / native.MANIFEST_NAME
+    real_manifest = Path(native.__file__).parents[1] / "lib" / native.MANIFEST_NAME
     shutil.copy(real_manifest, empty_dir)
     (empty_dir / native.LIBRARY_NAME).write_text("not ELF")
     status = native.status()
