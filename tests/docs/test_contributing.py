@@ -86,35 +86,6 @@ def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, t
     assert down and {layer for layer in chosen if chosen[layer] == "example"} == down
 
 
-def write_int8(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder)
-    file = folder / "model.safetensors"
-    quantised = {}
-    for name, weight in load_file(file).items():
-        quantised[name] = weight
-        if name.endswith("_proj.weight"):
-            scales = weight.float().abs().amax(1, keepdim=True) / 127
-            quantised[name] = (weight.float() / scales).round().to(torch.int8)
-            quantised[name + "_scale"] = scales
-    save_file(quantised, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "example_int8"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_a_format_of_another_package_is_explained_loaded_and_served(model, tmp_path):
-    title = "Add a weight format"
-    installed, script = install(title, tmp_path / "package")
-    write_int8(model, tmp_path / "int8-model")
-    code = checks(title) + script
-    run_followed(code, tmp_path / "calls", (), installed, cwd=tmp_path)
-    decided = json.loads((tmp_path / "kernels.json").read_text())
-    chosen = {layer: d["chosen"] for d in decided["decisions"] for layer in d["layers"]}
-    projections = {layer for layer in chosen if layer.endswith("_proj")}
-    assert {layer for layer in chosen if chosen[layer] == "int8"} == projections
-    assert projections
-
-
 def test_a_model_of_another_package_is_explained_and_served(model, tmp_path):
     """With a window longer than the text it writes what Llama does with the same weights; with a
     window of one key it does not."""
