@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
-TOKENS, PROMPTS, GRAPH_TOKENS = (16, 64, 100, 128, 250, 512, 700, 1024), 15, 1024
+TOKENS, PROMPTS, GRAPH_TOKENS = (16, 64, 100, 128, 250, 512, 1024, 2048), 15, 2048
 
 
 def main() -> None:
