@@ -8,8 +8,9 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
-from vllm.kernels.select.policy import Origin, Override, Policy
+from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.machine import NATIVE, Device, DeviceCapability, Lib, Libs
 

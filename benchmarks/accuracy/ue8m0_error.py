@@ -38,7 +38,8 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.report.ledger import Ledger
-from vllm.kernels.select.policy import Origin, Override, Policy
+from vllm.kernels.select.policy import Override, Policy
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs

@@ -18,8 +18,8 @@ from vllm.kernels.backends import cpu, deep_gemm, emulation
 from vllm.kernels.evidence.quarantine import read_failures
 from vllm.kernels.jit.ready import ready_sizes, running
 from vllm.kernels.select.decision import Candidate, Decision
-from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.machine import Device
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE

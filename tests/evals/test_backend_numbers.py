@@ -19,8 +19,9 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.report import question
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.policy import Origin, Override, Policy
+from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.machine import Device
 

@@ -14,8 +14,9 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.policy import Origin, Override, Policy
+from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
 from vllm.utils.fp8 import dequantise_blocks, per_block_cast_to_fp8

@@ -111,12 +111,12 @@ def parse_wishes(text: str) -> Asked:
         elif word.startswith("use_deep_gemm="):
             value = word.partition("=")[2]
             given["use_deep_gemm"] = {"True": True, "False": False, "rule": None}[value]
+        elif word in ("--requant", "--on-unmet"):
+            given[word[2:].replace("-", "_")] = next(words)
         elif word == "--kernel":
             given["kernels"] += (next(words),)
         elif word.endswith("-backend"):
             given["backends"] += ((word[2:].partition("-")[0], next(words)),)
-        elif word == "--on-unmet":
-            given["on_unmet"] = next(words)
         elif word == "--max-requant-error":
             given["max_requant_error"] = float(next(words))
         else:

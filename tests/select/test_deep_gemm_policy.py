@@ -24,9 +24,11 @@ SM120_KERNELS = tuple(f"include/deep_gemm/impls/sm{n}_fp8_gemm_1d1d.cuh" for n i
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [(80, False), (90, False), (100, True), (103, True), (110, False), (120, False), (121, False)],
+    [(80, False), (90, False), (100, True), (103, True), (110, False), (120, True), (121, True)],
 )
-def test_a_listed_model_is_disabled_on_family_100_alone(model_type, capability, expected):
+def test_a_listed_model_is_disabled_where_deep_gemm_takes_ue8m0_scales(
+    model_type, capability, expected
+):
     with machine(Gpu(capability)):
         assert deep_gemm.should_auto_disable_deep_gemm(model_type) is expected
 

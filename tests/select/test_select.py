@@ -2,18 +2,32 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, timed, whys
 
 from vllm.errors import ConfigError
+from vllm.formats.scales import Requant, Scales, estimated
+from vllm.formats.weight_format import WeightFormat
+from vllm.kernels.interface import LinearTensors
 from vllm.machine import Lib, Libs
+from vllm.ops.fp8 import requant_error
+from vllm.utils.fp8 import per_block_cast_to_fp8
 
 QWEN3_5 = "qwen3_5_moe_text"
 # What each expert-free layer of Qwen3.5-35B-A3B-FP8 asks for, and its experts.
 DENSE = linear(n=9216, k=2048, parts=(8192, 512, 512))
 EXPERTS = moe()
+
+
+FP8 = WeightFormat.parse("fp8-block")
+
+
+def candidate(decision, backend: str):
+    return next(one for one in decision.candidates if one.backend == backend)
 
 
 def outcome(decision) -> tuple[str | None, int]:
@@ -79,9 +93,10 @@ def test_hopper_keeps_deep_gemm_with_float32_scales():
 def test_sm_12x_gets_deep_gemm_only_from_a_package_with_its_kernels(device):
     original = ask(DENSE, device, "deep_gemm", model=QWEN3_5)
     assert outcome(original) == ("cutlass", 7)
-    assert whys(original, "deep_gemm") == ["device"]
-    # The rule speaks of capability family 100 alone.
-    assert outcome(ask(DENSE, device, "deep_gemm+sm120", model=QWEN3_5)) == ("deep_gemm", 7)
+    assert whys(original, "deep_gemm") == ["device", "policy"]
+    assert outcome(ask(DENSE, device, "deep_gemm+sm120", model="llama")) == ("deep_gemm", 7)
+    # It takes the same scales there as on SM100.
+    assert outcome(ask(DENSE, device, "deep_gemm+sm120", model=QWEN3_5)) == ("cutlass", 5)
 
 
 def test_other_models_keep_deep_gemm_on_sm_100():
@@ -100,7 +115,8 @@ def test_nvfp4_is_untouched_by_rule_and_variables(problem, device):
 def test_e8m0_set_to_0_rules_deep_gemm_out_where_the_chip_takes_nothing_else():
     for device in ("100", "120"):
         decision = ask(DENSE, device, "all", "VLLM_USE_DEEP_GEMM_E8M0=0")
-        assert decision.chosen == "cutlass" and whys(decision, "deep_gemm") == ["numerics"]
+        assert outcome(decision) == ("cutlass", 3)
+        assert whys(decision, "deep_gemm") == ["numerics"]
     assert ask(DENSE, "90", "all", "VLLM_USE_DEEP_GEMM_E8M0=0").winner.scales == "float32"
 
 
@@ -111,9 +127,10 @@ def test_e8m0_set_to_1_reproduces_blackwells_scales_on_hopper():
 
 def test_a_weight_over_the_error_budget_goes_to_the_next_kernel():
     lossy = linear(requant_error=0.0266)
-    for budget, chosen in (("0.01", "cutlass"), ("0.03", "deep_gemm")):
-        decision = ask(lossy, "100", "all", f"--max-requant-error {budget}")
-        assert decision.chosen == chosen
+    for budget, expected in (("0.01", ("cutlass", 5)), ("0.03", ("deep_gemm", 7))):
+        assert outcome(ask(lossy, "100", "all", f"--max-requant-error {budget}")) == expected
+        # What is not known is estimated, and never counts as allowed.
+        assert outcome(ask(DENSE, "100", "all", f"--max-requant-error {budget}")) == expected
     exact = linear(requant_error=0.0)
     assert ask(exact, "100", "all", "--max-requant-error 0").chosen == "deep_gemm"
     assert ask(lossy, "90", "all", "--max-requant-error 0").chosen == "deep_gemm"  # float32
@@ -211,11 +228,9 @@ def test_forcing_marlin_for_fp8_leaves_nvfp4_alone():
     [
         ("--linear-backend triton", "--linear-backend marlin"),
         ("--kernel *.down_proj=triton", "--kernel *.down_proj=marlin"),
-        ("VLLM_USE_DEEP_GEMM=1", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
-        ("VLLM_LINEAR_BACKEND=triton", "VLLM_USE_DEEP_GEMM=1"),
+        ("VLLM_LINEAR_BACKEND=triton", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
         ("VLLM_LINEAR_BACKEND=deep_gemm", "VLLM_USE_DEEP_GEMM=0"),
         ("VLLM_LINEAR_BACKEND=marlin", "VLLM_NVFP4_GEMM_BACKEND=cutlass"),
-        ("VLLM_MOE_USE_DEEP_GEMM=1", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
     ],
 )
 def test_two_wishes_of_one_rank_for_one_layer_are_an_error_that_names_both(one, other):
@@ -232,6 +247,8 @@ def test_two_wishes_of_one_rank_for_one_layer_are_an_error_that_names_both(one, 
         "--linear-backend triton --linear-backend triton",
         "VLLM_USE_DEEP_GEMM=0 VLLM_TEST_FORCE_FP8_MARLIN=1",
         "VLLM_USE_DEEP_GEMM=1 VLLM_NVFP4_GEMM_BACKEND=cutlass",
+        "VLLM_USE_DEEP_GEMM=1 VLLM_TEST_FORCE_FP8_MARLIN=1",
+        "VLLM_USE_DEEP_GEMM=0 VLLM_MOE_USE_DEEP_GEMM=1",
         "VLLM_LINEAR_BACKEND=deep_gemm VLLM_NVFP4_GEMM_BACKEND=cutlass",
         "--linear-backend marlin VLLM_LINEAR_BACKEND=triton",
     ],
@@ -250,23 +267,86 @@ def test_a_forced_backend_that_cannot_run_is_refused_and_the_others_say_who_aske
     assert whys(decision, "marlin") == ["policy"]
 
 
-def test_the_variable_refuses_where_deep_gemm_cannot_run_at_all():
+@pytest.mark.parametrize("wish", ["VLLM_USE_DEEP_GEMM=1", "use_deep_gemm=True"])
+def test_a_permission_goes_on_without_deep_gemm_where_it_cannot_run(wish):
     for device, libs in (("80", "all"), ("100", "none"), ("120", "deep_gemm"), ("90", "broken")):
-        assert outcome(ask(DENSE, device, libs, "VLLM_USE_DEEP_GEMM=1")) == (None, 3)
+        decision = ask(DENSE, device, libs, wish)
+        assert outcome(decision) == outcome(ask(DENSE, device, libs)) and whys(
+            decision, "deep_gemm"
+        )
+    narrow = ask(linear(n=4080), "90", "all", wish)
+    assert outcome(narrow) == ("cutlass", 7) and whys(narrow, "deep_gemm") == ["shape"]
 
 
-def test_the_variable_yields_for_a_layer_whose_shape_deep_gemm_lacks_and_records_it():
-    decision = ask(linear(n=4080), "90", "all", "VLLM_USE_DEEP_GEMM=1")
-    assert outcome(decision) == ("cutlass", 3)
-    assert decision.origin.text != "VLLM_USE_DEEP_GEMM=1"
-    assert whys(decision, "deep_gemm") == ["shape"]
+def test_a_permission_keeps_what_was_measured():
+    split = timed(cutlass=(1, 64), deep_gemm=(65, 8192))
+    for model in (QWEN3_5, "llama"):
+        decision = ask(DENSE, "100", "all", "VLLM_USE_DEEP_GEMM=1", model, timings=split)
+        assert outcome(decision) == ("cutlass<=64|deep_gemm", 6)
+    assert outcome(ask(DENSE, "100", "all", "VLLM_USE_DEEP_GEMM=1", QWEN3_5)) == ("deep_gemm", 3)
 
 
-def test_the_config_yields_wherever_deep_gemm_cannot_run_and_records_it():
-    for device, libs in (("80", "all"), ("100", "none")):
-        decision = ask(DENSE, device, libs, "use_deep_gemm=True")
-        assert decision.chosen == ask(DENSE, device, libs).chosen
-        assert decision.origin.rank == 4 and whys(decision, "deep_gemm")
+def test_0_of_the_variable_for_all_outranks_1_of_that_for_experts_and_says_so():
+    decision = ask(EXPERTS, "90", "all", "VLLM_USE_DEEP_GEMM=0 VLLM_MOE_USE_DEEP_GEMM=1")
+    assert decision.chosen != "deep_gemm" and whys(decision, "deep_gemm") == ["policy"]
+    (reason,) = candidate(decision, "deep_gemm").reasons
+    assert "VLLM_USE_DEEP_GEMM=0" in reason.text and "VLLM_MOE_USE_DEEP_GEMM=1" in reason.text
+
+
+# ---------------------------------------------------------------- the cause: a second rounding
+
+
+@pytest.mark.parametrize("device", ["100", "103", "120", "121"])
+@pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_scales_that_are_powers_of_two_keep_deep_gemm_for_every_model(problem, device):
+    exact = replace(problem, requant_error=0.0)
+    for wish in ("-", "--requant exact-only", "--max-requant-error 0"):
+        decision = ask(exact, device, "deep_gemm+sm120", wish, QWEN3_5)
+        assert outcome(decision) == ("deep_gemm", 7) and not decision.winner.is_lossy
+        assert decision.winner.requant == Requant(0.0)
+
+
+@pytest.mark.parametrize("device", ["100", "120"])
+def test_exact_only_keeps_weights_of_all_models_from_being_rounded_again(device):
+    for problem in (DENSE, replace(DENSE, requant_error=0.0266)):
+        decision = ask(problem, device, "deep_gemm+sm120", "--requant exact-only")
+        assert outcome(decision) == ("cutlass", 5) and "exact-only" in decision.origin.text
+        assert whys(decision, "deep_gemm") == ["numerics"]
+    # Scales in the type of activations do not round the weight's codes.
+    usual = ask(linear("int4-group[128]"), "90", "all")
+    assert ask(linear("int4-group[128]"), "90", "all", "--requant exact-only") == usual
+
+
+def test_allow_lifts_the_rule_and_no_budget():
+    assert outcome(ask(DENSE, "100", "all", "--requant allow", QWEN3_5)) == ("deep_gemm", 7)
+    both = "--requant allow --max-requant-error 0.01"
+    assert outcome(ask(DENSE, "100", "all", both, QWEN3_5)) == ("cutlass", 5)
+
+
+def test_the_form_of_scales_that_rounds_is_what_counts_not_the_chip():
+    hopper = ask(DENSE, "90", "all", "VLLM_USE_DEEP_GEMM_E8M0=1 --requant exact-only")
+    assert outcome(hopper) == ("cutlass", 5)
+    assert ask(DENSE, "90", "all", "--requant exact-only").chosen == "deep_gemm"
+
+
+def test_the_estimate_of_a_second_rounding_is_that_of_normally_distributed_weights():
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for _ in range(5):
+        weight = torch.randn(1024, 1024, generator=generator) * 0.02
+        q, scales = per_block_cast_to_fp8(weight, (128, 128))
+        tensors = LinearTensors(FP8, q, (1024,), scales)
+        errors.append(requant_error(tensors).relative)
+    assert estimated(Scales.UE8M0, "bf16").error == pytest.approx(sorted(errors)[2], rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_estimate_of_scales_in_the_type_of_activations_is_that_of_rounding(dtype):
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.exp(torch.rand(100_000, generator=generator) * 4) / 64
+    rounded = scales.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]).float()
+    error = float(((rounded - scales) / scales).square().mean().sqrt())
+    assert estimated(Scales.ACTIVATION, dtype).error == pytest.approx(error, rel=0.05)
 
 
 def test_on_unmet_fallback_takes_the_next_kernel_and_records_it():
@@ -286,7 +366,7 @@ def test_a_fallback_never_goes_to_what_is_excluded():
 
 
 def test_require_native_refuses_what_only_widens_weights():
-    assert outcome(ask(DENSE, "80", "all", "--require-native")) == (None, 7)
+    assert outcome(ask(DENSE, "80", "all", "--require-native")) == (None, 2)
     assert ask(linear("int4-group[128]"), "80", "all", "--require-native").chosen == "marlin"
     decision = ask(DENSE, "89", "all", "--require-native")
     assert decision.chosen == "triton" and whys(decision, "marlin") == ["policy"]

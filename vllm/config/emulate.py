@@ -16,7 +16,7 @@ from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import question
-from vllm.kernels.select.policy import RANK_FLAG, Origin
+from vllm.kernels.select.reason import RANK_FLAG, Origin
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.config.emulate import Emulated
+from vllm.config.model_rule import REQUANT
 from vllm.config.policy import KernelPreferences
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.readers.base import QuantizationConfig
@@ -20,7 +21,9 @@ class KernelConfig:
     explained in vllm/config/emulate.py. on_unmet: what
     happens where a backend that was asked for cannot run. require_native: refuse weight-only and
     emulated kernels for weights with a native one. max_requant_error: most relative Frobenius
-    error that re-quantising a weight at load may cause. dump_decisions: a file for the decisions.
+    error that re-quantising a weight at load may cause. requant: when weights may be re-quantised
+    to UE8M0 scales, a value of REQUANT: but for models known to lose accuracy, only where nothing
+    is rounded, or always. dump_decisions: a file for the decisions.
     """
 
     kernel: tuple[str, ...] = ()
@@ -30,6 +33,7 @@ class KernelConfig:
     on_unmet: str = "error"
     require_native: bool = False
     max_requant_error: float | None = None
+    requant: str = REQUANT[0]
     dump_decisions: Path | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +44,11 @@ class KernelConfig:
             raise ConfigError(
                 f"--on-unmet {self.on_unmet!r}: it takes {', '.join(ON_UNMET)}"
                 f"{did_you_mean(self.on_unmet, ON_UNMET)}"
+            )
+        if self.requant not in REQUANT:
+            raise ConfigError(
+                f"--requant {self.requant!r}: it takes {', '.join(REQUANT)}"
+                f"{did_you_mean(self.requant, REQUANT)}"
             )
         error = self.max_requant_error
         if error is not None and not 0 <= error < float("inf"):
@@ -66,6 +75,8 @@ class KernelConfig:
             on_unmet=self.on_unmet,
             require_native=self.require_native,
             max_requant_error=self.max_requant_error,
+            requant=self.requant,
             use_deep_gemm=quant_config.use_deep_gemm if quant_config is not None else None,
             model_rule=quant_config.model_rule if quant_config is not None else "",
+            is_exact=quant_config is not None and bool(quant_config.exact_scales),
         )

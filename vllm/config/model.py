@@ -58,6 +58,11 @@ class ModelConfig:
         return getattr(self.hf_text_config, "model_type", "")
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether weights are random, whatever the folder holds."""
+        return self.load_format == "dummy"
+
+    @property
     def vocab_size(self) -> int:
         return int(self.hf_text_config.vocab_size)
 

@@ -1,41 +1,37 @@
 """From flags, variables, the checkpoint and model rules to a `Policy`, by one order of precedence.
 
 1 --kernel (per layer)  2 --linear-backend, --moe-backend  3 environment variables
-4 use_deep_gemm of the quantisation config  5 model rule  6 measured  7 default order
+4 use_deep_gemm of the quantisation config  5 accuracy: --max-requant-error, --requant, the model
+rule  6 measured  7 default order
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.config.model_rule import model_rule
+from vllm.config.model_rule import REQUANT, model_rule
 from vllm.errors import ConfigError
 from vllm.formats import registry as formats
+from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.registry import FLAGS
-from vllm.kernels.select.policy import (
+from vllm.kernels.select.policy import Budget, Exclusion, Override, Policy, Preference
+from vllm.kernels.select.reason import (
+    RANK_ACCURACY,
     RANK_CONFIG,
     RANK_FLAG,
     RANK_LAYER,
-    RANK_MODEL_RULE,
     RANK_VARIABLE,
-    Exclusion,
     Origin,
-    Override,
-    Policy,
 )
-from vllm.kernels.select.reason import Why
 from vllm.machine import Device
-
-# Reasons that a single layer gives by itself; the others hold for the whole machine.
-_OF_THE_LAYER = frozenset({Why.SHAPE, Why.FORMAT, Why.DTYPE})
 
 
 @dataclass(frozen=True)
 class KernelPreferences:
-    """What a user set. kernels: PATTERN=BACKEND texts. backends: by family. use_deep_gemm: of the
-    quantisation config, None where nobody decided. model_rule: where the model rule decided it,
-    its reason.
+    """What a user set. kernels: PATTERN=BACKEND texts. backends: by family. requant: of REQUANT.
+    use_deep_gemm: of the quantisation config, None where nobody decided. model_rule: where the
+    model rule decided it, its reason. is_exact: the checkpoint's scales are powers of two.
     """
 
     kernels: tuple[str, ...] = ()
@@ -43,14 +39,17 @@ class KernelPreferences:
     on_unmet: str = "error"
     require_native: bool = False
     max_requant_error: float | None = None
+    requant: str = REQUANT[0]
     use_deep_gemm: bool | None = None
     model_rule: str = ""
+    is_exact: bool = False
 
     def for_device(self, model_type: str, device: Device) -> "KernelPreferences":
         """With the model rule decided for another chip than the one of the configuration."""
         if self.use_deep_gemm is not None and not self.model_rule:
             return self
-        rule = model_rule(model_type, device)
+        applies = self.requant == REQUANT[0] and not self.is_exact
+        rule = model_rule(model_type, device) if applies else ""
         return replace(self, use_deep_gemm=False if rule else None, model_rule=rule)
 
 
@@ -61,18 +60,36 @@ def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Polic
         *_flag_overrides(preferences),
         *_variable_overrides(env),
     ]
-    exclusions = _variable_exclusions(env)
-    overrides += _config_overrides(preferences, exclusions)
-    exclusions += _config_exclusions(preferences, env)
+    preferred, exclusions = _deep_gemm_variables(env)
+    if preferences.use_deep_gemm is not None:
+        said = {p.family for p in preferred} | {e.family for e in exclusions}
+        families = [family for family in _DEEP_GEMM_FAMILIES if family not in said]
+        origin = Origin(RANK_CONFIG, _CONFIG.format(preferences.use_deep_gemm))
+        if preferences.use_deep_gemm:
+            preferred += [Preference(family, "deep_gemm", origin) for family in families]
+        else:
+            rule = preferences.model_rule
+            origin = Origin(RANK_ACCURACY, rule) if rule else origin
+            exclusions += [Exclusion(f, "deep_gemm", origin, bool(rule)) for f in families]
     _refuse_contradictions(overrides, exclusions)
     return Policy(
         overrides=tuple(overrides),
         exclusions=tuple(exclusions),
+        preferred=tuple(preferred),
         falls_back=preferences.on_unmet == "fallback",
         requires_native=preferences.require_native,
         e8m0=env.get("VLLM_USE_DEEP_GEMM_E8M0"),
-        max_requant_error=preferences.max_requant_error,
+        budgets=tuple(_budgets(preferences)),
     )
+
+
+def _budgets(preferences: KernelPreferences) -> Iterator[Budget]:
+    limit = preferences.max_requant_error
+    if limit is not None:
+        yield Budget(limit, Origin(RANK_ACCURACY, f"--max-requant-error {limit:.2%}"))
+    if preferences.requant == "exact-only":
+        origin = Origin(RANK_ACCURACY, "--requant exact-only")
+        yield Budget(0.0, origin, frozenset({Scales.UE8M0, Scales.FLOAT32_CEIL_UE8M0}))
 
 
 def _layer_overrides(preferences: KernelPreferences) -> list[Override]:
@@ -123,51 +140,33 @@ def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
             Override(family, "marlin", origin, formats=formats.kinds("fp8"))
             for family in ("linear", "moe")
         ]
-    for family, (variable, value) in _deep_gemm_variables(env).items():
-        if value:
-            origin = _variable(variable, "1")
-            overrides.append(Override(family, "deep_gemm", origin, yields_to=_OF_THE_LAYER))
     return overrides
 
 
-def _variable_exclusions(env: Mapping[str, Any]) -> list[Exclusion]:
-    return [
-        Exclusion(family, "deep_gemm", _variable(variable, "0"))
-        for family, (variable, value) in _deep_gemm_variables(env).items()
-        if value is False
-    ]
+_DEEP_GEMM_FAMILIES = ("linear", "moe")
+_CONFIG = "use_deep_gemm = {} in the quantisation config"
 
 
-def _deep_gemm_variables(env: Mapping[str, Any]) -> dict[str, tuple[str, bool | None]]:
-    """By family, the variable that speaks of it and what it says."""
-    both = ("VLLM_USE_DEEP_GEMM", env.get("VLLM_USE_DEEP_GEMM"))
-    moe = ("VLLM_MOE_USE_DEEP_GEMM", env.get("VLLM_MOE_USE_DEEP_GEMM"))
-    return {"linear": both, "moe": both if moe[1] is None else moe}
-
-
-def _config_overrides(preferences: KernelPreferences, stronger: list[Exclusion]) -> list[Override]:
-    if not preferences.use_deep_gemm:
-        return []
-    origin = Origin(RANK_CONFIG, "use_deep_gemm = True in the quantisation config")
-    excluded = {exclusion.family for exclusion in stronger}
-    return [
-        Override(family, "deep_gemm", origin, yields_to=frozenset(Why))
-        for family in ("linear", "moe")
-        if family not in excluded
-    ]
-
-
-def _config_exclusions(preferences: KernelPreferences, env: Mapping[str, Any]) -> list[Exclusion]:
-    """What the quantisation config excludes, where no variable speaks."""
-    if preferences.use_deep_gemm is not False:
-        return []
-    origin = Origin(RANK_CONFIG, "use_deep_gemm = False in the quantisation config")
-    if preferences.model_rule:
-        origin = Origin(RANK_MODEL_RULE, preferences.model_rule)
-    said = {family for family, (_, value) in _deep_gemm_variables(env).items() if value is not None}
-    return [
-        Exclusion(family, "deep_gemm", origin) for family in ("linear", "moe") if family not in said
-    ]
+def _deep_gemm_variables(env: Mapping[str, Any]) -> tuple[list[Preference], list[Exclusion]]:
+    """1 permits and prefers DeepGEMM, 0 excludes it. VLLM_MOE_USE_DEEP_GEMM speaks of experts, and
+    of those VLLM_USE_DEEP_GEMM=0 too."""
+    use, moe = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"
+    both, experts = env.get(use), env.get(moe)
+    preferred: list[Preference] = []
+    exclusions: list[Exclusion] = []
+    for family in _DEEP_GEMM_FAMILIES:
+        name, value = (use, both) if family == "linear" or both is False else (moe, experts)
+        name, value = (use, both) if value is None else (name, value)
+        if value is None:
+            continue
+        origin = _variable(name, int(value))
+        if family == "moe" and experts and value is False:
+            origin = Origin(RANK_VARIABLE, f"{origin.text}, which outranks {moe}=1")
+        if value:
+            preferred.append(Preference(family, "deep_gemm", origin))
+        else:
+            exclusions.append(Exclusion(family, "deep_gemm", origin))
+    return preferred, exclusions
 
 
 def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:

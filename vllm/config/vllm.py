@@ -11,8 +11,10 @@ from vllm.config.model import ModelConfig
 from vllm.config.model_rule import with_model_rule
 from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.selection import warn_of_model_rule
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.registry import find_quantization
+from vllm.formats.stored_scales import with_stored_scales
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -39,10 +41,19 @@ class VllmConfig:
             configs = (model.hf_config, model.hf_text_config)
             found = find_quantization(configs, model.path, model.quantization, model.model)
             object.__setattr__(self, "quant_config", found)
-        decided = with_model_rule(self.quant_config, self.model_config.model_type)
-        object.__setattr__(self, "quant_config", decided)
+        self._decide_use_deep_gemm()
         if self.model_config.decoder is not None:
             check_parallel(self.parallel_config, self.model_config.decoder)
+
+    def _decide_use_deep_gemm(self) -> None:
+        """By the checkpoint's scales and the model rule, where nobody decided."""
+        model, kernels = self.model_config, self.kernel_config
+        folder = model.path if model.hf_config is not None else None
+        read = with_stored_scales(self.quant_config, None if model.is_dummy else folder)
+        decided = with_model_rule(read, model.model_type, kernels.requant)
+        object.__setattr__(self, "quant_config", decided)
+        if read is not None and decided is not None and read is not decided and folder is not None:
+            warn_of_model_rule(model, kernels, self.parallel_config, read, decided)
 
     @property
     def snapshot_slots(self) -> range:

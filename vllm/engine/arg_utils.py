@@ -22,6 +22,7 @@ from vllm.config import (
 from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
+from vllm.config.model_rule import REQUANT
 from vllm.config.parallel import EXECUTOR_BACKENDS
 from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
 from vllm.errors import ConfigError, did_you_mean
@@ -142,6 +143,12 @@ class EngineArgs:
     max_requant_error: float | None = _arg(
         None, "Maximum relative error of re-quantising a weight at load.", type=float
     )
+    requant: str = _arg(
+        REQUANT[0],
+        "When weights may be re-quantised to UE8M0 scales for a kernel: not for models that are "
+        "known to lose accuracy, only where nothing is rounded, or always.",
+        choices=REQUANT,
+    )
     dump_decisions: Path | None = _arg(
         None, "File to write every kernel decision to, as JSON.", type=Path, metavar="FILE"
     )
@@ -228,6 +235,7 @@ class EngineArgs:
                 on_unmet=self.on_unmet,
                 require_native=self.require_native,
                 max_requant_error=self.max_requant_error,
+                requant=self.requant,
                 dump_decisions=self.dump_decisions and Path(self.dump_decisions),
             ),
         )

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.config.emulate import emulate, not_emulated
-from vllm.config.policy import make_policy
+from vllm.config.selection import selection_for
 from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_custom_all_reduce
@@ -18,7 +17,7 @@ from vllm.errors import ConfigError
 from vllm.executor import prefetch
 from vllm.executor.base import Address
 from vllm.executor.facts import facts_of
-from vllm.kernels.evidence.tables import find_tables, missing_note
+from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.selection import Selection
@@ -133,13 +132,14 @@ def use_device(index: int, num_neighbours: int) -> None:
 
 
 def make_selection(config: VllmConfig) -> Selection:
-    device = probe_device()
-    preferences = config.kernel_config.preferences(config.quant_config)
-    variables, model_type = envs.kernel_variables(), config.model_config.model_type
-    policy = make_policy(not_emulated(preferences), variables)
-    tables = find_tables(probe_chip())
-    if note := missing_note(probe_chip()):
+    chip = probe_chip()
+    if note := missing_note(chip):
         logger.warning("%s; vllm kernels tune measures here", note)
-    selection = Selection(device, probe_libs(), policy, tables)
-    emulate(selection, preferences, variables, model_type)
-    return selection
+    return selection_for(
+        probe_device(),
+        chip,
+        probe_libs(),
+        config.kernel_config.preferences(config.quant_config),
+        envs.kernel_variables(),
+        config.model_config.model_type,
+    )

@@ -38,6 +38,7 @@ class Quantization(Protocol):
     where it is not quantised."""
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
+    def requant_error(self, weight: WeightFormat) -> float | None: ...
 
 
 # ---------------------------------------------------------------- one layer

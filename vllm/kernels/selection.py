@@ -15,9 +15,10 @@ from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.report.side_effects import side_effect_lines, waits
-from vllm.kernels.select.decision import Decision, NoKernelError
-from vllm.kernels.select.policy import RANK_FLAG, RANK_VARIABLE, Origin, Policy
+from vllm.kernels.select.decision import Candidate, Decision, NoKernelError
+from vllm.kernels.select.policy import Policy, Preference
 from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.reason import RANK_FLAG, RANK_VARIABLE, Origin, Why
 from vllm.kernels.select.select import select
 from vllm.logger import get_logger
 from vllm.machine import Device, Libs
@@ -86,9 +87,12 @@ class Selection:
             self._decided[key] = decision
         return decision
 
-    def exceeds_budget(self, requant_error: float) -> bool:
-        limit = self.policy.max_requant_error
-        return limit is not None and requant_error > limit
+    def is_refuted(self, winner: Candidate, requant_error: float) -> bool:
+        """Whether what re-quantising a weight was measured to cost speaks against the winner: more
+        than a budget allows, or anything at all where it was taken to be exact."""
+        budgets = (b for b in self.policy.budgets if not b.forms or winner.scales in b.forms)
+        is_over = any(requant_error > budget.error for budget in budgets)
+        return is_over or (requant_error > 0 and not winner.is_lossy)
 
     def replace(self, layer: str, earlier: Decision, problem: Problem) -> Decision:
         """Decides anew for `layer`, of whose weight more is known now than at first."""
@@ -98,12 +102,16 @@ class Selection:
         return decision
 
     def check_overrides(self) -> None:
-        """Now that all layers have asked: ConfigError for a flag that means no layer, and
+        """Now that all layers have asked: a warning for a preference that no layer follows,
+        ConfigError for a flag that means no layer, and
         NoKernelError for a wish that none of the layers it means could follow.
 
         A variable that means no layer is worth a warning only: variables are set for a machine,
         flags for a model.
         """
+        for preference in self.policy.preferred:
+            if text := self._unmet(preference):
+                logger.warning("%s", text)
         for origin, asked in self._asked().items():
             if not asked and origin.rank <= RANK_FLAG:
                 raise ConfigError(f"{origin.text} means no layer of this model; leave it out")
@@ -117,6 +125,22 @@ class Selection:
                     f"{json_report.table(own[0][1])}",
                     own[0][1],
                 )
+
+    def _unmet(self, preference: Preference) -> str:
+        """Why a backend that is preferred can serve no layer; "" where it can serve one, or where
+        none has weights for it."""
+        own = [
+            candidate
+            for _, decision in self.records
+            for candidate in decision.candidates
+            if decision.problem.family == preference.family
+            and candidate.backend == preference.backend
+            and all(reason.why is not Why.FORMAT for reason in candidate.reasons)
+        ]
+        if not own or not all(candidate.reasons for candidate in own):
+            return ""
+        why = own[0].reasons[0].text
+        return f"{preference.origin.text}, but no layer can be served by {own[0].backend}: {why}"
 
     def _asked(self) -> dict[Origin, list[tuple[str, Decision]]]:
         """By origin of the overrides: the backend each asks for, and the layers it means."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
 # Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
-# DeepGEMM needs on capability family 100; their own files say what was measured.
+# DeepGEMM takes on Blackwell; their own files say what was measured.
 _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
     name
     for name, one in known().items()
@@ -81,14 +81,14 @@ def is_deep_gemm_e8m0_used() -> bool:
 
 
 def should_auto_disable_deep_gemm(model_type: str | None, device: Device | None = None) -> bool:
-    """Whether the model rule keeps DeepGEMM from this model: a listed type on family 100 alone.
+    """Whether the model rule keeps DeepGEMM from this model: a listed type, where DeepGEMM takes
+    UE8M0 scales (families 100 and 120).
 
-    Hopper takes float32 scales and loses nothing; 12.x is another family. device: None for the
-    current one.
+    Hopper takes float32 scales and loses nothing. device: None for the current one.
     """
     if model_type not in _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES:
         return False
-    return (device or current_device()).family == "sm_10x"
+    return dict(LINEAR.scales).get((device or current_device()).family) is Scales.UE8M0
 
 
 def should_use_deepgemm_for_fp8_linear(

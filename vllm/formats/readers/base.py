@@ -11,6 +11,7 @@ from typing import Any
 from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.cache_scales import cache_scale_name
+from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 
 LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
@@ -66,6 +67,7 @@ class QuantizationConfig(ABC):
 
     use_deep_gemm: None is automatic, True and False are decided; model_rule: the reason, where the
     model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
+    exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
     """
 
@@ -74,6 +76,7 @@ class QuantizationConfig(ABC):
     can_use_deep_gemm: bool = False
     use_deep_gemm: bool | None = None
     model_rule: str = ""
+    exact_scales: str = ""
     has_cache_scales: bool = True
 
     @classmethod
@@ -96,6 +99,12 @@ class QuantizationConfig(ABC):
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
         layer = self.stored_layer(names)
         return None if layer is None else (layer.format, layer.act)
+
+    def requant_error(self, weight: WeightFormat) -> float | None:
+        """Of bringing a weight of the checkpoint to UE8M0 scales: 0 where its scales are powers of
+        two already, None where it is not known."""
+        is_exact = self.exact_scales and weight.description.rounded_scales is Scales.UE8M0
+        return 0.0 if is_exact else None
 
     def slot_name(self, name: str) -> str | None:
         """Our name for a checkpoint tensor that other tools name differently; None for one that

@@ -57,13 +57,16 @@ class Fp8Config(QuantizationConfig):
         fmt = config.get("fmt", "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(f"FP8 format {fmt!r} is not supported: it takes e4m3")
-        return cls(
+        found = cls(
             is_checkpoint_fp8_serialized=True,
             activation_scheme=config.get("activation_scheme", "dynamic"),
             ignored_layers=layers_listed(config, "modules_to_not_convert", "ignored_layers"),
             weight_block_size=config.get("weight_block_size"),
             use_deep_gemm=config.get("use_deep_gemm"),
         )
+        if config.get("scale_fmt") == "ue8m0":
+            found.exact_scales = "scale_fmt of config.json is ue8m0"
+        return found
 
     @classmethod
     def at_load(cls) -> "Fp8Config":

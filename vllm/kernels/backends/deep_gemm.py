@@ -93,7 +93,7 @@ def prepare(
     assert scales is not None
     if scales.dtype == torch.int32:  # exponents, laid out before
         return weight, scales
-    if winner.is_lossy:
+    if winner.rescales:
         tensors = requantised_ue8m0(tensors)
         weight, scales = tensors.weight, tensors.scales
     assert scales is not None

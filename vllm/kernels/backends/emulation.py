@@ -91,7 +91,7 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
     from vllm.ops.scale_rounding import requantised
 
     rounded = rounding(winner, tensors)
-    if winner.is_lossy:
+    if winner.rescales:
         tensors = requantised(tensors, winner.scales, dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     stored = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
@@ -115,7 +115,7 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
         return fp8.round_to_fp8(x, scale).float() * scale
 
     def per_group(x: "Tensor", group: int) -> "Tensor":
-        q, scales = quantise_groups(x, group, use_ue8m0=winner.is_lossy)
+        q, scales = quantise_groups(x, group, use_ue8m0=winner.rescales)
         return fp8.dequantise_blocks(q, scales, (1, group))
 
     match winner.act:

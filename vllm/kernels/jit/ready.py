@@ -62,7 +62,7 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
     """
     problem = decision.problem
     own = next(c for c in decision.candidates if c.backend == name)
-    if not isinstance(problem, LinearProblem) or own.is_lossy:
+    if not isinstance(problem, LinearProblem) or own.rescales:
         return None
     if decision.is_emulated or compiler_of(decision, name) != NVCC:
         return None
@@ -73,7 +73,7 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
             if not candidate.reasons
             and not candidate.parts
             and candidate.act is own.act
-            and not candidate.is_lossy
+            and not candidate.rescales
             and _is_built_ahead(decision, candidate.backend)
         ),
         None,

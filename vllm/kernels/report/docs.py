@@ -18,13 +18,13 @@ from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import BLOCKS, PACKED
 from vllm.kernels.report.text_report import KINDS
-from vllm.kernels.select.policy import (
+from vllm.kernels.select.reason import (
     DEFAULT_ORDER,
+    RANK_ACCURACY,
     RANK_CONFIG,
     RANK_FLAG,
     RANK_LAYER,
     RANK_MEASURED,
-    RANK_MODEL_RULE,
     RANK_VARIABLE,
 )
 from vllm.machine import CHIPS, Device
@@ -35,7 +35,7 @@ _RANKS = (
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
     (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
     (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),
-    (RANK_MODEL_RULE, "the model rule", "models that lose accuracy with DeepGEMM's UE8M0 scales"),
+    (RANK_ACCURACY, "the model rule", "models that lose accuracy with DeepGEMM's UE8M0 scales"),
     (RANK_MEASURED, "a measurement", "a chip and sizes in a [table of measurements](tuning.md)"),
     (DEFAULT_ORDER.rank, "the default order", "the order of the tables below"),
 )

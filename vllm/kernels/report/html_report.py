@@ -10,7 +10,7 @@ from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.report.text_report import KINDS, NO_KERNEL, libs_text, notes, verdict
 from vllm.kernels.select.decision import Candidate, Decision
-from vllm.kernels.select.policy import DEFAULT_ORDER
+from vllm.kernels.select.reason import DEFAULT_ORDER
 
 
 def html_page(report: Report, title: str) -> str:

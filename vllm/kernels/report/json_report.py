@@ -22,7 +22,6 @@ from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation, log_lines, outcome, table
 from vllm.kernels.select.decision import Candidate, Decision, Record
-from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import (
     AttentionProblem,
     KVQuantProblem,
@@ -30,7 +29,7 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Origin, Reason, Why
 from vllm.machine import Device, Libs
 
 __all__ = ["log_lines", "outcome", "parse_report", "report", "table"]

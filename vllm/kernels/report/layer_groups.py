@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
-from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.reason import Why
+from vllm.kernels.select.reason import Origin, Why
 
 Row = tuple[str, ...]
 

@@ -7,9 +7,8 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.report.layer_groups import compress
 from vllm.kernels.select.decision import Candidate, Decision, Record
-from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.select.reason import Why
+from vllm.kernels.select.reason import DEFAULT_ORDER, Why
 
 
 def side_effect(decision: Decision) -> str:

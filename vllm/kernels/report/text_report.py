@@ -14,9 +14,8 @@ from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, compress
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
-from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MODEL_RULE
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.reason import Why
+from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.machine import BUILD, Lib, Libs
 
@@ -266,7 +265,7 @@ def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[s
 
 def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     """What the reader should know beyond the reasons: what the model rule is about."""
-    rule = next((s.origin for s in outcomes if s.origin.rank == RANK_MODEL_RULE), None)
+    rule = next((s.origin for s in outcomes if s.origin.rank == RANK_ACCURACY), None)
     if rule is None:
         return []
     return [

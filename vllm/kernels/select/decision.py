@@ -6,10 +6,9 @@ from typing import Protocol
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
-from vllm.formats.scales import Scales
-from vllm.kernels.select.policy import Origin
+from vllm.formats.scales import Requant, Scales
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.reason import Reason
+from vllm.kernels.select.reason import Origin, Reason
 from vllm.machine import Device
 
 Parts = tuple[tuple[int | None, str], ...]
@@ -40,7 +39,8 @@ class Evidence(Protocol):
 class Candidate:
     """A kernel that was considered; no reasons against it means it could run.
 
-    scales: the form of block scales it would take, "" where that does not matter. fit: how it
+    scales: the form of weight scales it would take, "" where that does not matter. requant: what
+    bringing the stored ones to that form costs; None where it takes them as they are. fit: how it
     takes partial scale blocks. parts: of a split.
     """
 
@@ -50,11 +50,17 @@ class Candidate:
     scales: str = ""
     fit: Fit | None = None
     parts: Parts = ()
+    requant: Requant | None = None
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the weight is brought to another form of scales for it."""
+        return self.scales not in ("", Scales.FLOAT32)
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its scale form may re-round weights that are quantised already."""
-        return self.scales not in ("", Scales.FLOAT32)
+        """Whether that rounds the weight, for all that is known."""
+        return self.requant is not None and self.requant.error > 0
 
 
 @dataclass(frozen=True, slots=True)

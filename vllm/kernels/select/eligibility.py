@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
-from vllm.formats.scales import Scales
+from vllm.formats.scales import Requant, Scales, estimated
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import RANK_VARIABLE, Origin, Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, NATIVE, Device, Libs
 from vllm.utils.versions import version_key
@@ -143,21 +143,29 @@ def _depends_on_chip(spec: KernelSpec) -> bool:
     return "*" not in dict(spec.scales)
 
 
+def requant_of(problem: LinearProblem | MoEProblem, scales: str) -> Requant | None:
+    """What scales of the form `scales` cost this weight: as known of it, else as estimated."""
+    if scales in ("", Scales.FLOAT32):
+        return None
+    known = problem.requant_error
+    return estimated(scales, problem.dtype) if known is None else Requant(known)
+
+
 def requant_reasons(
-    spec: KernelSpec, problem: Problem, device: Device, policy: Policy, scales: str
+    spec: KernelSpec, device: Device, policy: Policy, scales: str, requant: Requant
 ) -> Iterator[Reason]:
-    """What speaks against re-quantising the weight to scales of the form `scales`."""
+    """What was asked for that speaks against bringing the weight to scales of the form `scales`."""
     if scales == Scales.UE8M0 and policy.e8m0 is False and _depends_on_chip(spec):
-        text = f"takes UE8M0 scales only on {device.family}, and VLLM_USE_DEEP_GEMM_E8M0=0"
-        yield Reason(Why.NUMERICS, text)
-        return
-    assert isinstance(problem, LinearProblem | MoEProblem)
-    limit, error = policy.max_requant_error, problem.requant_error
-    if limit is None or error is None or error <= limit:
+        origin = Origin(RANK_VARIABLE, "VLLM_USE_DEEP_GEMM_E8M0=0")
+        text = f"takes UE8M0 scales only on {device.family}, and {origin.text}"
+        yield Reason(Why.NUMERICS, text, origin)
         return
     form = "scales of the activations' type" if scales == Scales.ACTIVATION else "UE8M0"
-    text = f"re-quantising to {form} costs {error:.2%}, more than --max-requant-error {limit:.2%}"
-    yield Reason(Why.NUMERICS, text)
+    grade = " (estimated from the format)" if requant.is_estimated else ""
+    for budget in policy.budgets:
+        if requant.error > budget.error and (not budget.forms or scales in budget.forms):
+            text = f"re-quantising to {form} costs {requant.error:.2%}{grade}"
+            yield Reason(Why.NUMERICS, f"{text}: {budget.origin.text}", budget.origin)
 
 
 def names(values: Iterable[str]) -> str:

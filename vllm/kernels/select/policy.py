@@ -6,20 +6,8 @@ from fnmatch import fnmatchcase
 
 from vllm.errors import ConfigError
 from vllm.kernels.select.problem import Problem
-from vllm.kernels.select.reason import Why
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.spec import KernelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Who decided. Rank 1 is the strongest (docs/kernels.md lists the ranks)."""
-
-    rank: int
-    text: str
-
-
-RANK_LAYER, RANK_FLAG, RANK_VARIABLE, RANK_CONFIG, RANK_MODEL_RULE, RANK_MEASURED = range(1, 7)
-DEFAULT_ORDER = Origin(7, "default order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +15,7 @@ class Override:
     """`backend` is to serve the layers of `family` whose name matches the glob `pattern`.
 
     formats: only problems in these weight formats are meant; empty for all that the backend has a
-    kernel for. yields_to: kinds of reasons; a layer that the backend cannot take for these alone
-    goes to the next kernel, with the reasons recorded.
+    kernel for.
     """
 
     family: str
@@ -36,7 +23,6 @@ class Override:
     origin: Origin
     pattern: str = "*"
     formats: frozenset[str] = frozenset()
-    yields_to: frozenset[Why] = frozenset()
 
     def matches(self, layer: str) -> bool:
         return self.pattern == "*" or fnmatchcase(layer, self.pattern)
@@ -58,7 +44,17 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """`backend` is not to serve `family`."""
+    """`backend` is not to serve `family`; spares_exact: but for weights that it takes unrounded."""
+
+    family: str
+    backend: str
+    origin: Origin
+    spares_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """`backend` comes before the default order of `family`; measurements still decide."""
 
     family: str
     backend: str
@@ -66,18 +62,26 @@ class Exclusion:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """Everything that was asked for. e8m0: VLLM_USE_DEEP_GEMM_E8M0, None for automatic.
+class Budget:
+    """The greatest relative Frobenius error that bringing a weight's scales to another form may
+    cause. forms: those that are meant, empty for all."""
 
-    max_requant_error: greatest relative Frobenius error that re-quantising a weight may cause.
-    """
+    error: float
+    origin: Origin
+    forms: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything that was asked for. e8m0: VLLM_USE_DEEP_GEMM_E8M0, None for automatic."""
 
     overrides: tuple[Override, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    preferred: tuple[Preference, ...] = ()
     falls_back: bool = False
     requires_native: bool = False
     e8m0: bool | None = None
-    max_requant_error: float | None = None
+    budgets: tuple[Budget, ...] = ()
 
     def override_of(
         self, layer: str, problem: Problem, specs: Iterable[KernelSpec]
@@ -93,7 +97,18 @@ class Policy:
                 )
         return first
 
-    def exclusion_of(self, backend: str, family: str) -> Exclusion | None:
-        """The strongest exclusion of this backend from this family."""
-        own = (e for e in self.exclusions if (e.backend, e.family) == (backend, family))
+    def exclusion_of(self, backend: str, family: str, is_exact: bool) -> Exclusion | None:
+        """The strongest exclusion of this backend from this family. is_exact: it would take the
+        weight unrounded."""
+        own = (
+            exclusion
+            for exclusion in self.exclusions
+            if (exclusion.backend, exclusion.family) == (backend, family)
+            and not (is_exact and exclusion.spares_exact)
+        )
         return min(own, key=lambda exclusion: exclusion.origin.rank, default=None)
+
+    def preference_of(self, backend: str, family: str) -> Preference | None:
+        """The strongest preference for this backend in this family."""
+        own = (p for p in self.preferred if (p.backend, p.family) == (backend, family))
+        return min(own, key=lambda preference: preference.origin.rank, default=None)

@@ -1,6 +1,6 @@
 """Why a kernel is rejected."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -17,9 +17,24 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Who decided. Rank 1 is the strongest (docs/kernels.md lists the ranks)."""
+
+    rank: int
+    text: str
+
+
+RANK_LAYER, RANK_FLAG, RANK_VARIABLE, RANK_CONFIG, RANK_ACCURACY, RANK_MEASURED = range(1, 7)
+DEFAULT_ORDER = Origin(7, "default order")
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
+    """origin: who asked for it, where the kernel could run but for what was asked."""
+
     why: Why
     text: str
+    origin: Origin | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.why}: {self.text}"

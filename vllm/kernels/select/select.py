@@ -7,13 +7,19 @@ from typing import NamedTuple
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
-from vllm.formats.scales import Scales
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Parts
 from vllm.kernels.select.eligibility import names
-from vllm.kernels.select.policy import DEFAULT_ORDER, RANK_MEASURED, Origin, Override, Policy
+from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import (
+    DEFAULT_ORDER,
+    RANK_FLAG,
+    RANK_MEASURED,
+    Origin,
+    Reason,
+    Why,
+)
 from vllm.kernels.select.spec import COMPILERS, KernelSpec
 from vllm.machine import Device, Libs
 
@@ -30,24 +36,19 @@ def select(
     """Chooses the first candidate without a reason against it; keeps all with all reasons.
 
     Order: what `evidence` of this problem on this chip shows to be fastest of what can run here,
-    then the order of `specs`. The backend of an override is chosen, or the decision has
-    `chosen=None`, unless the policy falls back: to the next strongest override, if there is one.
-    ConfigError where two overrides of one rank disagree.
+    then what the policy prefers, then the order of `specs`. The backend of an override is chosen,
+    or the decision has `chosen=None`, unless the policy falls back: to the next strongest override,
+    if there is one. ConfigError where two overrides of one rank disagree.
     """
     kind = problem.family, problem.format, problem.dtype, problem.act
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     case = _Case(problem, _fits(problem), device, libs, policy, override)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
+    if policy.preferred:
+        candidates.sort(key=lambda c: policy.preference_of(c.backend, problem.family) is None)
     if override is None:
-        measured = _measured(evidence, candidates, kernels, case) if evidence else {}
-        moved = set(map(id, measured.values()))
-        candidates = [*measured.values(), *(c for c in candidates if id(c) not in moved)]
-        chosen = next((c.backend for c in candidates if not c.reasons), None)
-        origin = _excluding_origin(chosen, candidates, policy, problem) or DEFAULT_ORDER
-        if origin is DEFAULT_ORDER and chosen in {c.backend for c in measured.values()}:
-            origin = Origin(RANK_MEASURED, f"measured: {evidence.source if evidence else None}")
-        return Decision(problem, device, chosen, origin, tuple(candidates), evidence)
+        return _best(case, candidates, kernels, evidence)
     if _is_final(override, policy, candidates):
         return _overridden(case, override, candidates, evidence)
     weaker = replace(policy, overrides=tuple(o for o in policy.overrides if o is not override))
@@ -56,6 +57,9 @@ def select(
         return decision
     text = f"{override.origin.text} cannot run here, fell back"
     return replace(decision, origin=Origin(override.origin.rank, text))
+
+
+_NATIVE = Origin(RANK_FLAG, "--require-native")
 
 
 class _Case(NamedTuple):
@@ -132,25 +136,50 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
-    if kernel.scales not in ("", Scales.FLOAT32):
-        reasons += eligibility.requant_reasons(spec, problem, case.device, policy, kernel.scales)
+    requant = None
+    if kernel.scales:
+        assert isinstance(problem, LinearProblem | MoEProblem)
+        requant = eligibility.requant_of(problem, kernel.scales)
+    if requant is not None:
+        device, scales = case.device, kernel.scales
+        reasons += eligibility.requant_reasons(spec, device, policy, scales, requant)
     if policy.requires_native and not eligibility.is_native(spec, problem, kernel.act):
         how = "an emulation" if spec.is_emulation else "weight-only"
-        reasons.append(Reason(Why.POLICY, f"--require-native, and this is {how}"))
-    if override is None or override.backend != spec.backend:  # an override outranks exclusions
-        exclusion = policy.exclusion_of(spec.backend, problem.family) if policy.exclusions else None
+        reasons.append(Reason(Why.POLICY, f"{_NATIVE.text}, and this is {how}", _NATIVE))
+    # An override outranks exclusions.
+    if policy.exclusions and (override is None or override.backend != spec.backend):
+        is_exact = requant is None or requant.error == 0
+        exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
-            reasons.append(Reason(Why.POLICY, exclusion.origin.text))
-    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit)
+            reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
+    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit, requant=requant)
+
+
+def _best(
+    case: _Case,
+    candidates: Sequence[Candidate],
+    kernels: Mapping[str, _Kernel],
+    evidence: Evidence | None,
+) -> Decision:
+    """Where no override speaks: the first that can run, the fastest of those measured first."""
+    measured = _measured(evidence, candidates, kernels, case) if evidence else {}
+    moved = set(map(id, measured.values()))
+    ordered = (*measured.values(), *(c for c in candidates if id(c) not in moved))
+    winner = next((c for c in ordered if not c.reasons), None)
+    chosen = winner.backend if winner else None
+    origin = _excluding_origin(chosen, ordered)
+    if origin is None and evidence and id(winner) in moved:
+        origin = Origin(RANK_MEASURED, f"measured: {evidence.source}")
+    if origin is None and chosen is not None:
+        preference = case.policy.preference_of(chosen, case.problem.family)
+        origin = preference.origin if preference else None
+    return Decision(case.problem, case.device, chosen, origin or DEFAULT_ORDER, ordered, evidence)
 
 
 def _is_final(override: Override, policy: Policy, candidates: Sequence[Candidate]) -> bool:
     """False where the override's backend cannot run, and the next may be taken for it."""
     wanted = next((c for c in candidates if c.backend == override.backend), None)
-    if wanted is None:
-        return not policy.falls_back
-    may_yield = policy.falls_back or all(r.why in override.yields_to for r in wanted.reasons)
-    return not (wanted.reasons and may_yield)
+    return not policy.falls_back or (wanted is not None and not wanted.reasons)
 
 
 def _overridden(
@@ -172,7 +201,7 @@ def _measured(
     kernels: Mapping[str, _Kernel],
     case: _Case,
 ) -> dict[Parts, Candidate]:
-    """The fastest split of what could run but for policy, then the fastest of what may run.
+    """The fastest split of what could run but for what was asked, then that of what may run.
 
     Empty where the first in the default order was not measured: nothing is known to beat it.
     """
@@ -185,7 +214,7 @@ def _measured(
         limit = None
         if candidate.reasons and candidate.backend in timed:
             candidate, limit = _for_few_tokens(candidate, kernels[candidate.backend], case)
-        if all(reason.why is Why.POLICY for reason in candidate.reasons):
+        if all(reason.origin for reason in candidate.reasons):
             could.append((candidate.backend, limit))
             judged[candidate.backend] = candidate
     may = [able for able in could if not judged[able[0]].reasons]
@@ -225,28 +254,22 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
         return kernels[0]
     name = "|".join(b if limit is None else f"{b}<={limit}" for limit, b in parts)
     reasons = tuple(
-        Reason(reason.why, f"{kernel.backend}: {reason.text}")
+        replace(reason, text=f"{kernel.backend}: {reason.text}")
         for kernel in dict.fromkeys(kernels)
         for reason in kernel.reasons
     )
-    scales = next((kernel.scales for kernel in kernels if kernel.is_lossy), kernels[-1].scales)
-    return Candidate(name, kernels[-1].act, reasons, scales, kernels[-1].fit, parts)
+    own = next((kernel for kernel in kernels if kernel.rescales), kernels[-1])
+    last = kernels[-1]
+    return Candidate(name, last.act, reasons, own.scales, last.fit, parts, own.requant)
 
 
-def _excluding_origin(
-    chosen: str | None, candidates: Sequence[Candidate], policy: Policy, problem: Problem
-) -> Origin | None:
-    """Of the strongest exclusion that changed the choice: that alone kept a preferred kernel from
-    running; a kernel that could not have run anyway does not count."""
-    deciders = []
+def _excluding_origin(chosen: str | None, candidates: Sequence[Candidate]) -> Origin | None:
+    """Of the strongest preference that alone kept a kernel from running that comes before the
+    chosen one; None where the choice is not due to any."""
+    deciders: list[Origin] = []
     for candidate in candidates:
         if candidate.backend == chosen:
             break
-        if candidate.reasons and all(r.why is Why.POLICY for r in candidate.reasons):
-            backends = {candidate.backend, *(backend for _, backend in candidate.parts)}
-            deciders += [
-                exclusion.origin
-                for exclusion in policy.exclusions
-                if exclusion.family == problem.family and exclusion.backend in backends
-            ]
+        origins = [reason.origin for reason in candidate.reasons]
+        deciders += [origin for origin in origins if origin and None not in origins]
     return min(deciders, key=lambda origin: origin.rank, default=None)

@@ -20,8 +20,8 @@ from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.select.decision import Candidate, Decision
-from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.kernels.tuning.workers import MACHINE, Job
 from vllm.machine import Device
 from vllm.ops import nvfp4, torch_ops
@@ -208,7 +208,7 @@ def random_tensors(problem: LinearProblem, device: torch.device, seed: int = 0) 
 
 def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
     """x [M, K] times the weight in float32, with activations rounded as the kernel rounds them."""
-    if candidate.is_lossy:
+    if candidate.rescales:
         tensors = requantised(tensors, candidate.scales, x.dtype)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
