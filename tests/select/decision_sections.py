@@ -1,7 +1,7 @@
 """What the table of decisions asks: one section per theme, each a product of columns."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selection_cases import (
     DEVICES,
@@ -30,6 +30,12 @@ class Section:
     family: str
     columns: dict[str, Sequence[str]]
     ask: Callable[..., Decision | None]
+
+
+def _both(use: str, e8m0: str) -> str:
+    """Wishes of the two variables."""
+    values = {"VLLM_USE_DEEP_GEMM": use, "VLLM_USE_DEEP_GEMM_E8M0": e8m0}
+    return " ".join(f"{k}={v}" for k, v in values.items() if v != "unset") or "-"
 
 
 _RULED, _FREE = "qwen3_5_moe_text", "qwen3_moe"
@@ -226,7 +232,7 @@ _LINEAR_SECTIONS = [
         lambda wishes, model, libs, device: ask(linear(), device, libs, wishes, model),
     ),
     Section(
-        "Linear: VLLM_USE_DEEP_GEMM=1 yields for a layer, never for the machine (all libraries)",
+        "Linear: permissions and forces (all libraries)",
         "linear",
         {
             "wishes": ("VLLM_USE_DEEP_GEMM=1", "use_deep_gemm=True", "--linear-backend deep_gemm"),
@@ -308,7 +314,7 @@ _LINEAR_SECTIONS = [
 ]
 _REQUANT_SECTIONS = [
     Section(
-        f"{title}: --max-requant-error (all libraries; error: what UE8M0 would cost)",
+        f"{title}: --requant, --max-requant-error (all libraries; error: what UE8M0 would cost)",
         kind,
         {
             "wishes": (
@@ -318,15 +324,37 @@ _REQUANT_SECTIONS = [
                 "--max-requant-error 0.03",
                 "--max-requant-error 0.01 VLLM_USE_DEEP_GEMM_E8M0=1",
                 "--max-requant-error 0.01 VLLM_USE_DEEP_GEMM=1",
+                "--requant exact-only",
+                "--requant exact-only VLLM_USE_DEEP_GEMM=1",
+                "--requant allow",
+                "--requant allow --max-requant-error 0.01",
             ),
             "error": ("unknown", "0", "0.0266"),
+            "model": (_RULED, _FREE),
             "device": ("90", "100", "120"),
         },
-        lambda wishes, error, device, kind=kind: ask(
-            _requantised(kind, error), device, "all", wishes, _FREE
+        lambda wishes, error, model, device, kind=kind: ask(
+            _requantised(kind, error), device, "all", wishes, model
         ),
     )
     for kind, title in (("linear", "Linear"), ("moe", "MoE"))
+]
+_RULE_SECTIONS = [
+    Section(
+        f"{title}: Qwen3.5 on Blackwell, with a DeepGEMM that carries the chip or does not",
+        kind,
+        {
+            "VLLM_USE_DEEP_GEMM": ("unset", "0", "1"),
+            "VLLM_USE_DEEP_GEMM_E8M0": ("unset", "0", "1"),
+            "dtype": ("bf16", "fp16"),
+            "libs": ("deep_gemm", "deep_gemm+sm120"),
+            "device": ("100", "103", "120", "121"),
+        },
+        lambda use, e8m0, dtype, libs, device, problem=problem: ask(
+            replace(problem, dtype=dtype), device, libs, _both(use, e8m0), _RULED
+        ),
+    )
+    for kind, title, problem in (("linear", "Linear", linear()), ("moe", "MoE", moe()))
 ]
 _MOE_SECTIONS = [
     Section(
@@ -423,4 +451,10 @@ _ATTENTION_SECTIONS = [
         lambda cache, heads, libs, device: ask(kv_quant(cache, **_HEADS[heads]), device, libs),
     ),
 ]
-SECTIONS = [*_LINEAR_SECTIONS, *_REQUANT_SECTIONS, *_MOE_SECTIONS, *_ATTENTION_SECTIONS]
+SECTIONS = [
+    *_LINEAR_SECTIONS,
+    *_RULE_SECTIONS,
+    *_REQUANT_SECTIONS,
+    *_MOE_SECTIONS,
+    *_ATTENTION_SECTIONS,
+]
