@@ -40,7 +40,7 @@ chosen  backend, activation scheme (none is weight-only), form of scales, refine
         scale blocks, and by whom:
         1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
         (y: the one who decided yielded to the next kernel)
-        none: nothing can serve it; REFUSED: nothing that may, by what was asked; ERROR: a contradiction
+        none: nothing can serve it; REFUSED: nothing may; ERROR: a contradiction
 Then by backend the questions that it is rejected for, with every kind of reason (for another
 format, F alone), where no override asks for another:
         {"  ".join(f"{letter} {why.value}" for why, letter in _LETTERS.items())}
