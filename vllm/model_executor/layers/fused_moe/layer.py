@@ -115,6 +115,11 @@ class FusedMoE(nn.Module, ChosenKernel):
         shards = [name for stack in self.stacks.values() for name, _ in stack]
         return tuple(f"{self.prefix}.{expert}.{name}" for name in shards)
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Those of the experts on this rank."""
+        return tuple(name for expert in self.experts for name in self.expert_names(expert))
+
     def slots(self) -> dict[str, Slot]:
         slots = {}
         for expert in range(self.num_experts):
