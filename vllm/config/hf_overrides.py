@@ -209,6 +209,11 @@ def check_effect(config: Any, final: Mapping[str, Any], at: str = "") -> None:
         found = getattr(config, name, None)
         if name == "text_config":
             check_effect(found, value, "text_config.")
+        elif name == "max_window_layers" and config.sliding_window is None:
+            raise ConfigError(
+                f"--hf-overrides {at}{name} = {value!r} has no effect: the config has no sliding "
+                f"window; override {at}use_sliding_window and {at}sliding_window too"
+            )
         elif name not in ("dtype", "quantization_config", "full_attention_interval"):
             wanted = value if isinstance(value, Mapping) else {name: value}
             got = found if isinstance(value, Mapping) else {name: found}
