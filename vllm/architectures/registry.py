@@ -52,7 +52,7 @@ def composite(model_type: object) -> Composite | None:
 
 def served(hf_architectures: Sequence[str]) -> Checkpointed:
     """The first of the classes that the engine runs; CheckpointError names all of those."""
-    classes = {name: one for one in known().values() if _is_served(one)
+    classes = {name: one for one in known().values() if one.is_served
                for name in one.hf_architectures}  # fmt: skip
     for name in hf_architectures:
         if name in classes:
@@ -62,10 +62,6 @@ def served(hf_architectures: Sequence[str]) -> Checkpointed:
         f"architecture {given} is not supported; supported: {', '.join(classes)}"
         f"{did_you_mean(given, classes)}"
     )
-
-
-def _is_served(one: Checkpointed) -> bool:
-    return not isinstance(one, Architecture) or one.is_served
 
 
 def model_type(config: Mapping[str, Any]) -> str:

@@ -26,8 +26,8 @@ from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
 
 
 class LinearMethod(ABC):
-    """How the weight of a linear layer, or of each of its experts, is stored; one instance serves
-    one layer. Parameters are named as the fields of LinearTensors.
+    """How the weight of a linear layer, or of each expert, is stored; one instance serves one
+    layer. Parameters are named as the fields of LinearTensors.
 
     act_schemes: the activation schemes the checkpoint allows, best liked first. optional: which of
     the format's optional tensors it has.

@@ -10,11 +10,7 @@ from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot
 from vllm.ops.nvfp4 import pack_e2m1
-from vllm.ops.packed_weights import (
-    PER_INT32,
-    unpack_awq,
-    unpack_rows_int32,
-)
+from vllm.ops.packed_weights import PER_INT32, unpack_awq, unpack_rows_int32
 
 _INT32 = (torch.int32,)
 
