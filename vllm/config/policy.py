@@ -6,6 +6,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 from vllm.config.model_rule import model_rule
@@ -56,14 +57,13 @@ class KernelPreferences:
 
 def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:
     """env: `envs.kernel_variables()`. ConfigError for what contradicts itself."""
+    of_deep_gemm, exclusions = _deep_gemm(preferences, env)
     overrides = [
         *_layer_overrides(preferences),
         *_flag_overrides(preferences),
         *_variable_overrides(env),
+        *of_deep_gemm,
     ]
-    exclusions = _variable_exclusions(env)
-    overrides += _config_overrides(preferences, exclusions)
-    exclusions += _config_exclusions(preferences, env)
     _refuse_contradictions(overrides, exclusions)
     return Policy(
         overrides=tuple(overrides),
@@ -83,15 +83,14 @@ def _layer_overrides(preferences: KernelPreferences) -> list[Override]:
             raise ConfigError(
                 f"--kernel {text!r}: it takes PATTERN=BACKEND, such as '*.down_proj=triton'"
             )
-        found = [f for f in registry.FAMILIES if registry.find_backend(f, name)]
-        if not found:
+        found = {family: registry.find_backend(family, name) for family in registry.FAMILIES}
+        if not any(found.values()):
             every = sorted({n for f in registry.FAMILIES for n in registry.backend_names(f)})
             raise registry.unknown_backend(f"--kernel {text!r}", name, every)
         origin = Origin(RANK_LAYER, f"--kernel {text}")
-        for family in found:
-            backend = registry.find_backend(family, name)
-            assert backend is not None
-            overrides.append(Override(family, backend, origin, pattern))
+        overrides += [
+            Override(f, backend, origin, pattern) for f, backend in found.items() if backend
+        ]
     return overrides
 
 
@@ -108,87 +107,57 @@ def _flag_overrides(preferences: KernelPreferences) -> list[Override]:
 
 def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
     overrides = []
-    if (name := env.get("VLLM_LINEAR_BACKEND")) is not None:
-        backend = registry.check_backend_name("linear", name, "VLLM_LINEAR_BACKEND")
-        overrides.append(Override("linear", backend, _variable("VLLM_LINEAR_BACKEND", name)))
-    for kind, known in formats.formats().items():
-        variable = known.gemm_variable
+    variables = [("VLLM_LINEAR_BACKEND", frozenset[str]())]
+    variables += [(f.gemm_variable, frozenset({kind})) for kind, f in formats.formats().items()]
+    for variable, kinds in variables:
         if (name := env.get(variable)) is not None:
             backend = registry.check_backend_name("linear", name, variable)
             origin = _variable(variable, name)
-            overrides.append(Override("linear", backend, origin, formats=frozenset({kind})))
+            overrides.append(Override("linear", backend, origin, formats=kinds))
     if env.get("VLLM_TEST_FORCE_FP8_MARLIN"):
         origin = _variable("VLLM_TEST_FORCE_FP8_MARLIN", "1")
         overrides += [
             Override(family, "marlin", origin, formats=formats.kinds("fp8"))
             for family in ("linear", "moe")
         ]
-    for family, (variable, value) in _deep_gemm_variables(env).items():
-        if value:
-            origin = _variable(variable, "1")
-            overrides.append(Override(family, "deep_gemm", origin, yields_to=_OF_THE_LAYER))
     return overrides
 
 
-def _variable_exclusions(env: Mapping[str, Any]) -> list[Exclusion]:
-    return [
-        Exclusion(family, "deep_gemm", _variable(variable, "0"))
-        for family, (variable, value) in _deep_gemm_variables(env).items()
-        if value is False
-    ]
-
-
-def _deep_gemm_variables(env: Mapping[str, Any]) -> dict[str, tuple[str, bool | None]]:
-    """By family, the variable that speaks of it and what it says."""
+def _deep_gemm(
+    preferences: KernelPreferences, env: Mapping[str, Any]
+) -> tuple[list[Override], list[Exclusion]]:
+    """What a variable says of DeepGEMM, and what the quantisation config or the model rule says
+    where no variable is stronger."""
+    overrides, exclusions = [], []
     both = ("VLLM_USE_DEEP_GEMM", env.get("VLLM_USE_DEEP_GEMM"))
     moe = ("VLLM_MOE_USE_DEEP_GEMM", env.get("VLLM_MOE_USE_DEEP_GEMM"))
-    return {"linear": both, "moe": both if moe[1] is None else moe}
-
-
-def _config_overrides(preferences: KernelPreferences, stronger: list[Exclusion]) -> list[Override]:
-    if not preferences.use_deep_gemm:
-        return []
-    origin = Origin(RANK_CONFIG, "use_deep_gemm = True in the quantisation config")
-    excluded = {exclusion.family for exclusion in stronger}
-    return [
-        Override(family, "deep_gemm", origin, yields_to=frozenset(Why))
-        for family in ("linear", "moe")
-        if family not in excluded
-    ]
-
-
-def _config_exclusions(preferences: KernelPreferences, env: Mapping[str, Any]) -> list[Exclusion]:
-    """What the quantisation config excludes, where no variable speaks."""
-    if preferences.use_deep_gemm is not False:
-        return []
-    origin = Origin(RANK_CONFIG, "use_deep_gemm = False in the quantisation config")
-    if preferences.model_rule:
-        origin = Origin(RANK_MODEL_RULE, preferences.model_rule)
-    said = {family for family, (_, value) in _deep_gemm_variables(env).items() if value is not None}
-    return [
-        Exclusion(family, "deep_gemm", origin) for family in ("linear", "moe") if family not in said
-    ]
+    decided = preferences.use_deep_gemm
+    config = Origin(RANK_CONFIG, f"use_deep_gemm = {decided} in the quantisation config")
+    if preferences.model_rule and decided is False:
+        config = Origin(RANK_MODEL_RULE, preferences.model_rule)
+    for family, (variable, said) in (("linear", both), ("moe", both if moe[1] is None else moe)):
+        if said:
+            origin = _variable(variable, "1")
+            overrides.append(Override(family, "deep_gemm", origin, yields_to=_OF_THE_LAYER))
+        elif said is False:
+            exclusions.append(Exclusion(family, "deep_gemm", _variable(variable, "0")))
+        if decided and said is not False:
+            overrides.append(Override(family, "deep_gemm", config, yields_to=frozenset(Why)))
+        elif decided is False and said is None:
+            exclusions.append(Exclusion(family, "deep_gemm", config))
+    return overrides, exclusions
 
 
 def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:
     """Two preferences of one rank for one layer contradict each other."""
-    for i, first in enumerate(overrides):
-        for second in overrides[i + 1 :]:
-            same = (first.family, first.origin.rank, first.pattern) == (
-                second.family,
-                second.origin.rank,
-                second.pattern,
-            )
-            meet = first.pattern != "*" or _formats(first) & _formats(second)
-            if same and meet and first.backend != second.backend:
-                raise _contradiction(first.origin, second.origin)
-        for exclusion in exclusions:
-            if (first.family, first.backend, first.origin.rank) == (
-                exclusion.family,
-                exclusion.backend,
-                exclusion.origin.rank,
-            ):
-                raise _contradiction(first.origin, exclusion.origin)
+    for first, second in combinations(overrides, 2):
+        same = (first.family, first.pattern) == (second.family, second.pattern)
+        meet = first.pattern != "*" or _formats(first) & _formats(second)
+        if same and meet and first.backend != second.backend:
+            _refuse(first.origin, second.origin)
+    for override, exclusion in product(overrides, exclusions):
+        if (override.family, override.backend) == (exclusion.family, exclusion.backend):
+            _refuse(override.origin, exclusion.origin)
 
 
 def _formats(override: Override) -> frozenset[str]:
@@ -198,8 +167,10 @@ def _formats(override: Override) -> frozenset[str]:
     return override.formats or frozenset().union(*known)
 
 
-def _contradiction(first: Origin, second: Origin) -> ConfigError:
-    return ConfigError(f"{first.text} and {second.text} contradict each other: leave one out")
+def _refuse(first: Origin, second: Origin) -> None:
+    """Of two ranks the stronger one counts."""
+    if first.rank == second.rank:
+        raise ConfigError(f"{first.text} and {second.text} contradict each other: leave one out")
 
 
 def _variable(name: str, value: object) -> Origin:

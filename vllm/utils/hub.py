@@ -1,8 +1,10 @@
 """From what a user names to a folder with a model in it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-from vllm.errors import CheckpointError, ConfigError
+from vllm.errors import CheckpointError, ConfigError, VllmError
 
 # Everything serving needs; never code, pickles or other frameworks' weights.
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
@@ -68,3 +70,18 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> Path:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def read_json_object(path: Path, error: type[VllmError] = CheckpointError) -> dict[str, Any]:
+    """What a JSON file of a model folder holds; `error` for one that is missing or corrupt."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
+        raise error(f"{path} is no regular file; fetch the checkpoint again")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path.parent} has no {path.name}: not a Hugging Face model folder") from None
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path} is not readable JSON: {cause}") from cause
+    if not isinstance(content, dict):
+        raise error(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content

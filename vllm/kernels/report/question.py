@@ -3,7 +3,6 @@
 Nothing here looks at a GPU or imports torch: any chip can be asked about on any machine.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
+from vllm.utils.hub import read_json_object
 
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 # GPUs of one architecture that measurements tell apart; the architecture alone means the first.
@@ -192,7 +192,7 @@ def read_model(model: str) -> dict[str, Any]:
 
     path = Path(model).expanduser()
     if path.is_file() or path.is_dir():
-        return _read_config(path / "config.json" if path.is_dir() else path)
+        return read_json_object(path / "config.json" if path.is_dir() else path, ConfigError)
     config = builtin_config(model)
     if config is None:
         lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
@@ -200,20 +200,6 @@ def read_model(model: str) -> dict[str, Any]:
             f"model {model!r} is neither a folder or config.json here nor a built-in name "
             f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
         )
-    return config
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}, not a JSON object")
     return config
 
 
