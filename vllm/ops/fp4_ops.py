@@ -125,11 +125,7 @@ def silu_and_mul_scaled_fp4_quant_grouped(
 
 
 def _results(
-    input: Tensor,
-    halves: int,
-    is_swizzled: bool,
-    num_experts: int = 0,
-    num_rows: int | None = None,
+    input: Tensor, halves: int, is_swizzled: bool, num_experts: int = 0, num_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Empty codes and scales for rows of `halves` * K columns; num_experts 0: one matrix. num_rows:
     None for those of input."""

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.fp8 import block_scaled_mm
-from vllm.ops.nvfp4 import (
-    GROUP,
-    TILE_ROWS,
-    e2m1_decode,
-    unpack_e2m1,
-    unswizzle_scales,
-)
+from vllm.ops.nvfp4 import GROUP, TILE_ROWS, e2m1_decode, unpack_e2m1, unswizzle_scales
 from vllm.ops.torch_library import register
 from vllm.utils.fp8 import FP8
 from vllm.utils.math_utils import cdiv, round_up

@@ -4,12 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.ops.fp8 import quantise_groups
-from vllm.ops.fp8_quant import (
-    ScaleLayout,
-    laid_out,
-    per_token_group_fp8_quant,
-    scaled_fp8_quant,
-)
+from vllm.ops.fp8_quant import ScaleLayout, laid_out, per_token_group_fp8_quant, scaled_fp8_quant
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from vllm.utils.fp8 import MIN_AMAX, GroupShape, fp8_scales, round_to_fp8
 

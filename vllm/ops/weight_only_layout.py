@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm.kernels.interface import LinearTensors
-from vllm.ops.nvfp4 import (
-    GROUP,
-    e2m1_decode,
-    pack_e2m1,
-    unpack_e2m1,
-)
+from vllm.ops.nvfp4 import GROUP, e2m1_decode, pack_e2m1, unpack_e2m1
 from vllm.utils.math_utils import cdiv, round_up
 
 TILE_ROWS, TILE_COLUMNS = 16, 64

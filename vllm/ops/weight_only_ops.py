@@ -9,10 +9,7 @@ from torch import Tensor
 
 from vllm.ops.fp8_quant import scaled_fp8_quant
 from vllm.ops.torch_library import register
-from vllm.ops.weight_only_layout import (
-    PackedWeight,
-    widen_weight,
-)
+from vllm.ops.weight_only_layout import PackedWeight, widen_weight
 
 
 def _packed(
@@ -69,8 +66,7 @@ _WEIGHT = "Tensor codes, Tensor? scales, Tensor? row_factors"
 _FORM = "str format, int columns_per_scale"
 _SHAPE = "int row_tiles, int splits"
 _marlin_gemm = register(
-    f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()",
-    _gemm,
+    f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()", _gemm
 )
 _marlin_gemm_grouped = register(
     f"marlin_gemm_grouped({_X}, {_WEIGHT}, Tensor blocks, Tensor? order, Tensor(a!) out, "

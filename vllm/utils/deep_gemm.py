@@ -257,9 +257,16 @@ def pack_ue8m0(scales: "Tensor") -> "Tensor":
             f"are not, such as {scales[wrong][0].item()!r}: re-quantise the weight with "
             f"requant_weight_ue8m0_inplace first"
         )
-    *rows, num_groups = scales.shape
-    exponents = torch.zeros(*rows, round_up(num_groups, 4), dtype=torch.uint8, device=scales.device)
-    exponents[..., :num_groups] = bits >> 23
+    return pack_exponents(scales)
+
+
+def pack_exponents(scales: "Tensor") -> "Tensor":
+    """pack_ue8m0 of powers of two or NaN (byte 255), unchecked: for a check the host would have to
+    wait for the device at every layer."""
+    import torch
+
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
     return get_col_major_tma_aligned_tensor(exponents.view(torch.int32))
 
 

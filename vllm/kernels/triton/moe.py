@@ -84,7 +84,7 @@ HALF_PLANS: dict[int, Plans] = {
         (1.0, Plan(8, False, False, Tile(64, 4, 3), Tile(64, 4, 3))),
         (8.0, Plan(16, True, False, Tile(64, 4, 3), Tile(64, 4, 3))),
         (None, Plan(64, True, False, Tile(64, 4, 3), Tile(128, 8, 3))),
-    ),
+    )
 }
 
 
@@ -207,12 +207,7 @@ class Experts:
         return out, out_scales
 
     def _down(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        out: Tensor,
-        plan: Plan,
-        grouped: _Grouped,
+        self, x: Tensor, x_scales: Tensor, out: Tensor, plan: Plan, grouped: _Grouped
     ) -> None:
         ids, blocks, _, num_blocks = grouped
         tile = plan.down

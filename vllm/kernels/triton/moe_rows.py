@@ -219,11 +219,7 @@ class ExpertRows(UnaddedRows):
         return combine(*pairs) if self.addend is None else combine(*pairs).add_(self.addend)
 
     def plus(self, x: Tensor) -> UnaddedRows:
-        return (
-            replace(self, addend=x)
-            if self.addend is None
-            else replace(self, addend=self.addend + x)
-        )
+        return replace(self, addend=x if self.addend is None else self.addend + x)
 
     def add_rms_norm(
         self, residual: Tensor, weight: Tensor, eps: float, quant: InputQuant
@@ -231,9 +227,7 @@ class ExpertRows(UnaddedRows):
         if quant.layout is ScaleLayout.PACKED_UE8M0:
             return None
         (num_tokens, hidden), top_k = residual.shape, self.weights.shape[1]
-        q, scales, is_ue8m0 = empty_groups(
-            residual, num_tokens, hidden, GROUP, quant.layout, quant.use_ue8m0
-        )
+        q, scales, is_ue8m0 = empty_groups(residual, hidden, quant.layout, quant.use_ue8m0)
         normed = torch.empty_like(residual) if quant.keeps_source else None
         assert residual.is_contiguous() and residual.dtype == self.rows.dtype
         assert self.addend is None or self.addend.is_contiguous()
