@@ -97,13 +97,11 @@ class FusedAllReduce(Protocol):
 
     def takes(self, x: Tensor) -> bool:
         """Whether the all-reduce supports x's shape and dtype."""
-        ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """x = the RMSNorm of residual."""
-        ...
 
     def can_quantise(self) -> bool: ...
 

@@ -9,6 +9,7 @@ native library.
 """
 
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,10 +63,8 @@ def _quant_group(
     scales[x.shape[0] :] = 0
 
 
-def _silu_and_mul_quant_group(
-    x: Tensor, q: Tensor, scales: Tensor, group_size: int, min_amax: float, is_ue8m0: bool
-) -> None:
-    _quant_group(torch_ops.silu_and_mul(x), q, scales, group_size, min_amax, is_ue8m0)
+def _silu_and_mul_quant_group(x: Tensor, *group: Any) -> None:
+    _quant_group(torch_ops.silu_and_mul(x), *group)
 
 
 def _rms_norm_quant_group(
@@ -74,17 +73,12 @@ def _rms_norm_quant_group(
     weight: Tensor,
     eps: float,
     normed: Tensor | None,
-    q: Tensor,
-    scales: Tensor,
-    group_size: int,
-    min_amax: float,
-    is_ue8m0: bool,
+    *group: Any,
 ) -> None:
     if residual is not None:
         residual += x
         x = residual
-    y = torch_ops.rms_norm(x, weight, eps, normed)
-    _quant_group(y, q, scales, group_size, min_amax, is_ue8m0)
+    _quant_group(torch_ops.rms_norm(x, weight, eps, normed), *group)
 
 
 # ---------------------------------------------------------------- registration

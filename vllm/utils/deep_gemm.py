@@ -67,8 +67,7 @@ def is_deep_gemm_supported() -> bool:
     """
     if envs.VLLM_USE_DEEP_GEMM is False:
         return False
-    candidate = _judge(Policy())
-    return candidate is not None and not candidate.reasons
+    return _candidate(Policy()) is not None
 
 
 def is_deep_gemm_e8m0_used() -> bool:
@@ -127,18 +126,20 @@ class DeepGemmQuantScaleFMT(Enum):
         """What DeepGEMM gets on this chip under the variables that are set; FLOAT32 without it."""
         if not is_deep_gemm_supported():
             return cls.FLOAT32
-        candidate = _judge(Policy(e8m0=envs.VLLM_USE_DEEP_GEMM_E8M0))
-        return cls.FLOAT32 if candidate is None or candidate.reasons else cls(candidate.scales)
+        candidate = _candidate(Policy(e8m0=envs.VLLM_USE_DEEP_GEMM_E8M0))
+        return cls.FLOAT32 if candidate is None else cls(candidate.scales)
 
 
-def _judge(policy: Policy) -> Candidate | None:
-    """What the selector says of DeepGEMM on this machine, for a problem it takes; None on a CPU."""
+def _candidate(policy: Policy) -> Candidate | None:
+    """DeepGEMM, as the selector finds it on this machine for a problem it takes; None where it
+    does not serve."""
     device = current_device()
     if device.kind == "cpu":
         return None  # nothing to import a GPU library for
     lib = library_state("deep_gemm")
     libs = Libs.of([lib] if lib is not None else [])
-    return select(_SMALLEST, device, libs, policy, (LINEAR,)).candidates[0]
+    candidate = select(_SMALLEST, device, libs, policy, (LINEAR,)).candidates[0]
+    return None if candidate.reasons else candidate
 
 
 def current_device() -> Device:

@@ -33,7 +33,7 @@ def choose_experts(
     """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
     weight = getattr(gate, "weight", None)
     if weight is None or len(x) > MOST_SPLIT or x.dtype not in _ROUNDED or len(weight) < BLOCK_E:
-        y = gate(x) if weight is None else _product(x, weight)
+        y = gate(x) if weight is None else torch.mm(x, weight.T, out=_rows(x, len(weight)))
         logits, others = y.tensor_split([router.num_experts], 1)
         return *_route(logits.unsqueeze(1), router, bias), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
@@ -49,11 +49,6 @@ def choose_experts(
             NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
     return *_route(parts, router, bias, others), others
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T [T, N]."""
-    return torch.mm(x, weight.T, out=_rows(x, len(weight)))
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
