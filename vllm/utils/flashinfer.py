@@ -17,9 +17,7 @@ def has_flashinfer_fp8_blockscale_gemm() -> bool:
         from vllm.platforms import current_platform
     except ImportError:
         return False  # torch is absent or hidden
-    if not current_platform.is_device_capability(90) or not has_flashinfer():
-        return False
-    return _gemm_module() is not None
+    return current_platform.is_device_capability(90) and has_flashinfer() and _gemm() is not None
 
 
 def flashinfer_fp8_blockscale_gemm(
@@ -41,15 +39,13 @@ def flashinfer_fp8_blockscale_gemm(
             "flashinfer-python >= 0.6: install it, or let the selector choose another kernel"
         )
     watch_flashinfer()
-    kernel = _gemm_module().fp8_blockscale_gemm_sm90
-    result: Tensor = kernel(input, weight, input_scale, weight_scale, out_dtype=out_dtype)
-    return result
+    out: Tensor = _gemm()(input, weight, input_scale, weight_scale, out_dtype=out_dtype)
+    return out
 
 
-def _gemm_module() -> Any:
-    """flashinfer.gemm; None in a version without this kernel."""
+def _gemm() -> Any:
+    """FlashInfer's function; None in a version without it."""
     try:
-        module = import_module("flashinfer.gemm")
+        return getattr(import_module("flashinfer.gemm"), "fp8_blockscale_gemm_sm90", None)
     except ImportError:
         return None
-    return module if hasattr(module, "fp8_blockscale_gemm_sm90") else None

@@ -249,7 +249,7 @@ class _Nvfp4Experts:
         input_scales: "Tensor | None",
     ) -> "_Nvfp4Experts":
         """As MoETensors has them: [E, N of all parts, ...], and of the last two [E, parts]."""
-        from vllm.ops.nvfp4 import swizzle_each
+        from vllm.ops.nvfp4 import swizzle_scales
 
         assert scales is not None and global_scales is not None and input_scales is not None
         inputs = input_scales.amax(1)  # parts share their input
@@ -258,7 +258,7 @@ class _Nvfp4Experts:
         rows = (weight.shape[0] * num_parts, weight.shape[1] // num_parts, -1)
         return cls(
             weight.reshape(rows),
-            swizzle_each(scales.reshape(rows)),
+            swizzle_scales(scales.reshape(rows)),
             (inputs[:, None] * global_scales[:, :num_parts]).flatten(),
             inputs.reciprocal(),
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm.kernels.jit.flashinfer import watch_flashinfer
 from vllm.kernels.select.problem import AttentionProblem
 from vllm.ops.paged_attention import (
-    CACHE_DTYPES,
     AttentionBatch,
     CacheWriter,
     GraphShape,
@@ -21,6 +20,7 @@ from vllm.ops.paged_attention import (
     PagedAttention,
 )
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import dtype_of
 
 _WORKSPACE_BYTES = 128 << 20  # what the library's documentation recommends, and at times too few
 
@@ -207,8 +207,8 @@ def _sizes(problem: AttentionProblem) -> tuple[int, int, int]:
 def _plan_options(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "window_left": problem.sliding_window - 1 if problem.sliding_window else -1,
-        "q_data_type": CACHE_DTYPES[problem.dtype],
-        "kv_data_type": CACHE_DTYPES[problem.format],
+        "q_data_type": dtype_of(problem.dtype),
+        "kv_data_type": dtype_of(problem.format),
         "sm_scale": problem.head_dim**-0.5,
     }
 
@@ -224,7 +224,7 @@ def _prefill_kind(problem: AttentionProblem) -> str:
 def _load_modules(problem: AttentionProblem) -> None:
     """Compiles what is not in the cache: half a minute to a minute and a half, side by side."""
     load: Any = import_module("flashinfer.prefill").get_batch_prefill_module
-    query, cached = CACHE_DTYPES[problem.dtype], CACHE_DTYPES[problem.format]
+    query, cached = dtype_of(problem.dtype), dtype_of(problem.format)
     has_window = problem.sliding_window > 0
     sizes = problem.head_dim, problem.head_dim
     options = query, cached, query, torch.int32, *sizes, 0, has_window, False, False
