@@ -12,7 +12,7 @@ from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
-from vllm.kernels.report import json_report
+from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.report.side_effects import side_effect_lines, waits
 from vllm.kernels.select.decision import Decision, NoKernelError
@@ -62,7 +62,7 @@ class Selection:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
         decision = self.decide(layer, problem)
         if decision.chosen is None:
-            raise NoKernelError(f"no kernel for {layer}\n{json_report.table(decision)}", decision)
+            raise NoKernelError(f"no kernel for {layer}\n{text_report.table(decision)}", decision)
         return decision
 
     def decide(self, layer: str, problem: Problem) -> Decision:
@@ -114,7 +114,7 @@ class Selection:
             if own and must_obey and all(d.chosen != backend for backend, d in own):
                 raise NoKernelError(
                     f"{origin.text}, but no layer of this model can follow it\n"
-                    f"{json_report.table(own[0][1])}",
+                    f"{text_report.table(own[0][1])}",
                     own[0][1],
                 )
 
@@ -151,7 +151,7 @@ class Selection:
 
     def log(self) -> None:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
-        for line in json_report.log_lines(self.records):
+        for line in text_report.log_lines(self.records):
             logger.info("%s", line)
         for line in side_effect_lines(self.records):
             logger.warning("%s", line)

@@ -12,7 +12,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.report import json_report, question, text_report
+from vllm.kernels.report import question, text_report
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.selection import Selection
@@ -165,7 +165,7 @@ def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: 
         decision = selection.decide(str(problem), problem)
         choice = text_report.expectation_of(decision)
         if choice is not None:
-            lines.append(json_report.outcome(decision).partition(" (")[0])
+            lines.append(text_report.outcome(decision).partition(" (")[0])
             lines.append(f"    {text_report.expectation_text(choice)}")
     return "\n".join(lines)
 

@@ -46,10 +46,10 @@ class Candidate:
 
     backend: str
     act: ActScheme | None
-    reasons: tuple[Reason, ...] = ()
     scales: str = ""
     fit: Fit | None = None
     parts: Parts = ()
+    reasons: tuple[Reason, ...] = ()
 
     @property
     def is_lossy(self) -> bool:

@@ -166,4 +166,3 @@ class KVQuantProblem:
 
 
 Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem
-FAMILIES = ("linear", "moe", "attention", "kv_quant")

@@ -141,7 +141,7 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         exclusion = policy.exclusion_of(spec.backend, problem.family) if policy.exclusions else None
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text))
-    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit)
+    return Candidate(spec.backend, kernel.act, kernel.scales, fit, reasons=tuple(reasons))
 
 
 def _is_final(override: Override, policy: Policy, candidates: Sequence[Candidate]) -> bool:
@@ -230,7 +230,7 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
         for reason in kernel.reasons
     )
     scales = next((kernel.scales for kernel in kernels if kernel.is_lossy), kernels[-1].scales)
-    return Candidate(name, kernels[-1].act, reasons, scales, kernels[-1].fit, parts)
+    return Candidate(name, kernels[-1].act, scales, kernels[-1].fit, parts, reasons)
 
 
 def _excluding_origin(
