@@ -1,8 +1,7 @@
 """What kernels exist, in words, as the specs declare: for `vllm kernels list` and the docs."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from vllm.kernels import registry
 from vllm.kernels.report.question import arch_key, runs_on
@@ -29,9 +28,6 @@ class Entry:
     limits: tuple[str, ...]
     guarantees: tuple[str, ...]
     is_built: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in asdict(self).items()}
 
 
 def entries(family: str, device: Device | None = None) -> list[Entry]:
@@ -131,7 +127,3 @@ def native_text(library: Lib | None, width: int) -> str:
     for kernel, archs in archs_of.items():
         lines += columns([kernel, " ".join(archs)], widths, width)
     return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
-    return [str(item) for item in value] if isinstance(value, tuple) else value

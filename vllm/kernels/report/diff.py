@@ -1,16 +1,21 @@
 """What changed between two reports: layers whose kernel, reasons or problem differ."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.layer_groups import compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
 from vllm.kernels.select.decision import Decision
 
-Detail = tuple[str, str, str]
-"""(what, before or "", after or "")"""
+
+class Detail(NamedTuple):
+    """before, after: "" for nothing."""
+
+    what: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,7 @@ class Change:
     details: tuple[Detail, ...]
 
     def to_json(self) -> dict[str, Any]:
-        details = [{"what": w, "before": b, "after": a} for w, b, a in self.details]
-        return {
-            "family": self.family,
-            "layers": list(self.layers),
-            "title": self.title,
-            "details": details,
-        }
+        return {**asdict(self), "details": [detail._asdict() for detail in self.details]}
 
 
 def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Change]:
@@ -68,16 +67,16 @@ def _title(old: Decision, new: Decision) -> str:
 def _details(old: Decision, new: Decision) -> list[Detail]:
     details: list[Detail] = []
     if old.problem != new.problem:
-        details.append(("problem", asks(old.problem), asks(new.problem)))
+        details.append(Detail("problem", asks(old.problem), asks(new.problem)))
     if old.origin != new.origin:
-        details.append(("decided by", old.origin.text, new.origin.text))
+        details.append(Detail("decided by", old.origin.text, new.origin.text))
     before, after = _verdicts(old), _verdicts(new)
     if list(before) != list(after):
-        details.append(("order", ", ".join(before), ", ".join(after)))
+        details.append(Detail("order", ", ".join(before), ", ".join(after)))
     for backend in dict.fromkeys((*before, *after)):
         was, now = before.get(backend, ""), after.get(backend, "")
         if was != now:
-            details.append((backend, was, now))
+            details.append(Detail(backend, was, now))
     return details
 
 
@@ -87,7 +86,7 @@ def _verdicts(decision: Decision) -> dict[str, str]:
     verdicts = {}
     for candidate in decision.candidates:
         own = [r for r in candidate.reasons if r.text == origin or not r.text.startswith(origin)]
-        shown = verdict(replace(candidate, reasons=tuple(own)), decision.chosen, decision.problem)
+        shown = verdict(replace(candidate, reasons=tuple(own)), decision)
         texts = (f"{kind}: {text}" if text else kind for kind, text in shown)
         verdicts[candidate.backend] = "; ".join(texts)
     return verdicts
@@ -97,14 +96,14 @@ def context(before: Report, after: Report) -> list[Detail]:
     """Differences in where and under what the decisions were made: (what, before, after)."""
     rows = []
     if before.device != after.device:
-        rows.append(("device", str(before.device), str(after.device)))
+        rows.append(Detail("device", str(before.device), str(after.device)))
     for name in sorted({lib.name for lib in before.libs.libs | after.libs.libs}):
         was, now = before.libs.get(name), after.libs.get(name)
         if was != now:
-            rows.append(("library", str(was or f"no {name}"), str(now or f"no {name}")))
+            rows.append(Detail("library", str(was or f"no {name}"), str(now or f"no {name}")))
     for name in sorted({*before.env, *after.env}):
         if before.env.get(name) != after.env.get(name):
-            rows.append(("variable", _set(name, before.env), _set(name, after.env)))
+            rows.append(Detail("variable", _set(name, before.env), _set(name, after.env)))
     return rows
 
 
@@ -116,8 +115,7 @@ def page(before: Report, after: Report, found: Iterable[Change], width: int) -> 
     """The context, then each change with the layers it covers."""
     paragraphs = [[line for row in context(before, after) for line in _detail(row, width)]]
     for change in found:
-        plural = "s" * (len(change.layers) > 1)
-        title = f"{len(change.layers)} {change.family} layer{plural}: {change.title}"
+        title = f"{counted(len(change.layers), f'{change.family} layer')}: {change.title}"
         lines = [
             line
             for pattern in compress(change.layers)

@@ -17,7 +17,7 @@ from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect
-from vllm.kernels.report.text_report import expectation
+from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.decision import Candidate, Decision, Parts, Record
 from vllm.kernels.select.policy import Origin
 from vllm.kernels.select.problem import Problem
@@ -77,8 +77,7 @@ def _timings_json(decision: Decision) -> dict[str, Any]:
     if timings is None:
         return {}
     measured = {**_plain(timings), "us": {backend: list(us) for backend, us in timings.us}}
-    choice = expectation(decision.candidates, decision.chosen, decision.problem, timings)
-    return {"timings": measured, "expected": _plain(choice)}
+    return {"timings": measured, "expected": _plain(expectation_of(decision))}
 
 
 def _plain(value: Any) -> Any:

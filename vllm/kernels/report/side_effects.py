@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
-from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.layer_groups import by_text
 from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.policy import DEFAULT_ORDER
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
@@ -91,8 +91,4 @@ def _before(decision: Decision) -> tuple[Candidate, ...]:
 
 def side_effect_lines(records: Iterable[Record]) -> list[str]:
     """One line per distinct side effect, with the layers it covers."""
-    layers_of: dict[str, list[str]] = {}
-    for layer, decision in records:
-        if text := side_effect(decision):
-            layers_of.setdefault(text, []).append(layer)
-    return [f"{text} ({', '.join(compress(layers))})" for text, layers in layers_of.items()]
+    return [f"{text} ({layers})" for text, layers in by_text(records, side_effect).items()]

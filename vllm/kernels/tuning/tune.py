@@ -70,7 +70,7 @@ def plan(
             plain = replace(problem, bias=False, parts=(), cut_n=1, cut_k=1)
             measurable.setdefault(problem.size_key, plain)
         else:
-            notes.append(f"{problem}: shards cut its scale blocks, which a table does not hold")
+            notes.append(f"{problem}: its shards have partial scale blocks, which no table holds")
     for problem in measurable.values():
         own = list(_jobs_of(problem, device, libs, specs, tokens))
         if len(own) < 2:
