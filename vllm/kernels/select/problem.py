@@ -113,8 +113,21 @@ class MoEProblem:
         return f"moe {self.weight}:{sizes} {self.dtype}{batched}"
 
 
+class _CacheProblem:
+    """What problems of a KV cache share."""
+
+    __slots__ = ()
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionProblem:
+class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache."""
 
     family: ClassVar[str] = "attention"
@@ -126,13 +139,6 @@ class AttentionProblem:
     dtype: str = "bf16"
     sliding_window: int = 0
 
-    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
-
-    @property
-    def size_key(self) -> str:
-        """What a failure is filed under."""
-        return str(self)
-
     def __str__(self) -> str:
         window = f" window={self.sliding_window}" if self.sliding_window else ""
         return (
@@ -142,7 +148,7 @@ class AttentionProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class KVQuantProblem:
+class KVQuantProblem(_CacheProblem):
     """Writing K and V of new tokens to a paged cache of element type `format`."""
 
     family: ClassVar[str] = "kv_quant"
@@ -151,13 +157,6 @@ class KVQuantProblem:
     head_dim: int
     format: str
     dtype: str = "bf16"
-
-    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
-
-    @property
-    def size_key(self) -> str:
-        """What a failure is filed under."""
-        return str(self)
 
     def __str__(self) -> str:
         return (
