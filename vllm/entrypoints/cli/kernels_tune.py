@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def run_tune(args: argparse.Namespace) -> int:
         for job in jobs:
             print(f"{job}  M = {', '.join(map(str, job.tokens))}")
         return 0
-    run = tune.Run(device, table, path, _limits(args, jobs, device), _say)
+    say = partial(print, flush=True)
+    run = tune.Run(device, table, path, _limits(args, jobs, device), say)
     left: Sequence[Job] = ()
     try:
         left = run.carry_out(jobs)
@@ -107,10 +109,6 @@ def run_tune(args: argparse.Namespace) -> int:
         print(f"{len(left)} kernels were left out for want of time or of room in memory; the same "
               "command goes on")  # fmt: skip
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
@@ -179,8 +177,7 @@ def run_quarantine(args: argparse.Namespace) -> None:
         found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
         name = next(filter(None, found), None)
         if name is None:
-            every = map(registry.backend_names, registry.FAMILIES)
-            known = dict.fromkeys(chain.from_iterable(every))
+            known = dict.fromkeys(chain(*map(registry.backend_names, registry.FAMILIES)))
             what = f"--backend {args.backend!r}"
             raise registry.unknown_backend(what, args.backend, tuple(known))
     if args.clear:

@@ -33,13 +33,11 @@ class Entry:
 def entries(family: str, device: Device | None = None) -> list[Entry]:
     """The kernels of a family in order of preference; only those that run on `device` if given."""
     return [
-        _entry(spec, registry.has_code(spec))
-        for spec in registry.specs(family)
-        if device is None or runs_on(spec, device)
+        _entry(spec) for spec in registry.specs(family) if device is None or runs_on(spec, device)
     ]
 
 
-def _entry(spec: KernelSpec, is_built: bool) -> Entry:
+def _entry(spec: KernelSpec) -> Entry:
     return Entry(
         family=spec.family,
         backend=spec.backend,
@@ -51,7 +49,7 @@ def _entry(spec: KernelSpec, is_built: bool) -> Entry:
         needs=tuple(_needs(spec)),
         limits=tuple(_limits(spec)),
         guarantees=tuple(sorted(spec.guarantees)),
-        is_built=is_built,
+        is_built=registry.has_code(spec),
     )
 
 

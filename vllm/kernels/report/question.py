@@ -191,30 +191,31 @@ def read_model(model: str) -> dict[str, Any]:
     from vllm.architectures.registry import builtin_config, builtin_names
 
     path = Path(model).expanduser()
-    if path.is_file() or path.is_dir():
-        return _read_config(path / "config.json" if path.is_dir() else path)
-    config = builtin_config(model)
-    if config is None:
-        lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
-        raise ConfigError(
-            f"model {model!r} is neither a folder or config.json here nor a built-in name "
-            f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
-        )
-    return config
+    if path.is_dir():
+        path /= "config.json"
+        if not path.exists():
+            raise ConfigError(f"{path.parent} has no {path.name}: not a Hugging Face model folder")
+    elif not path.is_file():
+        config = builtin_config(model)
+        if config is None:
+            lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
+            raise ConfigError(
+                f"model {model!r} is neither a folder or config.json here nor a built-in name "
+                f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
+            )
+        return config
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Any:
+    """ConfigError for a file that is not readable as JSON."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
-        ) from None
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}, not a JSON object")
-    return config
 
 
 def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
