@@ -154,12 +154,15 @@ def model_problems(
     """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
     tp, ep and, where the command has it, kv_cache_dtype."""
     from vllm.architectures.registry import model_type, text_config
+    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
     from vllm.kernels.problems import layer_problems
 
     config = question.read_model(model)
     text = text_config(config)
     dtype = question.dtype_of(args.dtype, text, device)
-    quant_config = _quantization(config, text, model)
+    stored = config.get("quantization_config") or text.get("quantization_config")
+    stored = stored or modelopt_file(Path(model).expanduser())
+    quant_config = resolve_quantization(stored, None, model)
     problems = layer_problems(
         config,
         quant_config,
@@ -169,14 +172,6 @@ def model_problems(
         ep=args.ep,
     )
     return problems, model_type(config), quant_config
-
-
-def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:
-    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
-
-    stored = config.get("quantization_config") or text.get("quantization_config")
-    stored = stored or modelopt_file(Path(model).expanduser())
-    return resolve_quantization(stored, None, model)
 
 
 def _refusal(selection: Selection) -> str:

@@ -9,6 +9,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -195,55 +197,41 @@ class Run:
 
         A job that ran out of memory beside others is checked again alone.
         """
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        # Slow compilations start first; with a time limit last, as they could use it up.
-        is_limited = self.limits.total is not None
-        for job in sorted(jobs, key=lambda job: job.compiles == is_limited):
-            waiting.put(job)
-        passed: set[Job] = set()
-        seen: set[Job] = set()
-        starved: list[Job] = []
-
-        def note(job: Job, failure: JobError | None, is_alone: bool = False) -> None:
-            if failure is not None and failure.why == MACHINE:
-                if is_alone:
-                    self._leave_out(job, failure)
-                else:
-                    starved.append(job)
-                return
-            seen.add(job)
-            if failure is None:
-                passed.add(job)
-            else:
-                self._reject(job, failure)
-
-        def work(worker: Worker) -> None:
-            while not self._is_late(_CHECKS_SHARE):
-                try:
-                    job = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    failure = self._failure_of(worker, job)
-                except StoppedError:
-                    return
-                with self._lock:
-                    note(job, failure)
-
         count = max(1, min(self.limits.jobs, len(jobs)))
         self.workers += [self._worker() for _ in range(count)]
-        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if starved:
-            for worker in self.workers[1:]:
-                worker.stop()
-        while starved and not self._is_late(_CHECKS_SHARE):
-            job = starved.pop(0)
-            note(job, self._failure_of(self.workers[0], job), is_alone=True)
-        return [job for job in jobs if job in passed], [job for job in jobs if job not in seen]
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.workers:
+            idle.put(worker)
+        failures: dict[Job, JobError | None] = {}  # of jobs that were checked
+
+        def check(job: Job) -> None:
+            if self._is_late(_CHECKS_SHARE):
+                return
+            worker = idle.get()
+            try:
+                with suppress(StoppedError):
+                    failures[job] = self._failure_of(worker, job)
+            finally:
+                idle.put(worker)
+
+        # Slow compilations start first; with a time limit last, as they could use it up.
+        is_limited = self.limits.total is not None
+        pool = ThreadPoolExecutor(count)  # not awaited: an interrupt stops the workers first
+        list(pool.map(check, sorted(jobs, key=lambda job: job.compiles == is_limited)))
+        starved = [job for job, error in failures.items() if error and error.why == MACHINE]
+        for worker in self.workers[1:] if starved else ():
+            worker.stop()
+        for job in starved:
+            del failures[job]
+            if self._is_late(_CHECKS_SHARE):
+                continue
+            error = self._failure_of(self.workers[0], job)
+            if error is not None and error.why == MACHINE:
+                self._leave_out(job, error)
+            else:
+                failures[job] = error
+        passed = [job for job in jobs if job in failures and failures[job] is None]
+        return passed, [job for job in jobs if job not in failures]
 
     def _worker(self) -> Worker:
         return Worker(self.trials, self.device.kind, self.limits.hang)
@@ -253,6 +241,8 @@ class Run:
         try:
             errors = worker.run(job)[: len(job.gate)]
         except JobError as error:
+            if error.why != MACHINE:
+                self._reject(job, error)
             return error
         worst = max(error for _, error in errors)
         seconds = time.monotonic() - start
@@ -304,9 +294,10 @@ class Run:
             reason=str(error),
             date=_today(),
         )
-        add_failure(failure)
-        self.failures.append(failure)
-        self.say(f"REJECTED {job}  {error.why}: {error}")
+        with self._lock:
+            add_failure(failure)
+            self.failures.append(failure)
+            self.say(f"REJECTED {job}  {error.why}: {error}")
 
 
 def _today() -> str:
