@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, inf, log
+from operator import itemgetter
 
 from vllm.kernels.select.decision import Able, Evidence, Parts
 
@@ -140,10 +141,7 @@ def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]
 
 
 _Path = tuple[float, tuple[int, ...]]
-
-
-def _first(path: _Path) -> float:
-    return path[0]
+_first = itemgetter(0)
 
 
 def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:

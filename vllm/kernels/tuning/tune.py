@@ -124,10 +124,8 @@ def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
 
 
 def _missing(job: Job, table: Table) -> tuple[int, ...]:
-    entry = table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
-    if entry is None or entry.version != job.version:
-        return job.tokens
-    known = dict(entry.us)
+    entry = table.entry(job.problem.size_key, job.candidate.backend, job.version)
+    known = dict(entry.us) if entry is not None else {}
     return tuple(m for m in job.tokens if m not in known)
 
 
@@ -162,10 +160,8 @@ class Run:
     trials: str = TRIALS
     failures: list[Failure] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._start = time.monotonic()
-        self._lock = threading.Lock()
+    start: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
         """Checks and times `jobs`; returns those for which no time or no memory was left.
@@ -190,7 +186,7 @@ class Run:
     def _is_late(self, share: float = 1.0) -> bool:
         """Whether this share of the time for everything is over."""
         total = self.limits.total
-        return total is not None and time.monotonic() - self._start > total * share
+        return total is not None and time.monotonic() - self.start > total * share
 
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """Jobs that passed the gate, and jobs for which no time or memory was left, in order.
@@ -274,27 +270,21 @@ class Run:
 
     def _keep(self, job: Job, entry: Entry) -> None:
         """With what is known already of other token counts."""
-        known = self.table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
-        if known is not None and known.version == entry.version:
-            us, quantised = (
-                tuple(sorted((dict(getattr(known, name)) | dict(getattr(entry, name))).items()))
-                for name in ("us", "quantised_us")
+        place = job.problem.size_key, job.candidate.backend
+        known = self.table.entry(*place, entry.version)
+        if known is not None:
+            us = dict(known.us) | dict(entry.us)
+            quantised = dict(known.quantised_us) | dict(entry.quantised_us)
+            entry = replace(
+                entry, us=tuple(sorted(us.items())), quantised_us=tuple(sorted(quantised.items()))
             )
-            entry = replace(entry, us=us, quantised_us=quantised)
-        self.table = self.table.with_entry(job.problem.size_key, job.candidate.backend, entry)
+        self.table = self.table.with_entry(*place, entry)
         write_table(self.path, self.table)
 
     def _reject(self, job: Job, error: JobError) -> None:
-        failure = Failure(
-            backend=job.candidate.backend,
-            version=job.version,
-            device=str(self.device),
-            size_key=job.problem.size_key,
-            why=error.why,
-            reason=str(error),
-            date=_today(),
-        )
-        with self._lock:
+        place = job.candidate.backend, job.version, str(self.device), job.problem.size_key
+        failure = Failure(*place, error.why, str(error), _today())
+        with self.lock:
             add_failure(failure)
             self.failures.append(failure)
             self.say(f"REJECTED {job}  {error.why}: {error}")
