@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def run_list(args: argparse.Namespace) -> None:
     device = question.device_of(args.device) if args.device else None
     found = [entry for family in families for entry in catalog.entries(family, device)]
     if args.json:
-        print(json.dumps([asdict(entry) for entry in found], indent=1))
+        print(json.dumps(found, indent=1))
     else:
         print(catalog.text(found, kernels_explain.text_width()) or f"no kernel runs on {device}")
         print("\n" + catalog.native_text(native_lib(), kernels_explain.text_width()))

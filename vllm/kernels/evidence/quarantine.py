@@ -67,8 +67,7 @@ def write_failures(failures: Iterable[Failure]) -> None:
 
 
 def add_failure(failure: Failure) -> None:
-    """Enters it; it replaces an earlier one of the same kernel and problem. ConfigError where the
-    file cannot be read or written."""
+    """In place of an earlier one of this kernel and problem; ConfigError for a file that fails."""
     with _alone():
         kept = [f for f in read_failures() if _place(f) != _place(failure)]
         write_failures([*kept, failure])
@@ -86,8 +85,7 @@ def forget(backend: str | None) -> list[Failure]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Ranks and servers may enter something at the same time; where the file system has no locks,
-    one of them may be lost."""
+    """One process at a time, where the file system has locks."""
     path = path_of_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,7 @@ def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
-    """Measured token counts that a call of `m_range` may run with: up to the first that holds its
-    most, as calls are padded upwards."""
+    """Of token counts that calls of `m_range` run with: padded up to the first that holds them."""
     low, high = m_range
     tokens = timings.tokens
     upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)

@@ -197,13 +197,11 @@ def _known(times: Iterable[tuple[int, float | None]]) -> dict[int, float]:
 
 def user_folder() -> Path:
     """Where `vllm kernels tune` writes."""
-    folder: Path = envs.VLLM_CACHE_ROOT
-    return folder / "kernel_tables"
+    return Path(envs.VLLM_CACHE_ROOT, "kernel_tables")
 
 
 def find_tables(chip: Chip) -> tuple[Table, ...]:
-    """Tables for this chip, the user's before those of this build, then those of chips that differ
-    in memory alone; ConfigError for a broken file of a chip of its architecture."""
+    """Of this chip, the user's first, then of chips with other memory; ConfigError if broken."""
     every = list(_tables_of_architecture(chip))
     own = [table for table in every if table.chip.is_like(chip)]
     any_memory = replace(chip, memory_gb_per_s=0)
@@ -212,8 +210,7 @@ def find_tables(chip: Chip) -> tuple[Table, ...]:
 
 
 def missing_note(chip: Chip) -> str:
-    """That what was measured is of other chips of the architecture; "" where something is of this
-    one, or nothing of any."""
+    """That all that was measured is of other chips of the architecture; "" where it is not so."""
     tables = find_tables(chip)
     if any(not table.is_near for table in tables):
         return ""

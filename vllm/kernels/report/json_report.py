@@ -58,8 +58,8 @@ def variable_texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
-    problem = decision.problem
-    return {
+    problem, timings = decision.problem, decision.timings
+    content = {
         "layers": list(layers),
         "problem": {"family": problem.family, "text": str(problem), **_plain(problem)},
         "chosen": decision.chosen,
@@ -67,17 +67,11 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "origin": _plain(decision.origin),
         **({"event": text} if (text := side_effect(decision)) else {}),
         "candidates": _plain(decision.candidates),
-        **_timings_json(decision),
     }
-
-
-def _timings_json(decision: Decision) -> dict[str, Any]:
-    """What was measured, and what follows from it for the choice."""
-    timings = decision.timings
-    if timings is None:
-        return {}
-    measured = {**_plain(timings), "us": {backend: list(us) for backend, us in timings.us}}
-    return {"timings": measured, "expected": _plain(expectation_of(decision))}
+    if timings is not None:
+        content["timings"] = {**_plain(timings), "us": {name: list(us) for name, us in timings.us}}
+        content["expected"] = _plain(expectation_of(decision))
+    return content
 
 
 def _plain(value: Any) -> Any:

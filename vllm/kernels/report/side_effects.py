@@ -13,10 +13,7 @@ from vllm.kernels.select.reason import Why
 
 
 def side_effect(decision: Decision) -> str:
-    """The side effect and what rejected the preferred kernels; "" where there is none.
-
-    CPUs have neither native kernels nor CUDA graphs, so no side effects.
-    """
+    """The side effect and what rejected the preferred kernels; "" for none, as on every CPU."""
     if decision.device.kind == "cpu" or decision.chosen is None:
         return ""
     if waits(decision):

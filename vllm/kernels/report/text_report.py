@@ -60,8 +60,7 @@ def log_lines(records: Iterable[Record]) -> list[str]:
 
 
 def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
-    """(kind, text) for each reason against the candidate, or that it is chosen or could run, and
-    how."""
+    """(kind, text) of each reason against the candidate, or of how it runs or could run."""
     if candidate.reasons:
         return [(str(reason.why), reason.text) for reason in candidate.reasons]
     kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
@@ -192,8 +191,7 @@ def _candidate_lines(decision: Decision, width: int, name_width: int = 0) -> lis
 
 
 def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
-    """Everything: where, what was chosen for how many layers, and each outcome with its rejected
-    candidates. is_brief: without these."""
+    """Where, what was chosen for how many layers, and, unless is_brief, every candidate."""
     outcomes = by_outcome(report.records)
     facts = where(report, separator="  ").items()
     paragraphs = [[line for row in facts for line in columns(row, [9], width)]]
@@ -212,8 +210,7 @@ def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool 
 
 
 def where(report: Report, separator: str) -> dict[str, str]:
-    """Under which circumstances it was decided; which backends are in this build, the reasons
-    tell. separator: of variables."""
+    """The machine and, with this separator, the variables; reasons tell what is in this build."""
     libs = sorted(report.libs.libs, key=lambda lib: lib.name)
     texts = ", ".join(_lib_text(lib) for lib in libs if lib.name != BUILD)
     facts = {"device": str(report.device), "libraries": texts or "none"}
@@ -250,8 +247,7 @@ def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[s
 
 def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     """What the reader should know beyond the reasons: what the model rule is about."""
-    rule = next((s.origin for s in outcomes if s.origin.rank == RANK_MODEL_RULE), None)
-    if rule is None:
+    if all(one.origin.rank != RANK_MODEL_RULE for one in outcomes):
         return []
     return [
         "Note: on this chip DeepGEMM takes power-of-two (UE8M0) scales only; re-quantising this "
@@ -291,8 +287,7 @@ def why(one: OutcomeGroup) -> str:
 
 
 def _group_lines(one: OutcomeGroup, width: int) -> list[str]:
-    """Layers, how many, and what they ask: in columns where that fits, else in two lines each.
-    Where that was measured, what the choice is expected to take."""
+    """Layers, how many, what they ask, and what the choice takes; in columns if these fit."""
     rows = [
         (compress(layers), f"{len(layers)} x", asks(decision.problem), expectation_of(decision))
         for decision, layers in one.groups

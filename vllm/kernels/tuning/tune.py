@@ -61,8 +61,7 @@ def plan(
     tokens: Sequence[int] = TOKENS,
     backends: Sequence[str] = (),
 ) -> Plan:
-    """A job for each kernel that can run a problem here; emulations are none. backends: only
-    these, () for all."""
+    """A job for each kernel but emulations that can run here; backends: only these, () for all."""
     jobs: list[Job] = []
     notes: list[str] = []
     specs = registry.specs("linear")
@@ -117,8 +116,7 @@ def _jobs_of(
 
 
 def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
-    """Those with token counts that the table does not hold for the same version of the kernel's
-    libraries, and of those these counts alone."""
+    """Those with token counts that the table lacks of this version, and of these such counts."""
     left = ((job, _missing(job, table)) for job in jobs)
     return [replace(job, tokens=tokens) for job, tokens in left if tokens]
 
@@ -130,8 +128,7 @@ def _missing(job: Job, table: Table) -> tuple[int, ...]:
 
 
 def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
-    """How many kernels can be checked in parallel. memory: bytes of the machine; gpu_memory: of the
-    GPU; None for the CPU, whose kernels use all cores."""
+    """Memory in bytes, of the machine and the GPU; None for CPU kernels, which use all cores."""
     if gpu_memory is None:
         return 1
     fits = int(_GPU_SHARE * gpu_memory) // max(map(_bytes_of_check, jobs), default=1)
@@ -139,8 +136,7 @@ def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: i
 
 
 def _bytes_of_check(job: Job) -> int:
-    """Estimated GPU memory of one check: input, output, reference and weight in float32, and the
-    CUDA context."""
+    """On the GPU: input, output, reference and weight in float32, and the CUDA context."""
     m, n, k = max(*job.tokens, *job.gate), job.problem.n, job.problem.k
     return 16 * m * (n + k) + 12 * n * k + _BYTES_OF_CONTEXT
 
