@@ -143,19 +143,11 @@ class MoETensors:
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
         hidden, inner = self.down.shape[1], self.inner
-        offsets = (self.row_offset,) * 2 if self.row_offset else ()
-        return (
-            LinearTensors(
-                self.format, self.gate_up, (inner, inner), self.gate_up_scales, row_offsets=offsets
-            ),
-            LinearTensors(
-                self.format,
-                self.down,
-                (hidden,),
-                self.down_scales,
-                column_offset=self.column_offset,
-            ),
-        )
+        gate_up = LinearTensors(self.format, self.gate_up, (inner, inner), self.gate_up_scales)
+        gate_up.row_offsets = (self.row_offset,) * 2 if self.row_offset else ()
+        down = LinearTensors(self.format, self.down, (hidden,), self.down_scales)
+        down.column_offset = self.column_offset
+        return gate_up, down
 
     def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of one expert, as two linear layers; views, no copies."""

@@ -38,11 +38,8 @@ def add_parser(kinds: Any) -> None:
     )
     text = parser.add_argument
     text("model", nargs="?", metavar="MODEL", help="Folder, config.json or built-in name.")
-    text(
-        "--layer",
-        action="append",
-        help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.",
-    )
+    text("--layer", action="append",
+         help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.")  # fmt: skip
     text("--diff", nargs=2, metavar=("A.json", "B.json"),
          help="Compare two files of --json or --dump-decisions; the exit code is 1 if a layer "
          "differs.")  # fmt: skip
@@ -81,8 +78,8 @@ def run_explain(args: argparse.Namespace) -> int:
         print(json.dumps(json_report.report(*report), indent=1))
     else:
         if args.device and args.libs is None:
-            print("note: with the libraries installed here; --libs all assumes all of them",
-                  file=sys.stderr)  # fmt: skip
+            note = "note: with the libraries installed here; --libs all assumes all of them"
+            print(note, file=sys.stderr)
         print(text_report.page(report, text_width(), sys.stdout.isatty(), args.brief))
     if args.html:
         from vllm.kernels.report.html_report import html_page

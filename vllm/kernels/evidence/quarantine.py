@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -119,8 +118,8 @@ def _text(failure: Failure) -> str:
 
 
 def _versions(backend: str, libs: Libs, device: Device) -> set[str]:
-    specs = chain.from_iterable(map(registry.specs, registry.FAMILIES))
-    return {version_of(spec, libs, device) for spec in specs if spec.backend == backend}
+    own = (spec for spec in registry.all_specs() if spec.backend == backend)
+    return {version_of(spec, libs, device) for spec in own}
 
 
 def text(failures: Sequence[Failure]) -> str:

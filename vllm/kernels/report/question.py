@@ -125,7 +125,7 @@ def chip_of(text: str, device: Device) -> Chip:
 
 def _every_lib(device: Device) -> dict[str, Lib]:
     """Every library that a kernel asks for, of any version, with the code that serves the chip."""
-    specs = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+    specs = registry.all_specs()
     names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
     archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
     for spec in specs:

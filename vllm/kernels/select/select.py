@@ -205,8 +205,7 @@ def _measured(
 def _for_few_tokens(
     candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
-    """The candidate as judged for the most tokens that its kernel takes in a call, and how many;
-    itself and None for a kernel that takes any number."""
+    """As judged for the most tokens its kernel takes in a call, and how many; None for any."""
     problem = case.problem
     if not isinstance(problem, LinearProblem):
         return candidate, None
@@ -218,8 +217,7 @@ def _for_few_tokens(
 
 
 def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
-    """One candidate of several kernels, each as judged for the tokens it would serve; named
-    `skinny<=16|deep_gemm`."""
+    """One of several kernels, as judged for the tokens of each: `skinny<=16|deep_gemm`."""
     kernels = [judged[backend] for _, backend in parts]
     if len(kernels) == 1:
         return kernels[0]
