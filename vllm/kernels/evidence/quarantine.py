@@ -104,17 +104,15 @@ def _place(failure: Failure) -> tuple[str, str, str]:
 def with_quarantine(libs: Libs, device: Device) -> Libs:
     """`libs` with what the file says of this chip and these versions."""
     found = frozenset(
-        Quarantined(f.backend, f.size_key, f.why, _text(f))
+        Quarantined(
+            f.backend, f.size_key, f.why, f"quarantined on {f.date}: {f.reason} ({LIFT} lifts it)"
+        )
         for f in read_failures()
         if f.release == __version__
         and Device.parse(f.device).arch == device.arch
         and f.version in _versions(f.backend, libs, device)
     )
     return replace(libs, quarantined=found) if found else libs
-
-
-def _text(failure: Failure) -> str:
-    return f"quarantined on {failure.date}: {failure.reason} ({LIFT} lifts it)"
 
 
 def _versions(backend: str, libs: Libs, device: Device) -> set[str]:

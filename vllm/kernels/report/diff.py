@@ -43,9 +43,11 @@ def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Chang
         elif key not in old:
             title = f"only in {names[1]}"
         else:
-            title, details = _title(old[key], new[key]), _details(old[key], new[key])
+            details = _details(old[key], new[key])
             if not details:
                 continue
+            was, now = (one.chosen or NO_KERNEL for one in (old[key], new[key]))
+            title = f"{now}, as before" if was == now else f"{was} -> {now}"
         same_story.setdefault((family, title, tuple(details)), []).append(layer)
     return [
         Change(family, tuple(layers), title, details)
@@ -56,12 +58,6 @@ def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Chang
 def _by_layer(report: Report) -> dict[tuple[str, str], Decision]:
     """One layer may ask for several families (attention and its cache), but once for each."""
     return {(layer, decision.problem.family): decision for layer, decision in report.records}
-
-
-def _title(old: Decision, new: Decision) -> str:
-    if old.chosen == new.chosen:
-        return f"{new.chosen or NO_KERNEL}, as before"
-    return f"{old.chosen or NO_KERNEL} -> {new.chosen or NO_KERNEL}"
 
 
 def _details(old: Decision, new: Decision) -> list[Detail]:
@@ -94,21 +90,17 @@ def _verdicts(decision: Decision) -> dict[str, str]:
 
 def context(before: Report, after: Report) -> list[Detail]:
     """Differences in where and under what the decisions were made: (what, before, after)."""
-    rows = []
-    if before.device != after.device:
-        rows.append(Detail("device", str(before.device), str(after.device)))
+    rows = [Detail("device", str(before.device), str(after.device))]
     for name in sorted({lib.name for lib in before.libs.libs | after.libs.libs}):
-        was, now = before.libs.get(name), after.libs.get(name)
-        if was != now:
-            rows.append(Detail("library", str(was or f"no {name}"), str(now or f"no {name}")))
+        was, now = (str(report.libs.get(name) or f"no {name}") for report in (before, after))
+        rows.append(Detail("library", was, now))
     for name in sorted({*before.env, *after.env}):
-        if before.env.get(name) != after.env.get(name):
-            rows.append(Detail("variable", _set(name, before.env), _set(name, after.env)))
-    return rows
-
-
-def _set(name: str, env: Any) -> str:
-    return f"{name}={env[name]}" if name in env else f"{name} unset"
+        was, now = (
+            f"{name}={report.env[name]}" if name in report.env else f"{name} unset"
+            for report in (before, after)
+        )
+        rows.append(Detail("variable", was, now))
+    return [row for row in rows if row.before != row.after]
 
 
 def page(before: Report, after: Report, found: Iterable[Change], width: int) -> str:

@@ -61,7 +61,9 @@ def _grid(family: str, decided: list[tuple[Decision, list[str]]]) -> str:
 
 
 def _row(decision: Decision, layers: list[str], backends: Iterable[str]) -> str:
-    names = "<br>".join(f"<code>{_breakable(name)}</code>" for name in compress(layers))
+    # Long names may break after a dot.
+    parts = (escape(name).replace(".", ".<wbr>") for name in compress(layers))
+    names = "<br>".join(f"<code>{part}</code>" for part in parts)
     by_name = {candidate.backend: candidate for candidate in decision.candidates}
     cells = "".join(
         _cell(by_name[name], decision) if name in by_name else "<td></td>" for name in backends
@@ -94,8 +96,3 @@ def _cell(candidate: Candidate, decision: Decision) -> str:
 
 def _class(kind: str) -> str:
     return "is-" + kind.replace(" ", "-")
-
-
-def _breakable(name: str) -> str:
-    """Long names may break after a dot."""
-    return escape(name).replace(".", ".<wbr>")

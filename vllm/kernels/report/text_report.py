@@ -69,9 +69,10 @@ def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
 
 def _how(candidate: Candidate, problem: Problem) -> list[str]:
     """In which way a candidate computes the problem, as far as there is something to say."""
-    facts = []
-    if candidate.parts:
-        facts.append(split_text(candidate.parts))
+    facts = [
+        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
+        for limit, backend in candidate.parts
+    ]
     is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
     if is_quantized and candidate.act is not None:
         weight_only = candidate.act is ActScheme.NONE
@@ -101,13 +102,6 @@ def _scales_text(candidate: Candidate, problem: Problem) -> str:
 def requant_text(error: float) -> str:
     """`error`: relative Frobenius error of a weight re-quantised to scales of another form."""
     return f"re-quantised at load, relative error {error:.2%}" if error else "exact: lossless here"
-
-
-def split_text(parts: Sequence[tuple[int | None, str]]) -> str:
-    return ", ".join(
-        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
-        for limit, backend in parts
-    )
 
 
 # ---------------------------------------------------------------- what was measured

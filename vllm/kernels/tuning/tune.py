@@ -117,14 +117,13 @@ def _jobs_of(
 
 def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
     """Those with token counts that the table lacks of this version, and of these such counts."""
-    left = ((job, _missing(job, table)) for job in jobs)
-    return [replace(job, tokens=tokens) for job, tokens in left if tokens]
-
-
-def _missing(job: Job, table: Table) -> tuple[int, ...]:
-    entry = table.entry(job.problem.size_key, job.candidate.backend, job.version)
-    known = dict(entry.us) if entry is not None else {}
-    return tuple(m for m in job.tokens if m not in known)
+    left = []
+    for job in jobs:
+        entry = table.entry(job.problem.size_key, job.candidate.backend, job.version)
+        known = dict(entry.us) if entry is not None else {}
+        if tokens := tuple(m for m in job.tokens if m not in known):
+            left.append(replace(job, tokens=tokens))
+    return left
 
 
 def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
@@ -190,7 +189,8 @@ class Run:
         A job that ran out of memory beside others is checked again alone.
         """
         count = max(1, min(self.limits.jobs, len(jobs)))
-        self.workers += [self._worker() for _ in range(count)]
+        process = self.trials, self.device.kind, self.limits.hang
+        self.workers += [Worker(*process) for _ in range(count)]
         idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.workers:
             idle.put(worker)
@@ -224,9 +224,6 @@ class Run:
                 failures[job] = error
         passed = [job for job in jobs if job in failures and failures[job] is None]
         return passed, [job for job in jobs if job not in failures]
-
-    def _worker(self) -> Worker:
-        return Worker(self.trials, self.device.kind, self.limits.hang)
 
     def _failure_of(self, worker: Worker, job: Job) -> JobError | None:
         start = time.monotonic()
