@@ -156,10 +156,9 @@ class MoETensors:
             return None if stacked is None else stacked[index]
 
         gate_up, down = self.all_experts()
-        inputs = own(self.gate_up_input_scales), own(self.down_input_scales)
-        for part, input_scales in zip((gate_up, down), inputs):
+        for part, stacked in (gate_up, self.gate_up_input_scales), (down, self.down_input_scales):
             part.weight, part.scales = part.weight[index], own(part.scales)
-            part.input_scale = None if input_scales is None else input_scales.max()
+            part.input_scale = None if stacked is None else stacked[index].max()
         gate_up.global_scales = own(self.gate_up_global_scales)
         gate_up.zero_points = own(self.gate_up_zero_points)
         down.global_scales = own(self.down_global_scales)

@@ -1,7 +1,7 @@
 """Layers grouped for display: by equal decision, by equal outcome, and names as patterns."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from vllm.kernels.select.decision import Candidate, Decision, Record
@@ -20,7 +20,7 @@ class OutcomeGroup(Decision):
     libraries say of it besides would separate outcomes that are one to a reader.
     """
 
-    groups: tuple[tuple[Decision, list[str]], ...] = ()
+    groups: list[tuple[Decision, list[str]]] = field(default_factory=list)
 
     @property
     def family(self) -> str:
@@ -46,21 +46,15 @@ def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
 
 def by_outcome(records: Iterable[Record]) -> list[OutcomeGroup]:
     """In order of first use."""
-    outcomes: dict[_Outcome, list[tuple[Decision, list[str]]]] = {}
+    outcomes: dict[_Outcome, OutcomeGroup] = {}
     for decision, layers in by_decision(records).items():
         candidates = tuple(map(_without_moot_reasons, decision.candidates))
         key = (decision.problem.family, decision.kernel, decision.origin, candidates)
-        outcomes.setdefault(key, []).append((decision, layers))
-    found = []
-    for (*_, candidates), groups in outcomes.items():
-        first = groups[0][0]
-        found.append(
-            OutcomeGroup(
-                *(first.problem, first.device, first.chosen, first.origin, candidates),
-                *(first.timings, first.is_emulated, tuple(groups)),
-            )
-        )
-    return found
+        if key not in outcomes:
+            own = {f.name: getattr(decision, f.name) for f in fields(decision)}
+            outcomes[key] = OutcomeGroup(**{**own, "candidates": candidates})
+        outcomes[key].groups.append((decision, layers))
+    return list(outcomes.values())
 
 
 _Outcome = tuple[str, str | None, Origin, tuple[Candidate, ...]]

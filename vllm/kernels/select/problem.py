@@ -120,6 +120,9 @@ class _CacheProblem:
 
     act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
 
+    def block_fit(self, takes_any_block: bool) -> None:
+        """A cache has no scale blocks."""
+
     @property
     def size_key(self) -> str:
         """What a failure is filed under."""
@@ -140,11 +143,9 @@ class AttentionProblem(_CacheProblem):
     sliding_window: int = 0
 
     def __str__(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         window = f" window={self.sliding_window}" if self.sliding_window else ""
-        return (
-            f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim} "
-            f"{self.dtype}, {self.format} cache{window}"
-        )
+        return f"attention {heads} {self.dtype}, {self.format} cache{window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,8 @@ class KVQuantProblem(_CacheProblem):
     dtype: str = "bf16"
 
     def __str__(self) -> str:
-        return (
-            f"kv_quant {self.num_kv_heads} heads of {self.head_dim} {self.dtype} -> {self.format}"
-        )
+        heads = f"{self.num_kv_heads} heads of {self.head_dim}"
+        return f"kv_quant {heads} {self.dtype} -> {self.format}"
 
 
 Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem

@@ -37,7 +37,8 @@ def select(
     kind = problem.family, problem.format, problem.dtype, problem.act
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
-    case = _Case(problem, _fits(problem), device, libs, policy, override)
+    fits = problem.block_fit(False), problem.block_fit(True)
+    case = _Case(problem, fits, device, libs, policy, override)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if override is None:
         measured = _measured(evidence, candidates, kernels, case) if evidence else {}
@@ -118,12 +119,6 @@ def _kernels(
         scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
         found[backend] = _Kernel(spec, own, act, scales, tuple(before), after)
     return found
-
-
-def _fits(problem: Problem) -> tuple[Fit | None, Fit | None]:
-    if isinstance(problem, LinearProblem | MoEProblem):
-        return problem.block_fit(False), problem.block_fit(True)
-    return None, None
 
 
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:

@@ -1,8 +1,7 @@
 """`vllm kernels tune`: plans measurements, carries them out and writes the table.
 
-Every kernel that can run a layer on this machine is first compared with a reference (the gate), in
-parallel because first calls may compile, and then timed, one at a time. The table is rewritten
-after each, so that a later run resumes where this one ended.
+Every kernel that can run a layer here is first compared with a reference (the gate), in parallel
+because first calls may compile, and then timed alone. The table is rewritten after each.
 """
 
 import queue
@@ -161,8 +160,7 @@ class Run:
     def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
         """Checks and times `jobs`; returns those for which no time or no memory was left.
 
-        The processes are stopped whatever happens, an interrupt at the keyboard included; what
-        was measured by then is in the file.
+        An interrupt at the keyboard stops the processes; what was measured is in the file.
         """
         try:
             passed, left = self._check(jobs)
