@@ -1,4 +1,4 @@
-"""A shard with cut scale blocks is the shard of the whole weight, bit for bit, as planned."""
+"""A shard with partial scale blocks is the shard of the whole weight, bit for bit, as planned."""
 
 import pytest
 import torch

@@ -166,11 +166,13 @@ class EngineArgs:
         return cls(model=model, **{name: getattr(args, name) for name in names})
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds a flag per field, named after it."""
-        group = parser.add_argument_group("engine")
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, title: str = "engine", only: Sequence[str] = ()
+    ) -> None:
+        """Adds a flag per field, named after it. only: these fields, () for all."""
+        group = parser.add_argument_group(title)
         for f in dataclasses.fields(cls):
-            if f.name == "model":
+            if f.name == "model" or (only and f.name not in only):
                 continue
             options = dict(f.metadata)
             names = ["--" + f.name.replace("_", "-"), *filter(None, [options.pop("short", None)])]

@@ -2,7 +2,7 @@
 
 A shard of 576 rows of a weight with 128-row blocks begins inside a block on every second rank.
 Two ways keep the arithmetic exact: refine the scale grid to the greatest block that fits every
-shard (a scale repeated is the same scale), or pad each cut block to a whole one with zeros.
+shard (a scale repeated is the same scale), or pad each partial block to a whole one with zeros.
 """
 
 from dataclasses import dataclass

@@ -143,19 +143,11 @@ class MoETensors:
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
         hidden, inner = self.down.shape[1], self.inner
-        offsets = (self.row_offset,) * 2 if self.row_offset else ()
-        return (
-            LinearTensors(
-                self.format, self.gate_up, (inner, inner), self.gate_up_scales, row_offsets=offsets
-            ),
-            LinearTensors(
-                self.format,
-                self.down,
-                (hidden,),
-                self.down_scales,
-                column_offset=self.column_offset,
-            ),
-        )
+        gate_up = LinearTensors(self.format, self.gate_up, (inner, inner), self.gate_up_scales)
+        gate_up.row_offsets = (self.row_offset,) * 2 if self.row_offset else ()
+        down = LinearTensors(self.format, self.down, (hidden,), self.down_scales)
+        down.column_offset = self.column_offset
+        return gate_up, down
 
     def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of one expert, as two linear layers; views, no copies."""
@@ -164,10 +156,9 @@ class MoETensors:
             return None if stacked is None else stacked[index]
 
         gate_up, down = self.all_experts()
-        inputs = own(self.gate_up_input_scales), own(self.down_input_scales)
-        for part, input_scales in zip((gate_up, down), inputs):
+        for part, stacked in (gate_up, self.gate_up_input_scales), (down, self.down_input_scales):
             part.weight, part.scales = part.weight[index], own(part.scales)
-            part.input_scale = None if input_scales is None else input_scales.max()
+            part.input_scale = None if stacked is None else stacked[index].max()
         gate_up.global_scales = own(self.gate_up_global_scales)
         gate_up.zero_points = own(self.gate_up_zero_points)
         down.global_scales = own(self.down_global_scales)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from math import ceil, floor, log2, sqrt
 from pathlib import Path
+from typing import Any
 
 from vllm import envs
 from vllm.formats.scales import Scales
@@ -179,29 +180,26 @@ def _kernels() -> str:
     return "\n\n".join(parts)
 
 
-def _kernel_row(entry: catalog.Entry) -> tuple[str, ...]:
+def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    family, backend = entry["family"], entry["backend"]
+    never_runs = (family, backend) in _NEVER_RUN
     cells = (
-        [f"`{entry.backend}`"],
-        entry.formats,
-        [_marked(entry, chip) for chip in entry.chips],
-        entry.dtypes,
-        entry.activations if entry.family in ("linear", "moe") else (),
-        entry.needs,
-        entry.scales,
-        (*entry.limits, *entry.guarantees),
-        ["yes" if entry.is_built else catalog.DECLARED_ONLY],
+        [f"`{backend}`"],
+        entry["formats"],
+        [chip + _MARK * (never_runs or chip not in _HAS_RUN) for chip in entry["chips"]],
+        entry["dtypes"],
+        entry["activations"] if family in ("linear", "moe") else (),
+        entry["needs"],
+        entry["scales"],
+        (*entry["limits"], *entry["guarantees"]),
+        ["yes" if entry["is_built"] else catalog.DECLARED_ONLY],
     )
     return tuple(", ".join(cell) or "-" for cell in cells)
 
 
-def _marked(entry: catalog.Entry, chip: str) -> str:
-    has_run = chip in _HAS_RUN and (entry.family, entry.backend) not in _NEVER_RUN
-    return chip if has_run else chip + _MARK
-
-
 def _chips() -> str:
     rows = [
-        (chip if chip in _HAS_RUN else chip + _MARK, Device.parse(chip).family, gpus)
+        (chip + _MARK * (chip not in _HAS_RUN), Device.parse(chip).family, gpus)
         for chip, gpus in CHIPS.items()
     ]
     return (

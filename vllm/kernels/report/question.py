@@ -83,10 +83,7 @@ def _plain_name(gpu: str) -> str:
 
 
 def libs_of(text: str, device: Device) -> Libs:
-    """The libraries of `text`: `all`, `none`, or names with versions.
-
-    Named ones come on top of torch, triton and our native kernels for every chip.
-    """
+    """`all`, or torch, triton, our native kernels and those that `text` names with versions."""
     every = _every_lib(device)
     if text == "all":
         return Libs.of(every.values())
@@ -127,9 +124,8 @@ def chip_of(text: str, device: Device) -> Chip:
 
 
 def _every_lib(device: Device) -> dict[str, Lib]:
-    """Every library that a kernel asks for, in whichever version and with the code that serve the
-    chip."""
-    specs = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+    """Every library that a kernel asks for, of any version, with the code that serves the chip."""
+    specs = registry.all_specs()
     names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
     archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
     for spec in specs:
@@ -204,8 +200,7 @@ def read_model(model: str) -> dict[str, Any]:
 
 
 def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
-    """`fp32`, `bf16` or `fp16`: what is asked for; with `auto` fp32 on the CPU, else what the
-    checkpoint is stored in."""
+    """`fp32`, `bf16` or `fp16`; for `auto` fp32 on the CPU, else as the checkpoint is stored."""
     if asked == "auto":
         if device.kind == "cpu":
             return "fp32"

@@ -37,7 +37,8 @@ def select(
     kind = problem.family, problem.format, problem.dtype, problem.act
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
-    case = _Case(problem, _fits(problem), device, libs, policy, override)
+    fits = problem.block_fit(False), problem.block_fit(True)
+    case = _Case(problem, fits, device, libs, policy, override)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if override is None:
         measured = _measured(evidence, candidates, kernels, case) if evidence else {}
@@ -120,12 +121,6 @@ def _kernels(
     return found
 
 
-def _fits(problem: Problem) -> tuple[Fit | None, Fit | None]:
-    if isinstance(problem, LinearProblem | MoEProblem):
-        return problem.block_fit(False), problem.block_fit(True)
-    return None, None
-
-
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
     fit = case.fits[not spec.blocks]
@@ -141,7 +136,7 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         exclusion = policy.exclusion_of(spec.backend, problem.family) if policy.exclusions else None
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text))
-    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit)
+    return Candidate(spec.backend, kernel.act, kernel.scales, fit, reasons=tuple(reasons))
 
 
 def _is_final(override: Override, policy: Policy, candidates: Sequence[Candidate]) -> bool:
@@ -205,8 +200,7 @@ def _measured(
 def _for_few_tokens(
     candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
-    """The candidate as judged for the most tokens that its kernel takes in a call, and how many;
-    itself and None for a kernel that takes any number."""
+    """As judged for the most tokens its kernel takes in a call, and how many; None for any."""
     problem = case.problem
     if not isinstance(problem, LinearProblem):
         return candidate, None
@@ -218,8 +212,7 @@ def _for_few_tokens(
 
 
 def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
-    """One candidate of several kernels, each as judged for the tokens it would serve; named
-    `skinny<=16|deep_gemm`."""
+    """One of several kernels, as judged for the tokens of each: `skinny<=16|deep_gemm`."""
     kernels = [judged[backend] for _, backend in parts]
     if len(kernels) == 1:
         return kernels[0]
@@ -230,7 +223,7 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
         for reason in kernel.reasons
     )
     scales = next((kernel.scales for kernel in kernels if kernel.is_lossy), kernels[-1].scales)
-    return Candidate(name, kernels[-1].act, reasons, scales, kernels[-1].fit, parts)
+    return Candidate(name, kernels[-1].act, scales, kernels[-1].fit, parts, reasons)
 
 
 def _excluding_origin(
