@@ -82,11 +82,21 @@ def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
 
 
 def padded_experts(tensors: MoETensors) -> MoETensors:
-    """The same experts with whole blocks of gate, up and down: rows of zeros give zeros, which meet
-    columns of zeros."""
-    (gate_up, _), (down, _) = map(padded_tensors, tensors.all_experts())
-    assert gate_up.weight.shape[-2] == 2 * down.weight.shape[-1]
-    return MoETensors(tensors.format, gate_up.weight, down.weight, gate_up.scales, down.scales)
+    """The same experts with zeros around their intermediate rows and columns, up to the borders of
+    the blocks that they touch: rows of zeros give zeros, which meet columns of zeros."""
+    assert tensors.gate_up_scales is not None and tensors.down_scales is not None
+    rows, columns = tensors.format.block
+    before = tensors.column_offset
+    after = tensors.down_scales.shape[-1] * columns - before - tensors.inner
+    halves = tensors.gate_up.view(torch.uint8).chunk(2, 1)
+    gate_up = torch.cat([pad(half, (0, 0, before, after)) for half in halves], 1)
+    down = pad(tensors.down.view(torch.uint8), (before, after))
+    assert tensors.row_offset == before
+    assert gate_up.shape[1] == tensors.gate_up_scales.shape[1] * rows
+    dtype = tensors.down.dtype
+    return replace(
+        tensors, gate_up=gate_up.view(dtype), down=down.view(dtype), row_offset=0, column_offset=0
+    )
 
 
 def fitted_kernel(

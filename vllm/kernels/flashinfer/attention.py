@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.ops.paged_attention import (
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import dtype_of
 
+_bytes = partial(torch.empty, dtype=torch.uint8, device="cuda")
 _WORKSPACE_BYTES = 128 << 20  # what the library's documentation recommends, and at times too few
 
 
@@ -48,11 +49,6 @@ def _no_attend(*_: object) -> Tensor:
     raise AssertionError("FlashInferAttention attends by its planner")
 
 
-@cache
-def _planner(problem: AttentionProblem) -> "Planner":
-    return Planner(problem)
-
-
 class Planner:
     """FlashInfer's wrappers for one problem: for prompts, for decoding, and for captured graphs.
 
@@ -68,7 +64,7 @@ class Planner:
         self._library: Any = import_module("flashinfer")
         properties = torch.get_device_module("cuda").get_device_properties()
         self._num_sms: int = properties.multi_processor_count
-        self._workspace = _workspace(workspace_bytes(problem, self._num_sms))
+        self._workspace = _bytes(workspace_bytes(problem, self._num_sms))
         self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend=_prefill_kind(problem)
         )
@@ -101,7 +97,7 @@ class Planner:
     def _plan(self, wrapper: Any, host: HostBatch, block_size: int) -> None:
         # The library's pinned buffer may still be read by the copy of the plan before.
         self._copied.synchronize()
-        indptr, indices, last = (_pinned(x) for x in ragged_pages(host, block_size))
+        indptr, indices, last = map(_pinned, ragged_pages(host, block_size))
         pages = indptr, indices.to("cuda", non_blocking=True), last
         queries = (_pinned(host.query_start_loc),) if wrapper is self._prefill else ()
         options = _plan_options(self._problem)
@@ -115,11 +111,14 @@ class Planner:
             # The largest graph comes first; smaller ones share what it needed.
             needed = workspace_bytes(self._problem, self._num_sms, shape[0])
             if needed > self._workspace.numel():
-                self._workspace = _workspace(needed)
+                self._workspace = _bytes(needed)
             self._copied.synchronize()
             self._graphs[shape] = _GraphedDecode(self._problem, self._workspace, shape)
             self._copied.record()
         return self._graphs[shape]
+
+
+_planner = cache(Planner)
 
 
 class _GraphedDecode:
@@ -181,10 +180,6 @@ def workspace_bytes(problem: AttentionProblem, num_sms: int, graph_size: int = 0
         num_tiles = max(num_tiles, cdiv(graph_size * group, rows) + graph_size)
     parts = problem.num_heads * num_tiles * rows * (problem.head_dim + 1) * 4
     return max(_WORKSPACE_BYTES, parts + 32)  # each of the two is aligned to 16 bytes
-
-
-def _workspace(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
 def ragged_pages(host: HostBatch, page: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
