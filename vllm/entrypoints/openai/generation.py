@@ -1,12 +1,13 @@
-"""What completions and chat completions share: the served model, outputs, usage, responses."""
+"""What completions and chat completions share: the served model, outputs, responses."""
 
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -15,9 +16,12 @@ from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import LogprobDict, RequestOutput
+from vllm.entrypoints.openai.protocol import GenerationRequest
+from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
+
+Json = dict[str, Any]
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         request_id: str,
-        shortens: bool = False,
+        shortens: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts in order of arrival, each with the index of its prompt. shortens:
         max_tokens is a default, and is cut to what the context leaves."""
@@ -83,23 +87,92 @@ class Service:
 
 
 @dataclass
-class Usage:
-    """Token counts of one HTTP request."""
+class Answer(ABC):
+    """A response being generated, whole or as events.
 
-    num_prompt_tokens: int
-    num_completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    request_id: as the client sees it. token_ids: of each prompt. kind, chunk_kind: `object` of the
+    response and of an event. cached_tokens: prompt tokens found in the prefix cache, by prompt.
+    """
 
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Counts an output of prompt `index`: what is new in it."""
-        self.num_completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self.cached_tokens[index] = output.num_cached_tokens
+    service: Service
+    request: GenerationRequest
+    request_id: str
+    token_ids: list[list[int]]
+    created: int = field(init=False, default_factory=lambda: int(time.time()))
+    num_completion_tokens: int = field(init=False, default=0)
+    cached_tokens: dict[int, int] = field(init=False, default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @abstractmethod
+    async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
+        """The JSON of one choice to prompt `index`, of a response that is not streamed."""
+
+    @abstractmethod
+    async def chunks(
+        self, index: int, output: RequestOutput, new: CompletionOutput
+    ) -> list[tuple[Json, Json]]:
+        """What is new of one choice: the choice of each event, and fields of the event itself."""
+
+    async def prompt_fields(self, output: RequestOutput) -> Json:
+        """What the response itself says of the prompt."""
+        return {}
+
+    async def response(self) -> Response:
+        if not self.request.stream:
+            return json_response(await self._whole())
+        events = self._events()
+        # The first event is waited for, so that a refused request gets an error status.
+        return EventStream(await anext(events), events)
+
+    async def _whole(self) -> Json:
+        choices: list[Json] = []
+        extra: Json = {}
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                extra |= await self.prompt_fields(output)
+                choices += [await self.choice(index, output, new) for new in output.outputs]
+        choices.sort(key=lambda choice: int(choice["index"]))
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **extra}
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        head = self._head(self.chunk_kind)
+        usage: Json = {"usage": None} if self.request.includes_usage else {}
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                if self.request.includes_usage_always:
+                    usage = {"usage": self._usage()}
+                for new in output.outputs:
+                    for choice, extra in await self.chunks(index, output, new):
+                        yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
+        if self.request.includes_usage:
+            yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        params = self.request.sampling_params(self.service.sampling_defaults)
+        shortens = self.request.has_default_length
+        outputs = self.service.generate(self.token_ids, params, self.request_id, shortens)
+        async with aclosing(outputs):
+            async for index, output in outputs:
+                self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
+                self.cached_tokens[index] = output.num_cached_tokens
+                yield index, output
+
+    def _head(self, kind: str) -> Json:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model or self.service.model_names[0],
+        }
+
+    def _usage(self) -> Json:
+        num_prompt_tokens = sum(map(len, self.token_ids))
+        return {
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
 
@@ -123,11 +196,6 @@ async def built(
 
 def json_response(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-async def stream_response(events: AsyncGenerator[bytes, None]) -> Response:
-    """Waits for the first event, so that a refused request gets an error status."""
-    return EventStream(await anext(events), events)
 
 
 _Item = tuple[int, RequestOutput | Exception | None]

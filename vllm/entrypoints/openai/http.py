@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics import Metrics
@@ -34,10 +35,6 @@ _SEND_TIMEOUT_S = 60.0
 # connection of a client that is still sending, and it would never see the answer.
 _DISCARD_BYTES = 256 << 20
 _DISCARD_S = 20.0
-
-
-class ClientDisconnected(Exception):
-    """The client went away before its answer was ready."""
 
 
 @dataclass
@@ -76,31 +73,23 @@ class Gate:
         return any(matches)
 
 
+@dataclass
 class GateMiddleware:
     """Request ids, admission, handling of unexpected errors, request counts and the access log."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        gate: Gate,
-        metrics: Metrics,
-        known_paths: Iterable[str],
-        root_path: str,
-        logs_requests: bool,
-    ):
-        self._app = app
-        self._gate = gate
-        self._metrics = metrics
-        self._known_paths = frozenset(known_paths)
-        self._root_path = root_path
-        self._logs_requests = logs_requests
+    app: ASGIApp
+    gate: Gate
+    metrics: Metrics
+    known_paths: frozenset[str]
+    root_path: str
+    logs_requests: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope["root_path"] = self._root_path
+        scope["root_path"] = self.root_path
         scope.setdefault("state", {})["request_id"] = request_id
         start, status = time.monotonic(), 499  # the client left before an answer
 
@@ -112,18 +101,18 @@ class GateMiddleware:
             await send(message)
 
         is_open = scope["path"] in OPEN_PATHS
-        self._gate.num_active += not is_open
+        self.gate.num_active += not is_open
         try:
-            self._gate.check(scope)
-            await self._app(scope, receive, send_tagged)
+            self.gate.check(scope)
+            await self.app(scope, receive, send_tagged)
         except Exception as error:
             if status == 499:
                 await as_api_error(error).response()(scope, receive, send_tagged)
         finally:
-            self._gate.num_active -= not is_open
-            path = scope["path"] if scope["path"] in self._known_paths else "other"
-            self._metrics.record_http(path, _known_method(scope["method"]), status)
-            if self._logs_requests and not is_open:
+            self.gate.num_active -= not is_open
+            path = scope["path"] if scope["path"] in self.known_paths else "other"
+            self.metrics.record_http(path, _known_method(scope["method"]), status)
+            if self.logs_requests and not is_open:
                 elapsed = time.monotonic() - start
                 logger.info(
                     "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
@@ -156,25 +145,20 @@ async def _read_body(request: Request, max_bytes: int) -> bytearray:
         f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets",
         headers={"Connection": "close"},
     )
-    body, size = bytearray(), 0
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
             raise too_large
+    body, size = bytearray(), 0
     deadline = time.monotonic() + _DISCARD_S
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        size += len(message.get("body", b""))
+    async for piece in request.stream():
+        size += len(piece)
         if size <= max_bytes:
-            body += message.get("body", b"")
+            body += piece
         else:
             body.clear()
-        if not message.get("more_body", False):
-            break
-        if size > max_bytes and (size > _DISCARD_BYTES or time.monotonic() > deadline):
-            break
+            if size > _DISCARD_BYTES or time.monotonic() > deadline:
+                break
     if size > max_bytes:
         raise too_large
     return body
@@ -216,17 +200,23 @@ def _is_deeper(value: dict[str, Any], limit: int) -> bool:
     return True
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (ClientDisconnected)."""
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (ClientDisconnect)."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return task.result()
     finally:
-        await _cancel(task, watcher)
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class _SlowClient(Exception):
+    """The client takes no events."""
 
 
 class EventStream(Response):
@@ -245,16 +235,13 @@ class EventStream(Response):
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send_all(send))
-        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-        except ClientDisconnected:
+            await until_disconnect(receive, self._send_all(send))
+        except _SlowClient:
             logger.warning("a client took nothing for %.0f s; its stream ends", _SEND_TIMEOUT_S)
+        except ClientDisconnect:
+            pass
         finally:
-            await _cancel(sender, watcher)
             await self._rest.aclose()
 
     async def _send_all(self, send: Send) -> None:
@@ -263,7 +250,7 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await _send_event(send, event)
-        except ClientDisconnected:
+        except _SlowClient:
             raise
         except Exception as error:
             await _send_event(send, msgspec.json.encode(as_api_error(error).body()))
@@ -281,18 +268,12 @@ async def _send_event(send: Send, data: bytes) -> None:
         async with asyncio.timeout(_SEND_TIMEOUT_S):
             await send(message)
     except TimeoutError:
-        raise ClientDisconnected from None
+        raise _SlowClient from None
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _request_id(scope: Scope) -> str:

@@ -41,14 +41,6 @@ _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 10
 _GUIDED = ("json", "regex", "choice", "grammar")
 
-# Fields that SamplingParams has under the same name.
-_SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "skip_special_tokens",
-    "spaces_between_special_tokens",
-)  # fmt: skip
-
 
 def _is_token_id(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
@@ -204,26 +196,26 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
 
-    def max_output_tokens(self) -> int | None:
-        """Most tokens to generate; None for as many as the context leaves."""
-        raise NotImplementedError
+    @property
+    def has_default_length(self) -> bool:
+        """Whether the number of output tokens is a default, which the context may cut short."""
+        return False
 
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report per position; None for no logprobs."""
+    def own_params(self) -> dict[str, Any]:
+        """Of SamplingParams, max_tokens and what concerns logprobs."""
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's parameters; `defaults` fill what the request leaves open."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
-        return SamplingParams(
-            **chosen,
-            max_tokens=self.max_output_tokens(),
-            logprobs=self.num_logprobs(),
-            logit_bias=self._logit_bias(),
-            structured_outputs=self._structured_outputs(),
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-        )
+        known = SamplingParams.__struct_fields__
+        given = {name: value for name, value in self if name in known and value is not None}
+        own = {
+            **self.own_params(),
+            "logit_bias": self._logit_bias(),
+            "structured_outputs": self._structured_outputs(),
+            "output_kind": RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+        }
+        return SamplingParams(**{**defaults, **given, **own})
 
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -235,8 +227,11 @@ class GenerationRequest(_Strict):
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         """The one grammar asked for, under whichever name."""
-        asked = {f"guided_{kind}": {kind: getattr(self, f"guided_{kind}")} for kind in _GUIDED}
-        asked = {name: grammar for name, grammar in asked.items() if None not in grammar.values()}
+        asked = {
+            f"guided_{kind}": {kind: grammar}
+            for kind in _GUIDED
+            if (grammar := getattr(self, f"guided_{kind}")) is not None
+        }
         if self.structured_outputs is not None:
             grammar = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             asked["structured_outputs"] = grammar
@@ -277,17 +272,17 @@ class CompletionRequest(GenerationRequest):
                 "prompt",
             )
 
-    def max_output_tokens(self) -> int | None:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    @property
+    def has_default_length(self) -> bool:
+        return self.max_tokens is None
 
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        params = super().sampling_params(defaults)
-        if self.echo and params.prompt_logprobs is None:
-            params.prompt_logprobs = self.logprobs
-        return params
+    def own_params(self) -> dict[str, Any]:
+        shown = self.logprobs if self.echo else None
+        return {
+            "max_tokens": DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": shown if self.prompt_logprobs is None else self.prompt_logprobs,
+        }
 
 
 class ChatMessage(_Strict):
@@ -372,13 +367,12 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 "top_logprobs",
             )
 
-    def max_output_tokens(self) -> int | None:
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def own_params(self) -> dict[str, Any]:
+        most = self.max_completion_tokens
+        return {
+            "max_tokens": self.max_tokens if most is None else most,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 class TokenizeTextRequest(_Strict):
