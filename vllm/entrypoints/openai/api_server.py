@@ -43,7 +43,8 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")
-    gated = GateMiddleware(app, gate, metrics, paths, root_path, settings.logs_requests)
+    logs_requests = not settings.disable_log_requests
+    gated = GateMiddleware(app, gate, metrics, paths, root_path, logs_requests)
     return CORSMiddleware(
         gated,
         allow_origins=settings.allowed_origins,

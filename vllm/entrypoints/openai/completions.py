@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
 from fastapi import Response
 
 from vllm.entrypoints.openai.generation import Answer, Json, Service, built
@@ -11,8 +12,9 @@ from vllm.entrypoints.openai.logprobs import (
     positions,
     prompt_logprobs_json,
 )
-from vllm.entrypoints.openai.protocol import CompletionRequest
+from vllm.entrypoints.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 
 
 async def create_completion(
@@ -62,15 +64,18 @@ class _Answer(Answer):
 
     kind = chunk_kind = "text_completion"
 
-    async def chunks(
-        self, index: int, output: RequestOutput, new: CompletionOutput
-    ) -> list[tuple[Json, Json]]:
-        return [(await self.choice(index, output, new), {})]
-
     async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
         is_first = self._number(index, new) not in self.offsets
         told = new.logprobs, output.prompt_logprobs if is_first else None
         return await built(told, self._choice, index, output, new)
+
+    def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """The default of max_tokens is cut to what the context leaves."""
+        room = self.service.max_model_len - len(prompt)
+        is_default = self.request.max_tokens is None
+        if not is_default or not params.min_tokens <= room < DEFAULT_MAX_TOKENS:
+            return params
+        return msgspec.structs.replace(params, max_tokens=max(room, 1))
 
     def _number(self, index: int, new: CompletionOutput) -> int:
         return index * self.request.num_choices + new.index

@@ -16,7 +16,7 @@ from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.entrypoints.openai.protocol import GenerationRequest
+from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
 from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
@@ -29,7 +29,7 @@ class Service:
     """The served model as the endpoints see it.
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
-    chat answers.
+    chat answers. numbers: of requests to the engine.
     """
 
     engine: AsyncLLM
@@ -37,7 +37,7 @@ class Service:
     sampling_defaults: Mapping[str, Any]
     response_role: str = "assistant"
     created: int = field(default_factory=lambda: int(time.time()))
-    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -57,33 +57,6 @@ class Service:
                 "model",
                 "model_not_found",
             )
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        request_id: str,
-        shortens: bool,
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts in order of arrival, each with the index of its prompt. shortens:
-        max_tokens is a default, and is cut to what the context leaves."""
-        self.engine.check_queue(len(prompts) * params.n)
-        # Clients may send the same id twice; the engine's ids are unique.
-        streams = [
-            self.engine.generate(
-                prompt,
-                self._shortened(params, len(prompt)) if shortens else params,
-                f"{request_id}-{next(self._numbers)}",
-            )
-            for prompt in prompts
-        ]
-        return _merged(streams)
-
-    def _shortened(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        room = self.max_model_len - num_prompt
-        if params.max_tokens is None or not params.min_tokens <= room < params.max_tokens:
-            return params
-        return msgspec.structs.replace(params, max_tokens=max(room, 1))
 
 
 @dataclass
@@ -109,15 +82,19 @@ class Answer(ABC):
     async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
         """The JSON of one choice to prompt `index`, of a response that is not streamed."""
 
-    @abstractmethod
     async def chunks(
         self, index: int, output: RequestOutput, new: CompletionOutput
     ) -> list[tuple[Json, Json]]:
         """What is new of one choice: the choice of each event, and fields of the event itself."""
+        return [(await self.choice(index, output, new), {})]
 
     async def prompt_fields(self, output: RequestOutput) -> Json:
         """What the response itself says of the prompt."""
         return {}
+
+    def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """Of one prompt, out of those of the request."""
+        return params
 
     async def response(self) -> Response:
         if not self.request.stream:
@@ -138,22 +115,32 @@ class Answer(ABC):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         head = self._head(self.chunk_kind)
-        usage: Json = {"usage": None} if self.request.includes_usage else {}
+        options = self.request.stream_options or StreamOptions()
+        usage: Json = {"usage": None} if options.include_usage else {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                if self.request.includes_usage_always:
+                if options.include_usage and options.continuous_usage_stats:
                     usage = {"usage": self._usage()}
                 for new in output.outputs:
                     for choice, extra in await self.chunks(index, output, new):
                         yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
-        if self.request.includes_usage:
+        if options.include_usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        engine = self.service.engine
         params = self.request.sampling_params(self.service.sampling_defaults)
-        shortens = self.request.has_default_length
-        outputs = self.service.generate(self.token_ids, params, self.request_id, shortens)
-        async with aclosing(outputs):
+        engine.check_queue(len(self.token_ids) * params.n)
+        # Clients may send the same id twice; the engine's ids are unique.
+        streams = [
+            engine.generate(
+                prompt,
+                self.params_of(prompt, params),
+                f"{self.request_id}-{next(self.service.numbers)}",
+            )
+            for prompt in self.token_ids
+        ]
+        async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
                 self.cached_tokens[index] = output.num_cached_tokens

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import Request, Response
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered without an API key, while loading and while shutting down."""
 
 _REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
+_METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _JSON_TYPES = ("application/json", "text/json")
 _MAX_DEPTH = 128
 _BODY_TIMEOUT_S = 120.0
@@ -65,7 +67,8 @@ class Gate:
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        given = Headers(scope=scope).get("authorization", "")
+        scheme, _, key = given.encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer":
             return False
         # Every key is compared in full, so that the time taken tells nothing about any of them.
@@ -111,7 +114,8 @@ class GateMiddleware:
         finally:
             self.gate.num_active -= not is_open
             path = scope["path"] if scope["path"] in self.known_paths else "other"
-            self.metrics.record_http(path, _known_method(scope["method"]), status)
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self.metrics.record_http(path, method, status)
             if self.logs_requests and not is_open:
                 elapsed = time.monotonic() - start
                 logger.info(
@@ -121,8 +125,7 @@ class GateMiddleware:
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body; ApiError if it is too large, too slow or something else."""
-    content_type = _header(request.scope, b"content-type").decode("latin-1")
-    media_type = content_type.partition(";")[0].strip().lower()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _JSON_TYPES and not media_type.endswith("+json"):
         given = f"not {media_type!r}" if media_type else "which is missing"
         raise ApiError(415, f"send the header Content-Type: application/json, {given}")
@@ -277,13 +280,5 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    given = _header(scope, b"x-request-id").decode("latin-1")
+    given = Headers(scope=scope).get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _known_method(method: str) -> str:
-    return method if method in ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE") else "other"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.entrypoints.openai.protocol import TemplateFields
@@ -172,22 +171,6 @@ class Prompts:
     async def _in_thread(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
-
-
-def read_chat_template(given: str) -> str:
-    """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # a whole template is no file name
-        is_file = False
-    if is_file:
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {given}: {error}") from error
-    if any(mark in given for mark in ("{{", "{%", "\n")):
-        return given
-    raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
 
 
 def _bytes_of_spelling(spelling: str | None) -> list[int] | None:

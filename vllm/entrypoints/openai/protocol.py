@@ -6,32 +6,19 @@ that say nothing about the text (IGNORED_FIELDS) are dropped.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 IGNORED_FIELDS = frozenset(
     {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
+        "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_retention",
     }
-)
+)  # fmt: skip
 """Accepted at the top level of a request and without effect."""
 
 MAX_PROMPTS = 2048
@@ -86,9 +73,8 @@ def _message_text(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            named = (
-                f"; {kind!r} is not supported" if isinstance(kind, str) and kind != "text" else ""
-            )
+            is_other = isinstance(kind, str) and kind != "text"
+            named = f"; {kind!r} is not supported" if is_other else ""
             raise ValueError(f'takes parts {{"type": "text", "text": "..."}} only{named}')
     return "\n".join(part["text"] for part in content)
 
@@ -182,24 +168,10 @@ class GenerationRequest(_Strict):
     def num_choices(self) -> int:
         return self.n if self.n is not None else 1
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def includes_usage_always(self) -> bool:
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
-
     def check(self) -> None:
         """What no single field can tell; raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
-
-    @property
-    def has_default_length(self) -> bool:
-        """Whether the number of output tokens is a default, which the context may cut short."""
-        return False
 
     def own_params(self) -> dict[str, Any]:
         """Of SamplingParams, max_tokens and what concerns logprobs."""
@@ -272,10 +244,6 @@ class CompletionRequest(GenerationRequest):
                 "prompt",
             )
 
-    @property
-    def has_default_length(self) -> bool:
-        return self.max_tokens is None
-
     def own_params(self) -> dict[str, Any]:
         shown = self.logprobs if self.echo else None
         return {
@@ -300,12 +268,8 @@ class ChatMessage(_Strict):
 
     def for_template(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        return message
+        kept = {"content", "name", "reasoning_content"}
+        return {"role": role, **self.model_dump(include=kept, exclude_none=True)}
 
 
 class TemplateFields(_Strict):
@@ -319,12 +283,11 @@ class TemplateFields(_Strict):
 
     @property
     def opens_answer(self) -> bool:
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
 
     def check_template_fields(self) -> None:
-        if self.continue_final_message and self.opens_answer:
+        if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "add_generation_prompt and continue_final_message exclude each other",
                 "continue_final_message",
@@ -341,18 +304,12 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     function_call: Any = None
     modalities: list[str] | None = None
 
-    _UNSUPPORTED_CALLS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("tools", "tool_choice"),
-        ("functions", "function_call"),
-    )
-
     def check(self) -> None:
         super().check()
         self.check_template_fields()
-        for offered, choice in self._UNSUPPORTED_CALLS:
-            if (getattr(self, offered) and getattr(self, choice) != "none") or getattr(
-                self, choice
-            ) not in (None, "none", "auto"):
+        for offered, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+            wish = getattr(self, choice)
+            if wish not in (None, "none", "auto") or (getattr(self, offered) and wish != "none"):
                 raise RequestError(
                     f'{offered} are not supported: leave them out or set {choice} to "none"',
                     offered,
