@@ -16,15 +16,13 @@ _READ_TIMEOUT_S = 600.0
 
 def add_parser(subparsers: Any) -> None:
     chat = subparsers.add_parser(
-        "chat",
-        description="Chat with a running server; an empty line or Ctrl-D ends.",
+        "chat", description="Chat with a running server; an empty line or Ctrl-D ends."
     )
     _add_flags(chat, "Send this one message and print the answer.")
     chat.add_argument("--system-prompt", help="System message of the conversation.")
     chat.set_defaults(run=run_chat)
     complete = subparsers.add_parser(
-        "complete",
-        description="Let a running server continue texts; an empty line or Ctrl-D ends.",
+        "complete", description="Let a running server continue texts; an empty line or Ctrl-D ends."
     )
     _add_flags(complete, "Continue this one text and print it.")
     complete.set_defaults(run=run_complete)

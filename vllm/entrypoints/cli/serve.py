@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.demo import demo_model_path
@@ -194,9 +196,7 @@ def _path_prefix(text: str) -> str:
 
 def _texts(text: str) -> tuple[str, ...]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON list of texts such as ["*"]')
-    return tuple(value)
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except (msgspec.DecodeError, ValueError):
+        message = f'{text!r} is not a JSON list of texts such as ["*"]'
+        raise argparse.ArgumentTypeError(message) from None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fastapi import Response
 
 from vllm.entrypoints.openai.generation import Answer, Json, Service, built
-from vllm.entrypoints.openai.logprobs import chat_logprobs, positions, prompt_logprobs_json
+from vllm.entrypoints.openai.logprobs import chat_logprobs, positions
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -30,60 +30,34 @@ class _Answer(Answer):
     chunk_kind = "chat.completion.chunk"
 
     async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
-        message = {
-            "role": self.service.response_role,
-            "content": self._echoed() + new.text,
-            "refusal": None,
-        }
-        return await built([new.logprobs], self._choice, "message", message, new)
+        if not self.extra:
+            self.extra = await self.prompt_fields(output)
+        content = self._echoed() + new.text
+        message = {"role": self.service.response_role, "content": content, "refusal": None}
+        return await self._choice({"message": message}, new)
 
     async def chunks(
         self, index: int, output: RequestOutput, new: CompletionOutput
     ) -> list[tuple[Json, Json]]:
-        chunks: list[tuple[Json, Json]] = []
-        if new.index not in self.started:
-            extra = {} if self.started else await self.prompt_fields(output)
-            self.started.add(new.index)
-            chunks.append((self._opening(new.index), extra))
-        delta = {"content": new.text}
-        chunk = await built([new.logprobs], self._choice, "delta", delta, new)
-        return [*chunks, (chunk, {})]
-
-    async def prompt_fields(self, output: RequestOutput) -> Json:
-        return await built([output.prompt_logprobs], self._prompt_fields, output)
-
-    def _opening(self, index: int) -> Json:
+        chunk = await self._choice({"delta": {"content": new.text}}, new)
+        if new.index in self.started:
+            return [(chunk, {})]
+        extra = {} if self.started else await self.prompt_fields(output)
+        self.started.add(new.index)
         delta = {"role": self.service.response_role, "content": self._echoed()}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        opening = {"index": new.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [(opening, extra), (chunk, {})]
 
-    def _choice(self, kind: str, content: Json, new: CompletionOutput) -> Json:
-        logprobs = None
+    async def _choice(self, content: Json, new: CompletionOutput) -> Json:
+        shape = None
         if self.request.logprobs:
             places = positions(new.token_ids, new.logprobs or [])
-            num_top = self.request.top_logprobs or 0
-            logprobs = chat_logprobs(places, num_top, self.service.prompts)
-        choice = {
-            "index": new.index,
-            kind: content,
-            "logprobs": logprobs,
-            "finish_reason": new.finish_reason,
-            "stop_reason": new.stop_reason,
-        }
-        if self.request.return_token_ids:
-            choice["token_ids"] = new.token_ids
-        return choice
-
-    def _prompt_fields(self, output: RequestOutput) -> Json:
-        extra: Json = {}
-        if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
-        if self.request.return_token_ids:
-            extra["prompt_token_ids"] = output.prompt_token_ids
-        return extra
+            num_top, prompts = self.request.top_logprobs or 0, self.service.prompts
+            shape = await built([new.logprobs], chat_logprobs, places, num_top, prompts)
+        return self.core(new.index, new, content, shape)
 
     def _echoed(self) -> str:
         """The message being continued, where the request asks for it to be part of the answer."""
         last = self.request.messages[-1]
-        if self.request.echo and last.role == self.service.response_role:
-            return last.content
-        return ""
+        is_echoed = self.request.echo and last.role == self.service.response_role
+        return last.content if is_echoed else ""

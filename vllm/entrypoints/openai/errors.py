@@ -70,9 +70,8 @@ def as_api_error(error: Exception) -> ApiError:
         case VllmError():
             return ApiError(400, str(error))
     logger.error("a request failed unexpectedly", exc_info=error)
-    return ApiError(
-        500, f"internal error ({type(error).__name__}); the server's log has the details"
-    )
+    message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return ApiError(500, message)
 
 
 def status_error(status: int, method: str, path: str) -> ApiError:
@@ -108,12 +107,11 @@ def _sentence(problem: dict[str, Any], model: type[BaseModel]) -> str:
 def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
     """Names of the fields accepted at `location`, which may lead into nested models."""
     for part in location:
-        if not isinstance(part, str) or part not in model.model_fields:
-            continue
-        inner = _types_in(model.model_fields[part].annotation)
-        if not inner:
-            return []
-        model = inner[0]
+        if part in model.model_fields:
+            inner = _types_in(model.model_fields[str(part)].annotation)
+            if not inner:
+                return []
+            model = inner[0]
     return [f.alias or name for name, f in model.model_fields.items()]
 
 

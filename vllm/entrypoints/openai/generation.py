@@ -15,6 +15,7 @@ from fastapi import Response
 from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
+from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
 from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
@@ -51,12 +52,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 unless `name` is None or a name of the served model."""
         if name is not None and name not in self.model_names:
-            raise ApiError(
-                404,
-                f"model {name!r} is not served here; served: {', '.join(self.model_names)}",
-                "model",
-                "model_not_found",
-            )
+            served = ", ".join(self.model_names)
+            message = f"model {name!r} is not served here; served: {served}"
+            raise ApiError(404, message, "model", "model_not_found")
 
 
 @dataclass
@@ -65,6 +63,7 @@ class Answer(ABC):
 
     request_id: as the client sees it. token_ids: of each prompt. kind, chunk_kind: `object` of the
     response and of an event. cached_tokens: prompt tokens found in the prefix cache, by prompt.
+    extra: what a response that is not streamed has beside its choices.
     """
 
     service: Service
@@ -74,6 +73,7 @@ class Answer(ABC):
     created: int = field(init=False, default_factory=lambda: int(time.time()))
     num_completion_tokens: int = field(init=False, default=0)
     cached_tokens: dict[int, int] = field(init=False, default_factory=dict)
+    extra: Json = field(init=False, default_factory=dict)
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -88,9 +88,26 @@ class Answer(ABC):
         """What is new of one choice: the choice of each event, and fields of the event itself."""
         return [(await self.choice(index, output, new), {})]
 
+    def core(self, index: int, new: CompletionOutput, content: Json, shape: Json | None) -> Json:
+        """What every choice has. content: its text, by name. shape: its log-probabilities."""
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": shape,
+            "finish_reason": new.finish_reason,
+            "stop_reason": new.stop_reason,
+        }
+        return {**choice, "token_ids": new.token_ids} if self.request.return_token_ids else choice
+
     async def prompt_fields(self, output: RequestOutput) -> Json:
-        """What the response itself says of the prompt."""
-        return {}
+        """What the request wants to know of its prompt."""
+        extra: Json = {}
+        places = output.prompt_logprobs
+        if self.request.prompt_logprobs is not None and places is not None:
+            extra["prompt_logprobs"] = await built([places], prompt_logprobs_json, places)
+        if self.request.return_token_ids:
+            extra["prompt_token_ids"] = output.prompt_token_ids
+        return extra
 
     def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         """Of one prompt, out of those of the request."""
@@ -105,13 +122,11 @@ class Answer(ABC):
 
     async def _whole(self) -> Json:
         choices: list[Json] = []
-        extra: Json = {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                extra |= await self.prompt_fields(output)
                 choices += [await self.choice(index, output, new) for new in output.outputs]
         choices.sort(key=lambda choice: int(choice["index"]))
-        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **extra}
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self.extra}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         head = self._head(self.chunk_kind)

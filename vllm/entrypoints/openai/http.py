@@ -56,12 +56,9 @@ class Gate:
         if scope["path"] in OPEN_PATHS:
             return
         if self.api_keys and not self._has_key(scope):
-            raise ApiError(
-                401,
-                "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "a valid API key is needed: send the header 'Authorization: Bearer KEY'"
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self.refusal is not None:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
@@ -88,9 +85,6 @@ class GateMiddleware:
     logs_requests: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         request_id = _request_id(scope)
         scope["root_path"] = self.root_path
         scope.setdefault("state", {})["request_id"] = request_id
@@ -133,21 +127,15 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             body = await _read_body(request, max_bytes)
     except TimeoutError:
-        raise ApiError(
-            408,
-            f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s",
-            headers={"Connection": "close"},
-        ) from None
+        message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
     return _parse_object(body)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    too_large = ApiError(
-        413,
-        f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets",
-        headers={"Connection": "close"},
-    )
+    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
+    too_large = ApiError(413, message, headers={"Connection": "close"})
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
@@ -262,11 +250,8 @@ class EventStream(Response):
 
 
 async def _send_event(send: Send, data: bytes) -> None:
-    message: Message = {
-        "type": "http.response.body",
-        "body": b"data: " + data + b"\n\n",
-        "more_body": True,
-    }
+    body = b"data: %b\n\n" % data
+    message: Message = {"type": "http.response.body", "body": body, "more_body": True}
     try:
         async with asyncio.timeout(_SEND_TIMEOUT_S):
             await send(message)
