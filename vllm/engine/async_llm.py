@@ -105,17 +105,17 @@ class AsyncLLM:
     def model_config(self) -> Any:
         return self.vllm_config.model_config
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._in_flight)
-
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
         report = current_report()
         report.count_rest("imports")
         with report.phase("waiting for the engine"):
             ready = await self._all_ready()
-        self._adopt(ready[0], min(message.max_model_len for message in ready))
+        max_model_len = min(message.max_model_len for message in ready)
+        model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
+        self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
+        self._inputs = InputProcessor(model, self.tokenizer)
+        self._kernels = ready[0].kernels
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
@@ -149,12 +149,6 @@ class AsyncLLM:
             return await engine.wait_ready()
         except VllmError as error:
             raise type(error)(f"{self._name_of(engine)}{error}") from None
-
-    def _adopt(self, ready: process.Ready, max_model_len: int) -> None:
-        model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
-        self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
-        self._inputs = InputProcessor(model, self.tokenizer)
-        self._kernels = ready.kernels
 
     async def kernels(self) -> dict[str, Any]:
         """The kernel decisions in force."""
@@ -319,9 +313,8 @@ class AsyncLLM:
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
-        await asyncio.to_thread(
-            engine.process.join, STOP_SECONDS
-        )  # the exit code comes after the exit
+        # The exit code comes after the exit.
+        await asyncio.to_thread(engine.process.join, STOP_SECONDS)
         code = engine.process.exitcode
         # A killed process sends nothing; one that exits by itself may, or may blame a peer.
         was_killed = code is not None and code < 0
@@ -331,19 +324,17 @@ class AsyncLLM:
     async def _watch_silence(self, most_s: float) -> None:
         """Detects a hanging GPU, which ends no process. Counts checks instead of seconds: all
         processes of a node may be suspended and resumed."""
+        reason = (
+            f"the engine gave no sign of life for {most_s:g} s while it had requests (twice "
+            f"--distributed-timeout-seconds): its GPU may hang"
+        )
         while True:
             await asyncio.sleep(most_s / _MAX_SILENT_CHECKS)
             busy = {id(f.engine) for f in self._in_flight.values() if not f.state.is_finished}
             for engine in self._engines:
                 engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
                 if engine.num_silent > _MAX_SILENT_CHECKS:
-                    self._die(
-                        self._named(
-                            engine,
-                            f"the engine gave no sign of life for {most_s:g} s while it had "
-                            f"requests (twice --distributed-timeout-seconds): its GPU may hang",
-                        )
-                    )
+                    self._die(self._named(engine, reason))
 
     def _named(self, engine: EngineProcess, reason: str) -> str:
         return f"{self._name_of(engine)}{reason}; restart the server"

@@ -61,8 +61,6 @@ class EngineCore:
             StateSnapshots(snapshots) if snapshots else None,
         )
         self.grammars = StructuredOutputs(config.model_config)
-        self._arrivals: dict[str, float] = {}
-        self._waits: dict[str, float] = {}
         self._num_compiled = 0
         self._counted = (0, 0, 0, 0)
         self._running: tuple[SchedulerOutput, PendingOutput] | None = None
@@ -99,21 +97,19 @@ class EngineCore:
         """Whether `step` must be called even without work, for other data-parallel ranks."""
         return self.dp_coordinator is not None and self.dp_coordinator.is_running
 
-    def add(self, request: EngineRequest) -> None:
-        if (
-            self._running is not None
-            and request.request_id in self._running[0].num_scheduled_tokens
-        ):
+    def add(self, wire: EngineRequest) -> None:
+        request = Request.of(wire)
+        running = self._running
+        if running is not None and request.request_id in running[0].num_scheduled_tokens:
             # An aborted request of the same id is in flight: its token is not for this one.
             self._held += self._finish_running()
-        self._arrivals[request.request_id] = time.monotonic()
         sampling = request.sampling
         if sampling.penalises or sampling.structured_outputs is not None:
             self._reads_tokens.add(request.request_id)
-        if request.sampling.structured_outputs is not None:
+        if sampling.structured_outputs is not None:
             self.grammars.submit(request)
         else:
-            self.scheduler.add(Request.of(request))
+            self.scheduler.add(request)
 
     def abort(self, request_ids: list[str]) -> None:
         """Removes requests; unknown ids are no error."""
@@ -178,10 +174,9 @@ class EngineCore:
 
     def _note_waits(self, scheduled: SchedulerOutput) -> None:
         now = time.monotonic()
-        for new in scheduled.scheduled_new_reqs:
-            request_id = new.request.request_id
-            if request_id not in self._waits:
-                self._waits[request_id] = now - self._arrivals[request_id]
+        for request in (new.request for new in scheduled.scheduled_new_reqs):
+            if request.queue_seconds is None:  # not after a preemption
+                request.queue_seconds = now - request.arrival
 
     def shutdown(self) -> None:
         """Ends the worker processes of this engine."""
@@ -216,7 +211,7 @@ class EngineCore:
             return []
         ready, refused = self.grammars.collect()
         for request in ready:
-            self.scheduler.add(Request.of(request))
+            self.scheduler.add(request)
         return [self._refusal(request_id, error) for request_id, error in refused.items()]
 
     def _bitmasks(self, scheduled: SchedulerOutput) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -255,7 +250,7 @@ class EngineCore:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             num_cached_tokens=max(request.num_cached_tokens, 0),
-            queue_seconds=self._waits[request_id],
+            queue_seconds=request.queue_seconds or 0.0,
             pooler_output=result.pooler_output.get(request_id),
         )
         if request.finish_reason is not None:
@@ -265,5 +260,3 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         self.grammars.forget(request_id)
         self._reads_tokens.discard(request_id)
-        self._arrivals.pop(request_id, None)
-        self._waits.pop(request_id, None)

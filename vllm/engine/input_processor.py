@@ -33,7 +33,12 @@ class InputProcessor:
         id_range = msgspec.Meta(ge=0, lt=config.vocab_size)
         self._ids_type = list[Annotated[int, id_range]]
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
+    ) -> ProcessedInput:
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = params, SamplingParams(max_tokens=0, ignore_eos=True, seed=0)
         text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -55,25 +60,10 @@ class InputProcessor:
                     seed=seed + index,
                     stop_token_ids=sorted(stops),
                     max_tokens=max_tokens,
+                    pooling=pooling,
                 )
             )
         return ProcessedInput(text, token_ids, requests)
-
-    def process_pooling(
-        self, request_id: str, prompt: Prompt, params: PoolingParams
-    ) -> ProcessedInput:
-        text, token_ids = self._tokenise(prompt)
-        self._check_prompt(token_ids)
-        request = EngineRequest(
-            request_id=f"{request_id}#0",
-            prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=0),
-            seed=0,
-            stop_token_ids=[],
-            max_tokens=0,
-            pooling=params,
-        )
-        return ProcessedInput(text, token_ids, [request])
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -116,22 +106,20 @@ class InputProcessor:
         try:
             msgspec.convert(token_ids, self._ids_type)
         except msgspec.ValidationError:  # does not name the token
-            self._check_ids(token_ids)
+            limit = self.config.vocab_size
+            for token in token_ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
+                    raise RequestError(
+                        f"token id {token!r} in the prompt: it takes integers from 0 to "
+                        f"{limit - 1}",
+                        "prompt",
+                    ) from None
         if len(token_ids) > self.config.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; this server takes at most "
                 f"{self.config.max_model_len}, prompt and output together",
                 "prompt",
             )
-
-    def _check_ids(self, token_ids: list[int]) -> None:
-        limit = self.config.vocab_size
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
-                raise RequestError(
-                    f"token id {token!r} in the prompt: it takes integers from 0 to {limit - 1}",
-                    "prompt",
-                )
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = self.config.max_model_len - num_prompt

@@ -45,11 +45,10 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
     ) -> None:
         """Queues a request; RequestError when it is malformed."""
+        given = self.inputs.process(request_id, prompt, params)
         if isinstance(params, PoolingParams):
-            given = self.inputs.process_pooling(request_id, prompt, params)
             self.outputs.add_pooling(request_id, given)
         else:
-            given = self.inputs.process(request_id, prompt, params)
             self.outputs.add(request_id, given, params)
         for request in given.requests:
             self.core.add(request)

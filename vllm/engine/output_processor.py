@@ -59,19 +59,18 @@ class RequestState:
         self.error: RequestError | None = None
         self._tokenizer = tokenizer
         self._token_texts = token_texts
-        self.choices = [self._new_choice(index) for index in range(params.n)]
-
-    def _new_choice(self, index: int) -> _Choice:
-        p = self.params
-        detokenizer = None
-        if self._tokenizer is not None and p.detokenize:
-            detokenizer = Detokenizer(
-                self._tokenizer,
-                self.prompt_token_ids,
-                p.skip_special_tokens,
-                p.spaces_between_special_tokens,
-            )
-        return _Choice(index, detokenizer, StopTexts(p.stop_strings, p.include_stop_str_in_output))
+        self.choices = []
+        for index in range(params.n):
+            detokenizer = None
+            if tokenizer is not None and params.detokenize:
+                detokenizer = Detokenizer(
+                    tokenizer,
+                    given.prompt_token_ids,
+                    params.skip_special_tokens,
+                    params.spaces_between_special_tokens,
+                )
+            stops = StopTexts(params.stop_strings, params.include_stop_str_in_output)
+            self.choices.append(_Choice(index, detokenizer, stops))
 
     @property
     def is_finished(self) -> bool:
