@@ -14,13 +14,11 @@ def make_executor(config: VllmConfig, rendezvous: Address | None = None) -> Exec
         from vllm.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, rendezvous)
-    from vllm.executor.workers import WorkersExecutor
+    from vllm.executor.workers import Launcher, LocalLauncher, WorkersExecutor
 
+    launcher: Launcher = LocalLauncher(config.parallel_config.data_parallel_size)
     if backend == "ray":
         from vllm.executor.ray import RayLauncher
 
-        return WorkersExecutor(config, RayLauncher(config), rendezvous)
-    from vllm.executor.multiproc import LocalLauncher
-
-    launcher = LocalLauncher(config.parallel_config.data_parallel_size)
+        launcher = RayLauncher(config)
     return WorkersExecutor(config, launcher, rendezvous)

@@ -16,7 +16,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 from vllm.errors import EngineDeadError, VllmError
-from vllm.executor.base import Address
+from vllm.executor import local_ranks
+from vllm.executor.base import Address, PendingOutput
 from vllm.executor.messages import (
     ExecuteModel,
     Failure,
@@ -69,16 +70,28 @@ class Launcher(Protocol):
         ...
 
 
-class _PendingOutput:
-    def __init__(self, executor: "WorkersExecutor"):
-        self._executor = executor
+class LocalLauncher:
+    """Ranks in processes on this node. num_engines: engines of equal size there."""
 
-    def result(self) -> ModelRunnerOutput:
-        return self._executor.get_output()
+    def __init__(self, num_engines: int):
+        self._num_engines = num_engines
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    def launch(self, ranks: range) -> list[RankHandle]:
+        num_neighbours = len(ranks) * self._num_engines
+        return [RankHandle(*local_ranks.take(rank), rank, num_neighbours) for rank in ranks]
+
+    def close(self) -> None:
+        pass
 
 
 class WorkersExecutor:
-    """Sends one message to every rank per step, and receives one from the output rank."""
+    """Sends one message to every rank per step, and receives one from the output rank.
+
+    It is the pending output of its steps: `result` returns that of the oldest one in flight.
+    """
 
     def __init__(self, config: VllmConfig, launcher: Launcher, rendezvous: Address | None):
         from vllm.distributed import world
@@ -118,11 +131,7 @@ class WorkersExecutor:
                 [handle.connection],
                 Start(config, layout, handle.device_index, handle.num_neighbours, rendezvous),
             )
-        return self._gather()
-
-    def _gather(self) -> list[Any]:
-        """The next message of each rank, without a timeout."""
-        found: dict[Connection, Any] = {}
+        found: dict[Connection, Any] = {}  # no timeout: loading takes any time
         while len(found) < len(self._connections):
             silent = [c for c in self._connections if c not in found]
             for connection in _with_news(silent):
@@ -133,11 +142,11 @@ class WorkersExecutor:
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
-    ) -> "_PendingOutput":
+    ) -> PendingOutput:
         self._send(self._connections, ExecuteModel(scheduler_output, bitmasks))
-        return _PendingOutput(self)
+        return self
 
-    def get_output(self) -> ModelRunnerOutput:
+    def result(self) -> ModelRunnerOutput:
         if self.async_scheduling:
             self._send(self._connections, GetOutput())
         result: ModelRunnerOutput = self._receive(self._output)
