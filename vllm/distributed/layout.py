@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-# What the ranks of one group have in common, by kind of group.
-_SHARED = {
+# By kind of group, what the ranks of one have in common.
+GROUPS = {
     "tensor": ("data_rank", "stage"),
     "pipeline": ("data_rank", "tensor_rank"),
     "data": ("stage", "tensor_rank"),
@@ -49,7 +49,7 @@ class Layout:
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             position = replace(self, rank=rank)
-            shared = tuple(getattr(position, name) for name in _SHARED[kind])
+            shared = tuple(getattr(position, name) for name in GROUPS[kind])
             found.setdefault(shared, []).append(rank)
         return list(found.values())
 

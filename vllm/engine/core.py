@@ -4,8 +4,6 @@ import gc
 import time
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from vllm.config import VllmConfig
 from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
@@ -13,17 +11,16 @@ from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
-from vllm.errors import GrammarError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
+from vllm.executor.uniproc import UniprocExecutor
+from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms import native
 from vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from vllm.distributed.dp_coordinator import DPCoordinator
-    from vllm.executor.uniproc import UniprocExecutor
-    from vllm.kernels.selection import Selection
 
 logger = get_logger(__name__)
 
@@ -76,21 +73,16 @@ class EngineCore:
         return waits or self._running is not None or bool(self._held)
 
     @property
-    def runner(self) -> "ModelRunner":
+    def runner(self) -> ModelRunner:
         """Of an engine with one rank in this process."""
-        return self._own_rank.runner
-
-    @property
-    def selection(self) -> "Selection":
-        """The same."""
-        return self._own_rank.selection
-
-    @property
-    def _own_rank(self) -> "UniprocExecutor":
-        from vllm.executor.uniproc import UniprocExecutor
-
         assert isinstance(self.executor, UniprocExecutor)
-        return self.executor
+        return self.executor.runner
+
+    @property
+    def selection(self) -> Selection:
+        """The same."""
+        assert isinstance(self.executor, UniprocExecutor)
+        return self.executor.selection
 
     @property
     def is_awaited(self) -> bool:
@@ -137,7 +129,7 @@ class EngineCore:
             return outputs
         running = None
         if is_computed:
-            bitmasks, refused = self._bitmasks(scheduled)
+            bitmasks, refused = self.grammars.bitmasks(scheduled.num_scheduled_tokens)
             running = scheduled, self.executor.execute_model(scheduled, bitmasks)
             self._note_waits(scheduled)
             self.scheduler.prepare_update(scheduled)
@@ -213,17 +205,6 @@ class EngineCore:
         for request in ready:
             self.scheduler.add(request)
         return [self._refusal(request_id, error) for request_id, error in refused.items()]
-
-    def _bitmasks(self, scheduled: SchedulerOutput) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
-        bitmasks, refused = {}, {}
-        for request_id in scheduled.num_scheduled_tokens:
-            if self.grammars.follows_grammar(request_id):
-                try:
-                    bitmasks[request_id] = self.grammars.bitmask(request_id)
-                except GrammarError as error:
-                    refused[request_id] = str(error)
-        return bitmasks, refused
 
     def _refusal(self, request_id: str, error: str) -> EngineOutput:
         self.abort([request_id])

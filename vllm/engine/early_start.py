@@ -17,15 +17,11 @@ def started_early(args: EngineArgs, data_parallel_rank: int = 0) -> Iterator[Non
     the block; ends those that it did not take."""
     if args.load_format != "dummy":
         prefetch.read_model_ahead(args.model, args.revision)
-    if _is_one_rank(args):
+    is_one_rank = args.tensor_parallel_size == args.pipeline_parallel_size == 1
+    if is_one_rank and args.distributed_executor_backend in (None, "uni"):
         prefetch.begin_engine(data_parallel_rank)
     with local_ranks.started_early(_num_ranks(args), data_parallel_rank):
         yield
-
-
-def _is_one_rank(args: EngineArgs) -> bool:
-    is_one = args.tensor_parallel_size == args.pipeline_parallel_size == 1
-    return is_one and args.distributed_executor_backend in (None, "uni")
 
 
 def _num_ranks(args: EngineArgs) -> int:

@@ -72,8 +72,7 @@ class LLMEngine:
                 self.abort(state.request_id)
                 raise state.error
         results: list[RequestOutput | PoolingRequestOutput] = []
-        news = self._changed
-        self._changed = {}
+        news, self._changed = self._changed, {}
         for state in news.values():
             output = state.take()
             if state.is_finished:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -121,22 +122,15 @@ class Metrics:
         self._counters = {
             name: self._make(client.Counter, name, t) for name, t in _COUNTERS.items()
         }
-        success = client.Counter(
-            "vllm:request_success",
-            "Finished requests by reason.",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
+        counter = partial(client.Counter, registry=self.registry)
+        labels = [*self._labels, "finished_reason"]
+        success = counter("vllm:request_success", "Finished requests by reason.", labels)
         self._request_success = {
             reason: success.labels(**self._labels, finished_reason=reason)
             for reason in FINISH_REASONS
         }
-        self._http_requests = client.Counter(
-            "vllm:http_requests",
-            "Answered HTTP requests.",
-            ["path", "method", "status"],
-            registry=self.registry,
-        )
+        labels = ["path", "method", "status"]
+        self._http_requests = counter("vllm:http_requests", "Answered HTTP requests.", labels)
         tokens = _one_two_five(max_model_len)
         self._histograms = {
             name: self._make(client.Histogram, name, text, buckets=buckets or tokens)

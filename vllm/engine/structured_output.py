@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -77,8 +77,16 @@ class StructuredOutputs:
         if pending := self._pending.pop(request_id, None):
             pending[1].cancel()
 
-    def follows_grammar(self, request_id: str) -> bool:
-        return request_id in self._matchers
+    def bitmasks(self, request_ids: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
+        bitmasks, refused = {}, {}
+        for request_id in request_ids:
+            if request_id in self._matchers:
+                try:
+                    bitmasks[request_id] = self.bitmask(request_id)
+                except GrammarError as error:
+                    refused[request_id] = str(error)
+        return bitmasks, refused
 
     def bitmask(self, request_id: str) -> Tensor:
         """Bit mask of the tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError where none is
