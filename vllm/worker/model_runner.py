@@ -21,14 +21,7 @@ from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
-from vllm.worker.cuda_graph import (
-    CudaGraphs,
-    PromptShape,
-    bucket_sizes,
-    captured_prompts,
-    decode_shape,
-    prompt_shape,
-)
+from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
@@ -49,10 +42,7 @@ logger = get_logger(__name__)
 
 
 class ModelRunner:
-    """The model with its KV cache and the input batch.
-
-    async_scheduling: one step may be launched while the result of the one before it is pending.
-    """
+    """The model with its KV cache and the input batch. async_scheduling: as of an Executor."""
 
     def __init__(
         self,
@@ -202,10 +192,8 @@ class ModelRunner:
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
     ) -> AsyncModelRunnerOutput:
-        """Starts a scheduler_output. bitmasks: allowed tokens of requests with a grammar.
-
-        Requests with penalties or a grammar must not be scheduled while a result is pending.
-        """
+        """Starts a step. bitmasks: allowed tokens of requests with a grammar. Requests with
+        penalties or a grammar must not be scheduled while a result is pending."""
         with torch.inference_mode(), self._cores_for_kernels():
             if self._warm_up is not None:
                 self._warm_up.promote()
@@ -213,11 +201,8 @@ class ModelRunner:
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:
-        """Limits torch to this thread while kernels with their own thread pool run.
-
-        torch's threads spin after each operation, on the cores that the next kernel needs: that
-        took a third of a scheduler_output.
-        """
+        """Limits torch to this thread while kernels with their own thread pool run. torch's threads
+        spin after each operation, on the cores that the next kernel needs: a third of a step."""
         num_threads = torch.get_num_threads()
         if not self._ops.USES_TORCH_THREADS:
             torch.set_num_threads(1)
@@ -292,8 +277,10 @@ class ModelRunner:
     ) -> Tensor:
         """Last hidden states of a step with prompts: of all tokens, or only of `read`."""
         if self._prompt_graphs is not None:
-            num_tokens = int(counts.sum())
-            shape = prompt_shape(self._prompt_graphs, num_tokens, len(rows))
+            num_tokens, num_seqs = int(counts.sum()), len(rows) + 1  # one is padding
+            shape = self._prompt_graphs.fitting(
+                lambda shape: shape.tokens >= num_tokens and shape.seqs >= num_seqs
+            )
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 return self._prompt_graphs.replay(shape)[:num_tokens]
@@ -304,15 +291,10 @@ class ModelRunner:
         self, scheduler_output: SchedulerOutput, last: np.ndarray, complete: np.ndarray
     ) -> np.ndarray | None:
         """Tokens whose last hidden state is needed; None for all. last: last token of each request.
-
         Where nothing is sampled it is one token, because no kernel takes zero rows. Prompt
-        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens.
-        """
-        if (
-            self._prompt_logprobs
-            or scheduler_output.num_tokens_across_dp
-            or len(complete) > last[-1]
-        ):
+        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens."""
+        is_lock_step = bool(scheduler_output.num_tokens_across_dp)
+        if self._prompt_logprobs or is_lock_step or len(complete) > last[-1]:
             return None
         return last[complete] if len(complete) else last[-1:]
 
@@ -338,16 +320,14 @@ class ModelRunner:
     def _graph_size(
         self, scheduler_output: SchedulerOutput, is_decode: bool, num_seqs: int
     ) -> int | None:
-        """The captured decode graph for this step; None where it has to run eagerly.
-
-        Data-parallel ranks in lock-step choose the same one: it contains their exchange sizes.
-        """
+        """The captured decode graph for this step; None where it has to run eagerly. Data-parallel
+        ranks in lock-step choose the same one: it contains their exchange sizes."""
         if scheduler_output.num_tokens_across_dp:
             is_decode = scheduler_output.uniform_decode
             num_seqs = max(scheduler_output.num_tokens_across_dp)
         if self._graphs is None or not is_decode:
             return None
-        return decode_shape(self._graphs, num_seqs)
+        return self._graphs.fitting(lambda size: size >= num_seqs)
 
     def _sample(
         self,
