@@ -22,10 +22,8 @@ class PrefixCache:
         self.num_hit = 0
 
     def match(self, request: Request) -> list[int]:
-        """The cached blocks of the request's prefix, without its last token.
-
-        That token is always computed, for its logits.
-        """
+        """The cached blocks of the request's prefix, without its last token, which is always
+        computed, for its logits."""
         # Prompt logprobs need every prompt position computed.
         if not self.enabled or request.sampling.prompt_logprobs is not None:
             return []

@@ -64,7 +64,7 @@ class InFlightRequest:
 class AsyncLLM:
     """`generate` yields a request's outputs; closing the generator aborts the request."""
 
-    def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
+    def __init__(self, args: EngineArgs, max_waiting: int | None = None):
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # raises for mistakes before that many processes start
         self._args = args
@@ -80,9 +80,7 @@ class AsyncLLM:
             engine_process.kill(self._engines)
             engine_process.close(self._engines)
             raise
-        self.metrics = (
-            Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
-        )
+        self.metrics = Metrics(model.served_model_name[0], model.max_model_len)
         self.is_dead = False
         self.dead_reason = ""
         self._is_stopping = False
@@ -154,11 +152,8 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields outputs of `sampling_params.output_kind`; the last one is finished.
-
-        Raises RequestError, QueueFullError or EngineDeadError. For a slow consumer, outputs are
-        merged.
-        """
+        """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
+        is finished. Raises RequestError, QueueFullError or EngineDeadError."""
         self._check_alive()
         self.check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
@@ -232,8 +227,7 @@ class AsyncLLM:
         if running and not self.is_dead:
             with suppress(EngineDeadError):
                 in_flight.engine.send(process.Abort(running))
-        if self.metrics is not None:
-            self.metrics.record_finished(self._request_stats(in_flight))
+        self.metrics.record_finished(self._request_stats(in_flight))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -244,7 +238,7 @@ class AsyncLLM:
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
                         await asyncio.sleep(CAUSE_SECONDS)
-                    self._die(self._named(engine, message.message))
+                    self._die(message.message, engine)
                     return
                 assert isinstance(message, process.Outputs)
                 self._take_outputs(engine, message)
@@ -252,13 +246,12 @@ class AsyncLLM:
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
-            self._die(f"outputs could not be processed ({error!r}); restart the server")
+            self._die(f"outputs could not be processed ({error!r})")
 
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
-        if self.metrics is not None:
-            others = [other.stats for other in self._engines if other is not engine]
-            self.metrics.record_step(message.stats.with_others(others))
+        others = [other.stats for other in self._engines if other is not engine]
+        self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
             with suppress(EngineDeadError):  # reported elsewhere, with the cause
@@ -270,13 +263,10 @@ class AsyncLLM:
             in_flight.updated.set()
 
     def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
-        if self.metrics is None:
-            return
         state = in_flight.state
         if not in_flight.is_counted and output.error is None:
             in_flight.is_counted = True
-            num_prompt, num_cached = len(state.prompt_token_ids), state.num_cached_tokens
-            self.metrics.record_prompt(num_prompt, num_cached)
+            self.metrics.record_prompt(len(state.prompt_token_ids), state.num_cached_tokens)
         self.metrics.record_generated(len(output.token_ids))
         if not output.token_ids:
             return
@@ -312,7 +302,7 @@ class AsyncLLM:
         # A killed process sends nothing; one that exits by itself may, or may blame a peer.
         was_killed = code is not None and code < 0
         await asyncio.sleep(_LAST_MESSAGE_SECONDS if was_killed else 2 * CAUSE_SECONDS)
-        self._die(self._named(engine, f"the engine process died ({ending(code)})"))
+        self._die(f"the engine process died ({ending(code)})", engine)
 
     async def _watch_silence(self, most_s: float) -> None:
         """Detects a hanging GPU, which ends no process. Counts checks instead of seconds: all
@@ -327,17 +317,16 @@ class AsyncLLM:
             for engine in self._engines:
                 engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
                 if engine.num_silent > _MAX_SILENT_CHECKS:
-                    self._die(self._named(engine, reason))
-
-    def _named(self, engine: EngineProcess, reason: str) -> str:
-        return f"{self._name_of(engine)}{reason}; restart the server"
+                    self._die(reason, engine)
 
     def _name_of(self, engine: EngineProcess) -> str:
         return f"data-parallel engine {engine.dp_rank.rank}: " if len(self._engines) > 1 else ""
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, engine: EngineProcess | None = None) -> None:
         """Marks the engine as dead and wakes all callers. The first reason is kept."""
         if not self.is_dead:
+            name = self._name_of(engine) if engine is not None else ""
+            reason = f"{name}{reason}; restart the server"
             logger.error("%s", reason)
             self._end(reason)
 

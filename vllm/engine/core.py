@@ -183,9 +183,7 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Current gauges, and counts since the last call."""
         scheduler, cache = self.scheduler, self.scheduler.prefix_cache
-        counts = (
-            cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled
-        )  # fmt: skip
+        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled)
         queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
         return SchedulerStats(

@@ -12,10 +12,8 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Text of a growing token list; the joined pieces equal the text of the whole list.
-
-    The last tokens are decoded again with each new one: a character may need several tokens.
-    """
+    """Text of a growing token list; the joined pieces equal the text of the whole list. The last
+    tokens are decoded again with each new one: a character may need several tokens."""
 
     def __init__(
         self,

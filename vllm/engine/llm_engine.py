@@ -47,7 +47,7 @@ class LLMEngine:
         """Queues a request; RequestError when it is malformed."""
         given = self.inputs.process(request_id, prompt, params)
         if isinstance(params, PoolingParams):
-            self.outputs.add_pooling(request_id, given)
+            self.outputs.states[request_id] = PoolingState(request_id, given)
         else:
             self.outputs.add(request_id, given, params)
         for request in given.requests:
@@ -58,10 +58,8 @@ class LLMEngine:
         self.core.abort(self.outputs.remove(request_id))
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Advances the engine one step; returns the requests that have something new.
-
-        RequestError for one that failed; what the others have comes with the next call.
-        """
+        """Advances the engine one step; returns the requests that have something new. RequestError
+        for one that failed; what the others have comes with the next call."""
         # An interrupt must not leave scheduler, batch and ranks at different steps.
         with hold_back_interrupts():
             changed, to_abort = self.outputs.process(self.core.step())

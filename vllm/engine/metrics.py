@@ -107,10 +107,8 @@ class RequestStats:
 
 
 class Metrics:
-    """Prometheus metrics of one served model, in a registry of their own.
-
-    Updates are a few float additions, so they can be made at every step.
-    """
+    """Prometheus metrics of one served model, in a registry of their own. Updates are a few float
+    additions, so they can be made at every step."""
 
     def __init__(self, model_name: str, max_model_len: int):
         import prometheus_client as client

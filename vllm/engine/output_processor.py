@@ -276,17 +276,11 @@ class OutputProcessor:
         self.states[request_id] = state
         return state
 
-    def add_pooling(self, request_id: str, given: ProcessedInput) -> None:
-        self.states[request_id] = PoolingState(request_id, given)
-
     def process(
         self, outputs: Iterable[EngineOutput]
     ) -> tuple[list[tuple[RequestState | PoolingState, EngineOutput]], list[str]]:
-        """Takes the outputs of a step.
-
-        Returns the states that changed, each with its output, and the engine's ids of sequences
-        to abort. Outputs of removed requests are dropped.
-        """
+        """Takes the outputs of a step; drops those of removed requests. Returns the states that
+        changed, each with its output, and the engine's ids of sequences to abort."""
         changed, to_abort = [], []
         for output in outputs:
             state = self.states.get(output.request_id.rpartition("#")[0])

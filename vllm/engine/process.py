@@ -90,11 +90,8 @@ class DPRank:
 
 
 def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
-    """Body of the engine process: loads the model, then serves until told to stop.
-
-    inbox and outbox are ZMQ addresses that the parent has bound. The last message says why the
-    process ends.
-    """
+    """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
+    ZMQ addresses that the parent has bound. The last message says why the process ends."""
     die_with_parent()
     leave_signals_to_parent()
     context = zmq.Context()

@@ -5,10 +5,8 @@ from vllm.executor.base import Address, Executor
 
 
 def make_executor(config: VllmConfig, rendezvous: Address | None = None) -> Executor:
-    """Loads the model on all ranks of one engine.
-
-    rendezvous: address of the store of all data-parallel ranks, where they step in lock-step.
-    """
+    """Loads the model on all ranks of one engine. rendezvous: address of the store of all
+    data-parallel ranks, where they step in lock-step."""
     backend = config.parallel_config.executor_backend
     if backend == "uni":
         from vllm.executor.uniproc import UniprocExecutor

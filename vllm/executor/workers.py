@@ -81,10 +81,8 @@ class LocalLauncher:
 
 
 class WorkersExecutor:
-    """Sends one message to every rank per step, and receives one from the output rank.
-
-    It is the pending output of its steps: `result` returns that of the oldest one in flight.
-    """
+    """Sends one message to every rank per step, and receives one from the output rank. It is the
+    pending output of its steps: `result` returns that of the oldest one in flight."""
 
     def __init__(self, config: VllmConfig, launcher: Launcher, rendezvous: Address | None):
         self._launcher = launcher

@@ -93,10 +93,8 @@ class InputBatch:
         self.num_blocks[row] = start + len(blocks)
 
     def reserve_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of the next token of each of `rows`, which `put_tokens` fills in later.
-
-        A full row finishes with this step: its position is past the end.
-        """
+        """Positions of the next token of each of `rows`, which `put_tokens` fills in later. A full
+        row finishes with this step: its position is past the end."""
         places: np.ndarray = self.num_tokens[rows]
         self.num_tokens[rows] += places < self.token_ids.shape[1]
         return places

@@ -50,10 +50,8 @@ class InputBuffers:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of `array`, valid in stream order, without host synchronisation.
-
-    torch synchronises the stream before it copies from memory that is not pinned.
-    """
+    """A copy of `array`, valid in stream order, without host synchronisation: torch synchronises
+    the stream before it copies from memory that is not pinned."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cpu":
         tensor = tensor.pin_memory()

@@ -29,9 +29,9 @@ def allocate_kv_cache(
     model: nn.Module,
     config: VllmConfig,
     device: torch.device,
-    peak_bytes: int = 0,
-    promised_bytes: int = 0,
-    agree: Callable[[float], float] = float,
+    peak_bytes: int,
+    promised_bytes: int,
+    agree: Callable[[float], float],
 ) -> int:
     """Gives every attention layer its part of the cache; returns the number of blocks.
 
@@ -104,10 +104,8 @@ def _for_more_room(config: VllmConfig, device_kind: str) -> str:
 
 
 def fit_max_model_len(config: VllmConfig, num_blocks: int, device_kind: str) -> VllmConfig:
-    """The config with a max_model_len that the cache can hold.
-
-    One that the user gave is not lowered: ConfigError.
-    """
+    """The config with a max_model_len that the cache can hold. One that the user gave is not
+    lowered: ConfigError."""
     num_tokens = num_blocks * config.cache_config.block_size
     model = config.model_config
     if num_tokens >= model.max_model_len:
@@ -209,9 +207,8 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
     return num_slots * of_one
 
 
-def copy_states(layers: Iterable[GatedDeltaNet], pairs: Iterable[tuple[int, int]]) -> None:
+def copy_states(layers: Iterable[GatedDeltaNet], pairs: list[tuple[int, int]]) -> None:
     """Copies states of all layers: pairs of slots, from and to."""
-    pairs = list(pairs)
     for layer in layers if pairs else ():
         for states in (layer.conv_state, layer.state):
             for source, target in pairs:
