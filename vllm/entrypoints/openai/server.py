@@ -43,7 +43,6 @@ class Server:
         self._gate = Gate(tuple(key.encode() for key in settings.api_key))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        assert engine.metrics is not None
         service = _make_service(engine, settings)
         app = build_app(service, self._gate, engine.metrics, settings)
         self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
