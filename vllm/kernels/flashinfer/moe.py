@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
 from vllm.ops.fp8_quant import ScaleLayout
-from vllm.ops.nvfp4 import swizzle_each
+from vllm.ops.nvfp4 import swizzle_scales
 
 # RoutingMethodType.TopK: weights are taken as they are, and not made from logits.
 _TOP_K_ALONE = 5
@@ -84,10 +84,10 @@ def nvfp4_weights(tensors: MoETensors) -> dict[str, Any]:
         "fc2_expert_weights": tensors.down.contiguous().view(torch.int64),
         "quant_scales": [
             of_first.reciprocal(),
-            swizzle_each(up_first(first.scales)).view(torch.int32),
+            swizzle_scales(up_first(first.scales)).view(torch.int32),
             of_first * of_gate,
             ratio / of_second,
-            swizzle_each(second.scales).view(torch.int32),
+            swizzle_scales(second.scales).view(torch.int32),
             of_second * second.global_scales.float()[:, 0],
         ],
     }
