@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.jit.flashinfer import watch_flashinfer
 from vllm.utils.import_utils import has_flashinfer
 
 if TYPE_CHECKING:
@@ -31,15 +30,15 @@ def flashinfer_fp8_blockscale_gemm(
 
     input: bf16, which the kernel quantises per token and 128 columns, and input_scale None; or
     float8_e4m3fn with its scales. weight: float8_e4m3fn; weight_scale: float32 of 128x128 blocks.
-    RuntimeError where `has_flashinfer_fp8_blockscale_gemm` is false. The first call compiles.
+    RuntimeError without a FlashInfer that has it. The first call compiles.
     """
-    if not has_flashinfer_fp8_blockscale_gemm():
+    gemm = _gemm()
+    if gemm is None:
         raise RuntimeError(
             "FlashInfer's FP8 block GEMM needs a GPU of capability 9.0 and a working "
             "flashinfer-python >= 0.6: install it, or let the selector choose another kernel"
         )
-    watch_flashinfer()
-    out: Tensor = _gemm()(input, weight, input_scale, weight_scale, out_dtype=out_dtype)
+    out: Tensor = gemm(input, weight, input_scale, weight_scale, out_dtype=out_dtype)
     return out
 
 

@@ -19,6 +19,7 @@ from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKerne
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.ops.fp8_quant import ScaleLayout
 from vllm.ops.nvfp4 import swizzle_scales
+from vllm.utils.flashinfer import flashinfer_fp8_blockscale_gemm
 
 # `gemm_fp8_nt_groupwise` asks for whole multiples of so many rows.
 _ROWS = 4
@@ -35,14 +36,13 @@ def block_kernel(tensors: LinearTensors, path: str) -> LinearKernel:
     On 12.x, 0.6.13 raises nothing where its kernel refuses a size, and leaves the output as it was.
     N and K are whole blocks here, and M is whole fours: what it documents that it takes.
     """
-    is_deepgemm = path == "deepgemm"
-    name = "fp8_blockscale_gemm_sm90" if is_deepgemm else "gemm_fp8_nt_groupwise"
-    gemm: Any = getattr(import_module("flashinfer.gemm"), name)
+    gemm: Any = getattr(import_module("flashinfer.gemm"), "gemm_fp8_nt_groupwise", None)
     layout = ScaleLayout.ROW_MAJOR if path == "cutlass" else ScaleLayout.COLUMN_MAJOR
     weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+    assert scales is not None
 
     def apply(x: Tensor) -> Tensor:
-        out: Tensor = gemm(x, weight, None, scales, out_dtype=x.dtype)
+        out = flashinfer_fp8_blockscale_gemm(x, weight, None, scales, x.dtype)
         return out if bias is None else out.add_(bias)
 
     def multiply(x: QuantizedInput) -> Tensor:
@@ -52,7 +52,7 @@ def block_kernel(tensors: LinearTensors, path: str) -> LinearKernel:
         out: Tensor = gemm(**block_arguments(x, tensors, path))[:num_tokens]
         return out if bias is None else out.add_(bias)
 
-    return apply if is_deepgemm else QuantizingKernel(InputQuant(layout), multiply)
+    return apply if path == "deepgemm" else QuantizingKernel(InputQuant(layout), multiply)
 
 
 def block_arguments(x: QuantizedInput, tensors: LinearTensors, path: str) -> dict[str, Any]:
