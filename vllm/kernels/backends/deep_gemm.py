@@ -92,17 +92,15 @@ def prepare(
 
     from vllm.ops.fp8 import deepgemm_post_process_fp8_weight_block, requantised_ue8m0
 
-    weight, scales = tensors.weight, tensors.scales
-    assert scales is not None
-    if scales.dtype == torch.int32:  # exponents, laid out before
-        return weight, scales
+    assert tensors.scales is not None
+    if tensors.scales.dtype == torch.int32:  # exponents, laid out before
+        return tensors.weight, tensors.scales
     if winner.is_lossy:
         tensors = requantised_ue8m0(tensors)
-        weight, scales = tensors.weight, tensors.scales
-    assert scales is not None
+    assert tensors.scales is not None
     # Already re-quantised, in tensors of their own.
     return deepgemm_post_process_fp8_weight_block(
-        weight, scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
+        tensors.weight, tensors.scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
     )
 
 
@@ -161,9 +159,8 @@ def compiled_calls(
     """The GEMMs of `linear` or `moe` for so many tokens, over memory that holds nothing."""
     if isinstance(problem, LinearProblem):
         n, k = winner.fit.sizes if winner.fit is not None else (problem.n, problem.k)
-        sizes = _row_sizes(*m_range)
         name = f"fp8_gemm_nt {n}x{k} {winner.scales}"
-        return [CompiledCall(name, sizes, partial(_dense_call, n, k))]
+        return [CompiledCall(name, _row_sizes(*m_range), partial(_dense_call, n, k))]
     assert isinstance(problem, MoEProblem)
     inner, hidden = winner.fit.sizes if winner.fit is not None else (
         problem.intermediate, problem.hidden

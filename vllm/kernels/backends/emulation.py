@@ -86,14 +86,13 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -> "LinearKernel":
     from vllm.ops import torch_ops
-    from vllm.ops.packed_weights import element_values
+    from vllm.ops.packed_weights import pack_with
     from vllm.ops.scale_rounding import requantised
 
     rounded = rounding(winner, tensors)
     if winner.is_lossy:
         tensors = requantised(tensors, winner.scales, dtype)
-    values = element_values(tensors) if tensors.is_packed else tensors.weight
-    stored = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
+    stored = pack_with(torch_ops.pack_linear, tensors)
     packed = torch_ops.pack_linear(stored.dequantize(), bias=tensors.bias)
 
     def apply(x: "Tensor") -> "Tensor":

@@ -56,10 +56,8 @@ def shape_reasons(*checks: tuple[bool, str]) -> list[Reason]:
 def nvfp4_parts(align: int, problem: Problem) -> list[Reason]:
     """Merged parts have global scales of their own, and so may become products of their own."""
     assert isinstance(problem, LinearProblem)
-    cut = [size for size in problem.parts if size % align]
-    return shape_reasons(
-        *((True, f"part of {size} rows is not a multiple of {align}") for size in cut[:1])
-    )
+    cut = next((size for size in problem.parts if size % align), 0)
+    return shape_reasons((cut > 0, f"part of {cut} rows is not a multiple of {align}"))
 
 
 def cut_columns(problem: Problem) -> Axis:

@@ -83,9 +83,8 @@ def copy_large_modules(root: Path) -> None:
     kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
     for name in FLASHINFER_LARGE_MODULES:
         for file in kept.glob(f"**/{name}/{name}.so"):
-            write_atomically(
-                root / FLASHINFER / file.relative_to(kept), file.read_bytes(), mode=0o755
-            )
+            place = root / FLASHINFER / file.relative_to(kept)
+            write_atomically(place, file.read_bytes(), mode=0o755)
 
 
 def _spec_of(name: str) -> Any:
