@@ -12,9 +12,16 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.core.outputs import EngineOutput
 from vllm.core.request import EngineRequest
-from vllm.engine import engine_process, process
+from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.engine_process import CAUSE_SECONDS, STOP_SECONDS, EngineProcess
+from vllm.engine.engine_process import (
+    CAUSE_SECONDS,
+    STOP_SECONDS,
+    EngineProcess,
+    close,
+    kill,
+    start_engines,
+)
 from vllm.engine.input_processor import InputProcessor, Prompt
 from vllm.engine.metrics import Metrics, RequestStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
@@ -68,7 +75,7 @@ class AsyncLLM:
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # raises for mistakes before that many processes start
         self._args = args
-        self._engines = engine_process.start_engines(args)
+        self._engines = start_engines(args)
         try:
             report = current_report()
             with report.phase("configuration"):
@@ -77,8 +84,8 @@ class AsyncLLM:
             with report.phase("tokenizer"):
                 self.tokenizer: Any = None if model.skip_tokenizer_init else load_tokenizer(model)
         except BaseException:
-            engine_process.kill(self._engines)
-            engine_process.close(self._engines)
+            kill(self._engines)
+            close(self._engines)
             raise
         self.metrics = Metrics(model.served_model_name[0], model.max_model_len)
         self.is_dead = False
@@ -130,9 +137,9 @@ class AsyncLLM:
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
-            await asyncio.to_thread(engine_process.kill, self._engines)
-            engine_process.close(self._engines)
-            self._engines = engine_process.start_engines(self._args)
+            await asyncio.to_thread(kill, self._engines)
+            close(self._engines)
+            self._engines = start_engines(self._args)
         raise AssertionError("the last try returns or raises")
 
     async def _wait_ready(self, engine: EngineProcess) -> process.Ready:
