@@ -1,5 +1,6 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from vllm.errors import VllmError
@@ -20,7 +21,7 @@ Able = tuple[tuple[str, int | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(ABC):
     """What was measured for one problem on one kind of chip.
 
     us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
@@ -33,6 +34,7 @@ class Evidence:
     us: tuple[tuple[str, tuple[float | None, ...]], ...]
     stale: tuple[tuple[str, str, str], ...] = ()
 
+    @abstractmethod
     def best_split(
         self,
         able: Able,
@@ -41,7 +43,6 @@ class Evidence:
         alone: tuple[str, ...],
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
