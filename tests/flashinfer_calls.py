@@ -48,14 +48,11 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
     block, _ = make_linear("fp8-block", (128, 128), HIDDEN)
     experts, _ = make_moe("fp8-block", NUM_EXPERTS, HIDDEN, INNER)
     out = torch.empty_like(x)
-    for path, layout, arguments in (
-        ("cutlass", ScaleLayout.ROW_MAJOR, linear.block_arguments),
-        ("trtllm", ScaleLayout.COLUMN_MAJOR, linear.trtllm_block_arguments),
-    ):
+    for path, layout in (("cutlass", ScaleLayout.ROW_MAJOR), ("trtllm", ScaleLayout.COLUMN_MAJOR)):
         yield (
             "flashinfer.gemm",
             "gemm_fp8_nt_groupwise",
-            arguments(InputQuant(layout).quantise(x), block),
+            linear.block_arguments(InputQuant(layout).quantise(x), block, path),
         )
         (part,) = linear.nvfp4_parts(nvfp4_linear((128,))[0], path, None)
         q, scales = torch.empty(NUM_TOKENS, HIDDEN // 2), torch.empty(128, HIDDEN // 16)

@@ -15,7 +15,7 @@ from vllm.ops.fp4_ops import scaled_fp4_quant_grouped
 from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
-    swizzle_each,
+    swizzle_scales,
 )
 
 FORMAT = WeightFormat.parse("nvfp4")
@@ -107,7 +107,7 @@ def operands(counts: list[int], n: int, k: int, num_parts: int) -> dict[str, Ten
         "a": q,
         "a_scales": scales,
         "b": codes,
-        "b_scales": swizzle_each(of_codes.view(torch.float8_e4m3fn)),
+        "b_scales": swizzle_scales(of_codes.view(torch.float8_e4m3fn)),
         "alpha": torch.rand(num_weights) / 1e5,
         "offsets": offsets,
         "out": torch.full((len(x), num_parts * n), float("nan")).bfloat16(),

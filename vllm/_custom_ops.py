@@ -3,38 +3,11 @@
 from vllm.kernels import registry
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import Device, DeviceCapability
-from vllm.ops.fp4_ops import (
-    scaled_fp4_quant,
-    scaled_fp4_quant_grouped,
-    silu_and_mul_scaled_fp4_quant,
-    silu_and_mul_scaled_fp4_quant_grouped,
-)
-from vllm.ops.fp8_quant import (
-    ScaleLayout,
-    per_token_group_fp8_quant,
-    rms_norm_group_quant,
-    scaled_fp8_quant,
-    silu_and_mul_group_quant,
-)
-from vllm.ops.gemm_ops import cutlass_scaled_fp4_mm, cutlass_scaled_mm
+from vllm.ops.fp4_ops import scaled_fp4_quant as scaled_fp4_quant
+from vllm.ops.fp8_quant import scaled_fp8_quant as scaled_fp8_quant
+from vllm.ops.gemm_ops import cutlass_scaled_fp4_mm as cutlass_scaled_fp4_mm
+from vllm.ops.gemm_ops import cutlass_scaled_mm as cutlass_scaled_mm
 from vllm.platforms import native
-
-__all__ = [
-    "ScaleLayout",
-    "cutlass_scaled_fp4_mm",
-    "cutlass_scaled_mm",
-    "cutlass_scaled_mm_supports_block_fp8",
-    "cutlass_scaled_mm_supports_fp4",
-    "cutlass_scaled_mm_supports_fp8",
-    "per_token_group_fp8_quant",
-    "rms_norm_group_quant",
-    "scaled_fp4_quant",
-    "scaled_fp4_quant_grouped",
-    "scaled_fp8_quant",
-    "silu_and_mul_group_quant",
-    "silu_and_mul_scaled_fp4_quant",
-    "silu_and_mul_scaled_fp4_quant_grouped",
-]
 
 
 def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
@@ -61,13 +34,8 @@ def _is_built_for(weight_format: str, capability: int) -> bool:
     except native.NativeLibraryError:
         return False
     device = Device("cuda", DeviceCapability.parse(capability))
-    kernels = [
-        kernel
-        for spec in _specs("cutlass")
-        if weight_format in spec.formats
-        for kernel in spec.native
-    ]
-    archs = [arch for kernel in kernels for arch in built.get(kernel, ())]
+    specs = [spec for spec in _specs("cutlass") if weight_format in spec.formats]
+    archs = [arch for spec in specs for kernel in spec.native for arch in built.get(kernel, ())]
     return any(device.runs(arch) for arch in archs if arch[0].isdigit())
 
 

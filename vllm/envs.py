@@ -17,47 +17,13 @@ from vllm.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable: `parse` maps the text to a value or raises ValueError."""
+    """One environment variable: `parse` maps the text to a value or raises ValueError; `accepts`
+    says which texts it takes, `default` gives the value of one that is unset."""
 
     parse: Callable[[str], Any]
-    default: Callable[[], Any]
     accepts: str
     doc: str
-
-
-def _tri_state(text: str) -> bool:
-    if text in ("0", "1"):
-        return text == "1"
-    raise ValueError
-
-
-def _choice(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() in names:
-            return text.lower()
-        raise ValueError
-
-    return parse
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise ValueError
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise ValueError
-    return Path(text).expanduser()
+    default: Callable[[], Any] = lambda: None
 
 
 def _text(text: str) -> str:
@@ -66,105 +32,100 @@ def _text(text: str) -> str:
     return text
 
 
-_LEVELS = ("debug", "info", "warning", "error")
-_ISAS = ("portable", "avx2", "avx512")
-ALL2ALL_BACKENDS = (
-    "naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency",
-)  # fmt: skip
-_NVFP4_BACKENDS = ("marlin", "cutlass", "flashinfer-cutlass", "flashinfer-trtllm")
+def _path(text: str) -> Path:
+    return Path(_text(text)).expanduser()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _switch(doc: str) -> Variable:
+    return Variable(lambda text: _choice(text, ("0", "1")) == "1", "0 or 1", doc)
+
+
+def _one_of(names: tuple[str, ...], doc: str, default: str | None = None) -> Variable:
+    accepts = "one of " + ", ".join(names)
+    return Variable(lambda text: _choice(text.lower(), names), accepts, doc, lambda: default)
+
+
+def _choice(text: str, names: tuple[str, ...]) -> str:
+    if text not in names:
+        raise ValueError
+    return text
+
 
 VARIABLES: dict[str, Variable] = {
     "VLLM_CACHE_ROOT": Variable(
         _path,
-        lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm",
         "a folder",
         "Where the demo model and other generated files are kept.",
+        lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm",
     ),
     "VLLM_KERNEL_BUNDLE": Variable(
         _path,
-        lambda: None,
         "a folder that `vllm kernels precompile` wrote",
         "Kernels compiled elsewhere for this chip and these libraries; only read.",
     ),
     "VLLM_KERNEL_CACHE": Variable(
         _path,
-        lambda: read("VLLM_CACHE_ROOT") / "compiled",
         "a folder",
         "Where kernels that were compiled on this machine are kept; unset: in VLLM_CACHE_ROOT.",
+        lambda: read("VLLM_CACHE_ROOT") / "compiled",
     ),
     "VLLM_KERNEL_COMPILE_SECONDS": Variable(
-        _positive_float,
-        lambda: 5.0,
+        _positive,
         "a number of seconds above 0",
         "How long a start waits, with its weights loaded, for kernels that a prebuilt kernel can "
         "replace meanwhile; those not ready by then are compiled while it serves.",
+        lambda: 5.0,
     ),
-    "VLLM_LOGGING_LEVEL": Variable(
-        _choice(*_LEVELS), lambda: "info", "one of " + ", ".join(_LEVELS), "Log level."
-    ),
+    "VLLM_LOGGING_LEVEL": _one_of(("debug", "info", "warning", "error"), "Log level.", "info"),
     "VLLM_API_KEY": Variable(
-        _text, lambda: None, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
+        _text, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
     ),
     "VLLM_CPU_KVCACHE_SPACE": Variable(
-        _positive_float,
-        lambda: None,
+        _positive,
         "a number of GiB above 0",
         "KV cache size on the CPU in GiB; unset: as much as the limits on requests can use, "
         "at most 4 GiB and half of the free memory.",
     ),
-    "VLLM_CPU_ISA": Variable(
-        _choice(*_ISAS),
-        lambda: None,
-        "one of " + ", ".join(_ISAS),
+    "VLLM_CPU_ISA": _one_of(
+        ("portable", "avx2", "avx512"),
         "Instruction set of the native CPU kernels; unset: the best the chip has.",
     ),
     "VLLM_TARGET_DEVICE": Variable(
-        _choice("auto", "cpu", "cuda"),
-        lambda: None,
+        lambda text: _choice(text.lower(), ("auto", "cpu", "cuda")),
         "auto, cpu or cuda",
         "What `pip install` builds native kernels for; read by the build alone.",
     ),
     "VLLM_LINEAR_BACKEND": Variable(
-        _text, lambda: None, "a backend name", "Same as --linear-backend, which takes precedence."
+        _text, "a backend name", "Same as --linear-backend, which takes precedence."
     ),
-    "VLLM_USE_DEEP_GEMM": Variable(
-        _tri_state,
-        lambda: None,
-        "0 or 1",
-        "DeepGEMM for FP8 block layers: 0 never; 1 overrides the model rule (and refuses to "
-        "start where DeepGEMM cannot run); unset: automatic.",
+    "VLLM_USE_DEEP_GEMM": _switch(
+        "DeepGEMM for FP8 block layers: 0 never; 1 lifts the model rule and prefers it to the "
+        "default order (measurements still decide); unset: automatic."
     ),
-    "VLLM_MOE_USE_DEEP_GEMM": Variable(
-        _tri_state,
-        lambda: None,
-        "0 or 1",
-        "The same for mixture-of-experts layers; unset: as VLLM_USE_DEEP_GEMM.",
+    "VLLM_MOE_USE_DEEP_GEMM": _switch(
+        "The same for mixture-of-experts layers, unless VLLM_USE_DEEP_GEMM is 0; unset: as that."
     ),
-    "VLLM_USE_DEEP_GEMM_E8M0": Variable(
-        _tri_state,
-        lambda: None,
-        "0 or 1",
+    "VLLM_USE_DEEP_GEMM_E8M0": _switch(
         "Power-of-two scales for DeepGEMM: 1 always, 0 never (which excludes DeepGEMM on "
-        "capability families 100 and 120); unset: what the chip requires.",
+        "capability families 100 and 120); unset: what the chip requires."
     ),
-    "VLLM_NVFP4_GEMM_BACKEND": Variable(
-        _choice(*_NVFP4_BACKENDS),
-        lambda: None,
-        "one of " + ", ".join(_NVFP4_BACKENDS),
+    "VLLM_NVFP4_GEMM_BACKEND": _one_of(
+        ("marlin", "cutlass", "flashinfer-cutlass", "flashinfer-trtllm"),
         "The backend of NVFP4 linear layers; unset: the selector's choice.",
     ),
-    "VLLM_ALL2ALL_BACKEND": Variable(
-        _choice(*ALL2ALL_BACKENDS),
-        lambda: "allgather_reducescatter",
-        "one of " + ", ".join(ALL2ALL_BACKENDS),
+    "VLLM_ALL2ALL_BACKEND": _one_of(
+        ("naive", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"),
         "Exchange of tokens and results with experts on other ranks.",
+        "allgather_reducescatter",
     ),
-    "VLLM_TEST_FORCE_FP8_MARLIN": Variable(
-        _tri_state,
-        lambda: None,
-        "0 or 1",
-        "1: weight-only Marlin for every FP8 layer.",
-    ),
+    "VLLM_TEST_FORCE_FP8_MARLIN": _switch("1: weight-only Marlin for every FP8 layer."),
 }
 
 # Those that kernel selection follows.

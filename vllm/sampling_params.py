@@ -80,20 +80,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        elif isinstance(self.stop, list | tuple):
-            self.stop = list(self.stop)
-        else:
+        stop, ids = [self.stop] if isinstance(self.stop, str) else self.stop, self.stop_token_ids
+        if isinstance(stop, list | tuple | None):
+            self.stop = list(stop or ())
+        if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
             raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
-        ids = self.stop_token_ids
-        if ids is not None and not isinstance(ids, list | tuple | set | frozenset):
+        if not isinstance(ids, list | tuple | set | frozenset | None):
             raise RequestError(
                 f"stop_token_ids must be a list of token ids, not {ids!r}", "stop_token_ids"
             )
-        self.stop_token_ids = list(ids or [])
+        self.stop_token_ids = list(ids or ())
         self._check_types()
         self._check_ranges()
 
@@ -119,19 +115,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
 
     def _check_types(self) -> None:
-        for name in _INTS:
+        for name, (kind, _, _) in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise RequestError(f"{name} must be an integer, not {value!r}", name)
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RequestError(f"{name} must be a number, not {value!r}", name)
+            accepted = int | None if kind is int else int | float
+            if isinstance(value, bool) or not isinstance(value, accepted):
+                what = "an integer" if kind is int else "a number"
+                raise RequestError(f"{name} must be {what}, not {value!r}", name)
         for name in _BOOLS:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} must be True or False, not {getattr(self, name)!r}", name
-                )
+            _check_bool(name, getattr(self, name))
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             raise RequestError(
                 f"logit_bias must be numbers by token id, not {self.logit_bias!r}", "logit_bias"
@@ -142,22 +133,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"structured_outputs must be a StructuredOutputsParams, not {asked!r}",
                 "structured_outputs",
             )
-        if not all(isinstance(s, str) for s in self.stop_strings):
-            raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
 
     def _check_ranges(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise RequestError(f"{name} must be from {low} to {high}, not {value}", name)
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p")
-        if not 0 < self.repetition_penalty <= 100:
-            raise RequestError(
-                f"repetition_penalty must be above 0 and at most 100, not "
-                f"{self.repetition_penalty}",
-                "repetition_penalty",
-            )
+        for name, (_, low, high) in _NUMBERS.items():
+            value, is_low_out = getattr(self, name), name in _ABOVE_LOW
+            if value is not None and (not low <= value <= high or (is_low_out and value == low)):
+                wanted = (
+                    f"above {low} and at most {high}" if is_low_out else f"from {low} to {high}"
+                )
+                raise RequestError(f"{name} must be {wanted}, not {value}", name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -186,25 +170,18 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.normalize, bool):
-            raise RequestError(
-                f"normalize must be True or False, not {self.normalize!r}", "normalize"
-            )
+        _check_bool("normalize", self.normalize)
 
 
 def _is_bias(given: Any) -> bool:
     return isinstance(given, dict) and all(isinstance(v, int | float) for v in given.values())
 
 
-_INTS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs")
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {value!r}", name)
+
+
 _BOOLS = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -212,28 +189,27 @@ _BOOLS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, MAX_CHOICES),
-    ("temperature", 0, 100),
-    ("top_k", -1, 2**31 - 1),
-    ("min_p", 0, 1),
-    ("max_tokens", 0, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
-    ("seed", -(2**63), 2**63 - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-)
+# Type, lowest and highest value.
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "n": (int, 1, MAX_CHOICES),
+    "temperature": (float, 0, 100),
+    "top_k": (int, -1, 2**31 - 1),
+    "min_p": (float, 0, 1),
+    "max_tokens": (int, 0, 2**31 - 1),
+    "min_tokens": (int, 0, 2**31 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "presence_penalty": (float, -2, 2),
+    "frequency_penalty": (float, -2, 2),
+    "top_p": (float, 0, 1),
+    "repetition_penalty": (float, 0, 100),
+}
+_ABOVE_LOW = ("top_p", "repetition_penalty")  # which the lowest value itself is not for
 
 _GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+} | {"max_new_tokens": "max_tokens"}
 
 
 def generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:

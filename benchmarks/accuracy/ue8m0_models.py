@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import exp, fsum
 from pathlib import Path
@@ -146,7 +146,7 @@ def thoughts(server: Any, ids: list[list[int]]) -> list[Position]:
 
 
 def against(reference: list[Position], other: list[Position]) -> dict[str, Any]:
-    found = compare(reference, other).to_json()
+    found = asdict(compare(reference, other))
     del found["answers"]
     return found
 

@@ -108,6 +108,7 @@ def test_another_architecture_is_what_is_built(tmp_path):
         (LLAMA, {"architectures": ["Qwen3ForCausalLM"]}, "model_type is llama: override both"),
         (LLAMA, {"model_type": "qwen3"}, "is of model_type llama.*override both"),
         (QWEN2, {"sliding_window": 64}, "sliding_window = 64 has no effect: .* it is None"),
+        (QWEN2, {"max_window_layers": 1}, "max_window_layers = 1 has no effect: .*no sliding"),
         (
             HYBRID | {"layer_types": ["full_attention"] * 2},
             {"full_attention_interval": 2},

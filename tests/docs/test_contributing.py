@@ -133,7 +133,7 @@ def test_a_weight_format_of_another_package_is_explained_and_served(model, tmp_p
     title = "Add a weight format"
     installed, script = install(title, tmp_path / "package")
     quantised, same_values = write_as_int8(model, tmp_path)
-    names = ("example_method:Method.tensors", "example_format:linear.apply")
+    names = ("example_method:Method.shard_slots", "example_format:linear.apply")
     folder = tmp_path / "calls"
     code = checks(title) + script + script.replace(f"./{quantised.name}", str(same_values))
     printed = run_followed(code, folder, names, installed, cwd=tmp_path)

@@ -143,7 +143,7 @@ def test_a_bundle_for_another_machine_is_told(bundle, monkeypatch, caplog, devic
 
 _ASKS = """
 import json, os
-from vllm.kernels.jit.caches import cache_root, flashinfer_modules, use_caches
+from vllm.kernels.jit.caches import cache_root, use_caches
 memory = use_caches()
 names = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TRTLLM_DG_CACHE_DIR")
 print(json.dumps([str(cache_root()), memory.real, *map(os.environ.get, names)]))

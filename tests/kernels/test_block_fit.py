@@ -1,4 +1,4 @@
-"""A shard with cut scale blocks is the shard of the whole weight, bit for bit, as planned."""
+"""A shard with partial scale blocks is the shard of the whole weight, bit for bit, as planned."""
 
 import pytest
 import torch
@@ -10,12 +10,7 @@ from torch.nn.functional import pad, silu
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.ops.block_fit import (
-    pad_weight,
-    padded_tensors,
-    refine_scales,
-    refined_tensors,
-)
+from vllm.ops.block_fit import pad_weight, padded_tensors
 from vllm.utils.fp8 import FP8, dequantise_blocks, per_block_cast_to_fp8
 from vllm.utils.math_utils import cdiv
 
@@ -49,6 +44,21 @@ def span(size: int, rank: int) -> tuple[int, int]:
 
 def wide(q: Tensor, scales: Tensor, block=BLOCK) -> Tensor:
     return dequantise_blocks(q, scales, block)
+
+
+def refine_scales(
+    scales: Tensor, block, fine, rows: tuple[int, int], columns: tuple[int, int]
+) -> Tensor:
+    """Scales of one shard in blocks of `fine`, which divides `block` and where the shard starts.
+
+    Every fine block lies inside one coarse block, whose scale it repeats. Only the shard's last
+    row or column of blocks may be partial.
+    """
+    places = []
+    for span, coarse, step in zip((rows, columns), block, fine):
+        assert coarse % step == 0 and span[0] % step == 0, (span, coarse, step)
+        places.append(torch.arange(*span, step, device=scales.device) // coarse)
+    return scales[..., places[0], :][..., places[1]]
 
 
 # ---------------------------------------------------------------- shards of one weight
@@ -154,18 +164,6 @@ def merged_layers(draw):
 
 def problem_of(tensors: LinearTensors) -> LinearProblem:
     return LinearProblem(*tensors.weight.shape, FORMAT, parts=tensors.shard_rows)
-
-
-@settings(max_examples=60, deadline=None)
-@given(merged_layers())
-def test_refining_merged_parts_gives_one_plain_grid(layer):
-    tensors, whole = layer
-    fit = problem_of(tensors).block_fit(True)
-    refined = refined_tensors(tensors, fit.block if fit else BLOCK)
-    assert torch.equal(wide(refined.weight, refined.scales, refined.format.block), whole)
-    extra = refined.scales.nbytes - tensors.scales.nbytes
-    assert extra == (fit.extra_bytes if fit else 0)
-    assert refined.bias is tensors.bias
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm import _custom_ops as ops
+from vllm.ops.fp8_quant import per_token_group_fp8_quant
 from vllm.ops.nvfp4 import (
     nvfp4_dequantize,
     nvfp4_quantize,
@@ -26,7 +27,7 @@ def spread(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (5, 200, 320), (17, 576, 576)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_block_scales(m, n, k, has_bias):
-    a, a_scales = ops.per_token_group_fp8_quant(torch.randn(m, k))
+    a, a_scales = per_token_group_fp8_quant(torch.randn(m, k))
     b, b_scales = per_block_cast_to_fp8(torch.randn(n, k))
     bias = torch.randn(n) if has_bias else None
     given = ops.cutlass_scaled_mm(a, b.t(), a_scales, b_scales.t(), torch.bfloat16, bias)

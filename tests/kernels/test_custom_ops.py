@@ -16,7 +16,17 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.ops import torch_ops
-from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.fp4_ops import (
+    scaled_fp4_quant_grouped,
+    silu_and_mul_scaled_fp4_quant,
+    silu_and_mul_scaled_fp4_quant_grouped,
+)
+from vllm.ops.fp8_quant import (
+    ScaleLayout,
+    per_token_group_fp8_quant,
+    rms_norm_group_quant,
+    silu_and_mul_group_quant,
+)
 from vllm.ops.nvfp4 import nvfp4_quantize
 from vllm.platforms import native
 from vllm.utils.fp8 import FP8, round_to_fp8
@@ -138,9 +148,9 @@ def test_combinations_without_a_meaning_are_refused(arguments, message):
 
 
 QUANTISERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "plain": lambda x, **layout: ops.per_token_group_fp8_quant(x, **layout),
-    "silu": lambda x, **layout: ops.silu_and_mul_group_quant(torch.cat([x, x], -1), **layout),
-    "norm": lambda x, **layout: ops.rms_norm_group_quant(x, torch.ones(x.shape[1]), 1e-6, **layout),
+    "plain": lambda x, **layout: per_token_group_fp8_quant(x, **layout),
+    "silu": lambda x, **layout: silu_and_mul_group_quant(torch.cat([x, x], -1), **layout),
+    "norm": lambda x, **layout: rms_norm_group_quant(x, torch.ones(x.shape[1]), 1e-6, **layout),
 }
 
 
@@ -169,33 +179,31 @@ def test_layouts_hold_the_same_scales(kind, shape):
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_results_are_those_of_the_references(shape):
     x, weight = torch.randn(shape).bfloat16(), torch.rand(shape[1])
-    assert same(
-        ops.per_token_group_fp8_quant(x), per_token_group_quant_fp8(x, 128, use_ue8m0=False)
-    )
-    packed = ops.per_token_group_fp8_quant(x, layout=ScaleLayout.PACKED_UE8M0)
+    assert same(per_token_group_fp8_quant(x), per_token_group_quant_fp8(x, 128, use_ue8m0=False))
+    packed = per_token_group_fp8_quant(x, layout=ScaleLayout.PACKED_UE8M0)
     assert same(packed, per_token_group_quant_fp8_packed_for_deepgemm(x, 128))
     gated = torch.cat([x, x.flip(0)], -1)
     expected = per_token_group_quant_fp8(torch_ops.silu_and_mul(gated), 128, use_ue8m0=False)
-    assert same(ops.silu_and_mul_group_quant(gated), expected)
+    assert same(silu_and_mul_group_quant(gated), expected)
     normed = torch_ops.rms_norm(x, weight, 1e-5)
     expected = per_token_group_quant_fp8(normed, 128, use_ue8m0=False)
-    assert same(ops.rms_norm_group_quant(x, weight, 1e-5), expected)
+    assert same(rms_norm_group_quant(x, weight, 1e-5), expected)
 
 
 def test_the_residual_is_updated_in_place_and_its_norm_quantised():
     x, residual, weight = torch.randn(3, 256).half(), torch.randn(3, 256).half(), torch.rand(256)
     before, total = x.clone(), residual + x
-    given = ops.rms_norm_group_quant(x, weight, 1e-6, residual)
+    given = rms_norm_group_quant(x, weight, 1e-6, residual)
     assert torch.equal(residual, total) and torch.equal(x, before)
-    assert same(given, ops.rms_norm_group_quant(total, weight, 1e-6))
+    assert same(given, rms_norm_group_quant(total, weight, 1e-6))
 
 
 def test_the_norm_is_kept_beside_its_quantised_values():
     x, weight = torch.randn(3, 256).bfloat16(), torch.rand(256)
     normed = torch.full_like(x, float("nan"))
-    given = ops.rms_norm_group_quant(x, weight, 1e-6, normed=normed)
+    given = rms_norm_group_quant(x, weight, 1e-6, normed=normed)
     assert torch.equal(normed, torch_ops.rms_norm(x, weight, 1e-6))
-    assert same(given, ops.per_token_group_fp8_quant(normed))
+    assert same(given, per_token_group_fp8_quant(normed))
 
 
 def test_filling_rows_are_zeros():
@@ -207,7 +215,7 @@ def test_filling_rows_are_zeros():
 
 def test_silu_needs_an_even_number_of_columns():
     with pytest.raises(ValueError, match="input: given 7 columns; accepted: an even number"):
-        ops.silu_and_mul_group_quant(torch.ones(1, 7))
+        silu_and_mul_group_quant(torch.ones(1, 7))
 
 
 # ---------------------------------------------------------------- NVFP4
@@ -228,14 +236,14 @@ def test_nvfp4_needs_whole_groups():
     with pytest.raises(ValueError, match=r"input: given shape \(1, 24\).*a multiple of 16"):
         ops.scaled_fp4_quant(torch.ones(1, 24).half(), torch.ones(1))
     with pytest.raises(ValueError, match=r"input: given shape \(1, 48\).*a multiple of 32"):
-        ops.silu_and_mul_scaled_fp4_quant(torch.ones(1, 48).half(), torch.ones(1))
+        silu_and_mul_scaled_fp4_quant(torch.ones(1, 48).half(), torch.ones(1))
 
 
 @pytest.mark.parametrize("is_swizzled", [False, True])
 def test_gated_nvfp4_results_are_those_of_the_product(is_swizzled):
     x, global_scale = torch.randn(130, 96).bfloat16(), torch.tensor([350.0])
     gated = torch_ops.silu_and_mul(x)
-    given = ops.silu_and_mul_scaled_fp4_quant(x, global_scale, is_swizzled)
+    given = silu_and_mul_scaled_fp4_quant(x, global_scale, is_swizzled)
     for one, other in zip(given, ops.scaled_fp4_quant(gated, global_scale, is_swizzled)):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -243,15 +251,15 @@ def test_gated_nvfp4_results_are_those_of_the_product(is_swizzled):
 def test_grouped_nvfp4_results_are_those_of_each_expert():
     x, global_scales = torch.randn(200, 64).half(), torch.tensor([300.0, 200.0, 500.0])
     offsets = torch.tensor([0, 130, 130, 200], dtype=torch.int32)
-    q, scales = ops.scaled_fp4_quant_grouped(x, global_scales, offsets)
+    q, scales = scaled_fp4_quant_grouped(x, global_scales, offsets)
     first, first_scales = ops.scaled_fp4_quant(x[:130], global_scales[:1])
     last, last_scales = ops.scaled_fp4_quant(x[130:], global_scales[2:])
     assert torch.equal(q, torch.cat((first, last)))
     expected = torch.cat((first_scales.view(torch.uint8), last_scales.view(torch.uint8)))
     assert torch.equal(scales.view(torch.uint8)[: len(expected)], expected)
     gated = torch.cat((x, x), 1)
-    q2, _ = ops.silu_and_mul_scaled_fp4_quant_grouped(gated, global_scales, offsets)
-    q3, _ = ops.scaled_fp4_quant_grouped(torch_ops.silu_and_mul(gated), global_scales, offsets)
+    q2, _ = silu_and_mul_scaled_fp4_quant_grouped(gated, global_scales, offsets)
+    q3, _ = scaled_fp4_quant_grouped(torch_ops.silu_and_mul(gated), global_scales, offsets)
     assert torch.equal(q2, q3)
 
 
@@ -333,10 +341,10 @@ def test_plain_tensors_reach_the_same_function_without_the_dispatcher(monkeypatc
     monkeypatch.setattr(
         torch._ops.OpOverloadPacket, "__call__", lambda op, *_: dispatched.append(op)
     )
-    assert same(ops.per_token_group_fp8_quant(x), expected) and not dispatched
-    ops.per_token_group_fp8_quant(torch.nn.Parameter(x))
+    assert same(per_token_group_fp8_quant(x), expected) and not dispatched
+    per_token_group_fp8_quant(torch.nn.Parameter(x))
     assert len(dispatched) == 1, "of a subclass, which may want to know"
-    ops.per_token_group_fp8_quant(x.to("meta"))
+    per_token_group_fp8_quant(x.to("meta"))
     assert len(dispatched) == 2, "without data, for which there is a fake"
 
 
@@ -344,7 +352,7 @@ def test_who_traces_real_tensors_sees_ops():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.per_token_group_fp8_quant(x)
+        return per_token_group_fp8_quant(x)
 
     x, other = torch.randn(2, 5, 256).bfloat16()
     traced, compiled = make_fx(quantise)(x), []
@@ -362,9 +370,9 @@ def test_who_traces_real_tensors_sees_ops():
 def test_functions_trace_to_ops_without_computing():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(5, 512, dtype=torch.bfloat16)
-        q, scales = ops.per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
+        q, scales = per_token_group_fp8_quant(x, layout=ScaleLayout.TMA_ALIGNED)
         assert q.shape == (5, 512) and scales.shape == (5, 4) and scales.stride() == (1, 8)
-        assert ops.silu_and_mul_group_quant(x)[0].shape == (5, 256)
+        assert silu_and_mul_group_quant(x)[0].shape == (5, 256)
         assert ops.scaled_fp8_quant(x)[1].shape == (1,)
 
 

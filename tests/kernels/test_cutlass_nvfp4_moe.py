@@ -9,7 +9,6 @@ import torch
 from nvfp4_experts import expected, experts, kernel_of, relative_error
 from torch import Tensor
 
-from vllm import _custom_ops as ops
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
@@ -19,13 +18,14 @@ from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
+from vllm.ops.fp4_ops import scaled_fp4_quant_grouped
 from vllm.ops.moe_router import route
 from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
     nvfp4_dequantize,
     nvfp4_quantize,
     nvfp4_quantize_grouped,
-    swizzle_each,
+    swizzle_scales,
 )
 
 # experts, top k, hidden, intermediate: whole tiles of scales; tiles that end inside on both axes.
@@ -113,7 +113,7 @@ def test_each_expert_s_rows_meet_its_own_weights(num_parts: int):
         codes,
         room.view(torch.float8_e4m3fn),
         torch.stack([codes for codes, _ in packed]),
-        swizzle_each(torch.stack([scales for _, scales in packed])),
+        swizzle_scales(torch.stack([scales for _, scales in packed])),
         alpha,
         offsets,
         out,
@@ -135,7 +135,7 @@ def test_the_ops_can_be_traced_without_data():
     with FakeTensorMode():
         x, pairs = torch.empty(5, 64).bfloat16(), torch.empty(10, dtype=torch.int32)
         ends = torch.empty(4, dtype=torch.int32)
-        q, scales = ops.scaled_fp4_quant_grouped(x, torch.empty(3), ends, pairs, 2)
+        q, scales = scaled_fp4_quant_grouped(x, torch.empty(3), ends, pairs, 2)
         assert q.shape == (10, 32) and scales.shape == (max_grouped_scale_rows(10, 3), 4)
         out = torch.empty(10, 48).bfloat16()
         weight = torch.empty(3, 48, 32, dtype=torch.uint8)
@@ -149,8 +149,8 @@ def test_a_row_is_quantised_for_each_pair_of_its_token():
     x, divisors = torch.randn(4, 64).bfloat16(), torch.tensor([100.0, 300.0])
     ends = torch.tensor([0, 3, 5], dtype=torch.int32)
     pairs = torch.tensor([0, 3, 7, 2, 5, -77, 10**9], dtype=torch.int32)  # two are of no expert
-    q, scales = ops.scaled_fp4_quant_grouped(x, divisors, ends, pairs, 2)
-    wanted = ops.scaled_fp4_quant_grouped(x[[0, 1, 3, 1, 2]], divisors, ends)
+    q, scales = scaled_fp4_quant_grouped(x, divisors, ends, pairs, 2)
+    wanted = scaled_fp4_quant_grouped(x[[0, 1, 3, 1, 2]], divisors, ends)
     assert q.shape == (7, 32) and torch.equal(q[:5], wanted[0])
 
     def as_bytes(t: Tensor) -> Tensor:

@@ -91,17 +91,14 @@ def test_rows_for_tensorrt_llm_are_shuffled_with_their_scales():
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 7])
 @pytest.mark.parametrize(
-    ("layout", "arguments"),
-    [
-        (ScaleLayout.ROW_MAJOR, linear.block_arguments),
-        (ScaleLayout.COLUMN_MAJOR, linear.trtllm_block_arguments),
-    ],
+    ("layout", "path"),
+    [(ScaleLayout.ROW_MAJOR, "cutlass"), (ScaleLayout.COLUMN_MAJOR, "trtllm")],
     ids=["cutlass", "trtllm"],
 )
-def test_fp8_blocks_are_handed_over_as_they_are(layout, arguments, num_tokens):
+def test_fp8_blocks_are_handed_over_as_they_are(layout, path, num_tokens):
     tensors, wide = make_linear("fp8-block", (256, 128), 384)
     x = InputQuant(layout).quantise(torch.randn(num_tokens, 384).bfloat16())
-    given = arguments(x, tensors)
+    given = linear.block_arguments(x, tensors, path)
     a, a_scale, b_scale = given["a"], given["a_scale"], given["b_scale"]
     assert a.shape[0] % 4 == 0 and a_scale.shape == (a.shape[0], 3)
     if layout is ScaleLayout.ROW_MAJOR:

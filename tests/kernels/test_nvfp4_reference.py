@@ -215,7 +215,7 @@ def test_rows_past_the_last_expert_s_are_left_out():
 
 def test_scales_of_many_matrices_are_swizzled_each_alone():
     scales = torch.randint(0, 127, (3, 130, 6), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    swizzled = nvfp4.swizzle_each(scales)
+    swizzled = nvfp4.swizzle_scales(scales)
     assert swizzled.shape == (3, 256, 8)
     for one, found in zip(scales, swizzled, strict=True):
         wanted = nvfp4.swizzle_scales(one)

@@ -32,7 +32,7 @@ def loaded(scales, budget, libs="humming=0.1.19"):
     layer = ReplicatedLinear(context, "", spec)
     layer.weight.data.random_(0, 256)
     layer.zero_points.data.random_(0, 16)
-    layer.weight_scale.data.copy_(scales)
+    layer.scales.data.copy_(scales)
     layer.make_kernel()
     ((_, decision),) = selection.records
     assert layer.decision is decision  # which who asks the layer is told

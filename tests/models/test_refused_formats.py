@@ -9,8 +9,13 @@ from checkpoint_layouts import LAYOUTS, SHAPE, store
 from safetensors.torch import load_file, save_file
 
 from vllm import LLM
-from vllm.errors import CheckpointError
+from vllm.errors import CheckpointError, ConfigError
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.base import StoredLayer
+from vllm.formats.readers.fp8 import Fp8Config
 from vllm.formats.readers.registry import resolve_quantization
+from vllm.formats.weight_format import WeightFormat
+from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 
 PROJECTION = "model.layers.1.mlp.up_proj."
 
@@ -230,3 +235,14 @@ def test_a_config_with_anything_in_any_place_is_taken_or_refused_with_an_error_o
             resolve_quantization(changed(layout, *path, value=junk), None, "m").layer_format(QKV)
         except CheckpointError as error:
             assert str(error)
+
+
+def test_a_format_that_no_method_loads_is_an_error_that_names_layer_and_format():
+    class Reader(Fp8Config):
+        def stored_layer(self, names):
+            return StoredLayer(WeightFormat.of("bf16"), (ActScheme.NONE,))
+
+    methods = QuantizationMethods(Reader())
+    for method in (methods.linear_method, methods.moe_method):
+        with pytest.raises(ConfigError, match=r"up_proj: .* bf16 cannot be loaded: .*fp8-block"):
+            method([PROJECTION.rstrip(".")])

@@ -18,8 +18,8 @@ from selection_cases import (
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
+from vllm.kernels.registry import FAMILIES
 from vllm.kernels.select.policy import Override, Policy
-from vllm.kernels.select.problem import FAMILIES
 from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec

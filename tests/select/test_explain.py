@@ -11,7 +11,7 @@ from selection_cases import DEVICES, LIBS, ask, linear, moe, parse_device, timed
 from selection_strategies import models, problems, some_libs, wishes
 
 from vllm.errors import ConfigError
-from vllm.kernels.report import diff, json_report, text_report
+from vllm.kernels.report import diff, text_report
 from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.layer_groups import by_outcome, compress
@@ -249,7 +249,7 @@ def test_layers_that_differ_in_sizes_alone_are_one_outcome():
 
 def test_a_table_shows_all_reasons_against_every_candidate():
     decision = ask(linear("bf16", n=100, bias=True), "100", "none")
-    table = unwrapped(json_report.table(decision))
+    table = unwrapped(text_report.table(decision))
     for candidate in decision.candidates:
         assert candidate.backend in table
         assert all(unwrapped(reason.text) in table for reason in candidate.reasons)
@@ -258,7 +258,7 @@ def test_a_table_shows_all_reasons_against_every_candidate():
 def test_the_log_has_one_line_per_distinct_decision():
     records = [(f"model.layers.{i}.up", ask(linear())) for i in range(4)]
     records.append(("lm_head", ask(linear("bf16"))))
-    lines = json_report.log_lines(records)
+    lines = text_report.log_lines(records)
     assert len(lines) == 2
     assert lines[0].startswith("model.layers.{0-3}.up: linear fp8-block[128x128]:4096x4096 bf16 ->")
 

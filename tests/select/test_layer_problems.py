@@ -253,10 +253,9 @@ def test_the_vocabulary_is_cut_with_the_last_shard_filled_up():
 
 
 def test_expert_parallel_ranks_hold_whole_experts():
-    experts = by_name(tiny(), tp=4, ep=4, moe_layout="batched")["model.layers.0.mlp.experts"]
+    experts = by_name(tiny(), tp=4, ep=4)["model.layers.0.mlp.experts"]
     assert (experts.num_experts, experts.cut_experts) == (8, 4)
     assert (experts.intermediate, experts.cut) == (24, 1)
-    assert experts.layout == "batched"
 
 
 def test_latent_attention_has_one_kv_head_on_every_rank_and_replicated_down_projections():
@@ -292,7 +291,7 @@ def test_ranks_must_be_a_positive_number(bad):
 
 @pytest.mark.parametrize(
     ("option", "value", "meant"),
-    [("dtype", "bf61", "bf16"), ("kv_format", "fp88", "fp8"), ("moe_layout", "batch", "batched")],
+    [("dtype", "bf61", "bf16"), ("kv_format", "fp88", "fp8")],
 )
 def test_an_unknown_argument_is_refused_with_what_was_meant(option, value, meant):
     with pytest.raises(ConfigError, match=f"{option} '{value}'.*did you mean {meant}"):

@@ -196,7 +196,7 @@ def test_problems_that_a_size_does_not_describe_are_in_no_table():
     own = table(deep_gemm=ENTRY)
     assert own.timings(linear()) is not None and own.timings(linear(bias=True)) is not None
     assert own.timings(linear(parts=(2048, 1024, 1024))) is not None
-    assert own.timings(linear(parts=(4000, 96))) is None  # a scale block is cut
+    assert own.timings(linear(parts=(4000, 96))) is None  # with partial scale blocks
     assert own.timings(moe()) is None and own.timings(linear(dtype="fp16")) is None
     assert own.timings(linear(act=(ActScheme.NONE,))) is None
     experts = Table(H100, "", {moe().size_key: {"triton": ENTRY}})

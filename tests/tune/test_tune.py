@@ -75,7 +75,7 @@ def test_one_problem_is_measured_once_and_what_offers_no_choice_is_told():
     planned = plan([linear(), merged, linear("bf16"), linear(parts=(4000, 96))], H100, LIBS["all"])
     assert {str(j.problem) for j in planned.jobs} == {str(linear())}
     assert any("torch alone" in note for note in planned.notes)
-    assert any("shards cut" in note for note in planned.notes)
+    assert any("partial scale blocks" in note for note in planned.notes)
 
 
 def test_what_is_broken_or_quarantined_is_not_planned():

@@ -24,13 +24,14 @@ CAUSAL_LM: dict[str, Any] = {
 class Checkpointed:
     """What checkpoints of a model_type look like.
 
-    hf_architectures: what config.json calls its classes (`architectures`). skipped_tensors: how
-    names of tensors that are not served begin, after "model."; renamed_tensors: how other names
-    begin, and how ours do.
+    hf_architectures: what config.json calls its classes (`architectures`). is_served: whether the
+    engine runs it; `explain` lists the kernels of all. skipped_tensors: how names of tensors that
+    are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
     """
 
     model_type: str
     hf_architectures: tuple[str, ...]
+    is_served: bool = field(default=True, kw_only=True)
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
@@ -53,9 +54,8 @@ class Architecture(Checkpointed):
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
     field of one that lacks it; derives_layer_types: names of the fields it is derived from.
     renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
-    without any, of its other fields. is_served: whether the engine runs it; `explain` lists the
-    kernels of all. ue8m0_requant_loses_accuracy: re-quantising its weights to UE8M0 scales costs
-    accuracy that was measured.
+    without any, of its other fields. ue8m0_requant_loses_accuracy: re-quantising its weights to
+    UE8M0 scales costs accuracy that was measured.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -66,7 +66,6 @@ class Architecture(Checkpointed):
     renamed_fields: Mapping[str, str] = field(default_factory=dict)
     rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     partial_rotary_factor: float | None = None
-    is_served: bool = True
     ue8m0_requant_loses_accuracy: bool = False
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """DeepSeek V3: multi-head latent attention, and experts in groups. `explain` only."""
 
+from functools import partial
+
 from vllm.architectures.architecture import Architecture
 from vllm.architectures.build import decoder, dim, gated_mlp, gated_mlp_of, moe
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
@@ -10,9 +12,8 @@ from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 
 
 def _describe(fields: Fields) -> Decoder:
-    return decoder(
-        fields, _attention, _feed_forward, rotary_head_dim=fields.size("qk_rope_head_dim")
-    )
+    rotary_dim = fields.size("qk_rope_head_dim")
+    return decoder(fields, _attention, _feed_forward, rotary_head_dim=rotary_dim)
 
 
 def _attention(fields: Fields, layer: int) -> LatentAttention:
@@ -61,7 +62,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
         size = num_shared * fields.size("moe_intermediate_size")
         inner = Dim("n_shared_experts * moe_intermediate_size", size)
         shared = gated_mlp_of(fields, "mlp.shared_experts", inner)
-    return moe(fields, dim(fields, "n_routed_experts"), lambda n, k: _router(fields, n, k), shared)
+    return moe(fields, dim(fields, "n_routed_experts"), partial(_router, fields), shared)
 
 
 def _router(fields: Fields, num_experts: int, top_k: int) -> Router:

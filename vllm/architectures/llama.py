@@ -1,13 +1,11 @@
 """Llama and its like (SmolLM2, ...): plain attention and a gated MLP."""
 
+from functools import partial
+
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
-from vllm.architectures.decoder import Attention, Decoder
+from vllm.architectures.decoder import Attention
 from vllm.architectures.fields import Fields
-
-
-def _describe(fields: Fields) -> Decoder:
-    return decoder(fields, _attention, gated_mlp)
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
@@ -30,7 +28,7 @@ ARCHITECTURES = (
     Architecture(
         "llama",
         ("LlamaForCausalLM",),
-        _describe,
+        partial(decoder, mixer=_attention, feed_forward=gated_mlp),
         DEFAULTS
         | {
             "intermediate_size": 11008,

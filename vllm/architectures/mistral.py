@@ -2,17 +2,14 @@
 Mistral 3 around either (Devstral Small 2, Mistral Small 3.x)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Composite
 from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
-from vllm.architectures.decoder import Attention, Decoder, QueryScaling
+from vllm.architectures.decoder import Attention, QueryScaling
 from vllm.architectures.fields import Fields
 from vllm.architectures.llama import DEFAULTS
-
-
-def _describe(fields: Fields) -> Decoder:
-    return decoder(fields, _attention, gated_mlp)
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
@@ -46,7 +43,7 @@ ARCHITECTURES = (
     Architecture(
         "mistral",
         ("MistralForCausalLM",),
-        _describe,
+        partial(decoder, mixer=_attention, feed_forward=gated_mlp),
         DEFAULTS
         | {
             "intermediate_size": 14336,
@@ -59,7 +56,7 @@ ARCHITECTURES = (
     Architecture(
         "ministral3",
         ("Ministral3ForCausalLM",),
-        _describe,
+        partial(decoder, mixer=_attention, feed_forward=gated_mlp),
         DEFAULTS
         | {
             "vocab_size": 131072,

@@ -1,10 +1,11 @@
 """Qwen3.5, dense and with experts, alone or as part of a multimodal model: gated delta-net layers,
 and every few of them one of gated full attention."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
+from vllm.architectures.architecture import CAUSAL_LM, Architecture, Checkpointed, Composite
 from vllm.architectures.build import (
     AttentionKind,
     attention,
@@ -14,7 +15,7 @@ from vllm.architectures.build import (
     gated_mlp_of,
     moe,
 )
-from vllm.architectures.decoder import Attention, Decoder, DeltaNet, MoE
+from vllm.architectures.decoder import Attention, DeltaNet, FeedForward, MoE
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
 from vllm.architectures.router import Router
@@ -22,14 +23,6 @@ from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.errors import CheckpointError, did_you_mean
 
 _LAYER_TYPES = ("linear_attention", "full_attention")
-
-
-def _describe_dense(fields: Fields) -> Decoder:
-    return decoder(fields, _mixer, gated_mlp, "rms_zero_centred")
-
-
-def _describe_moe(fields: Fields) -> Decoder:
-    return decoder(fields, _mixer, _feed_forward, "rms_zero_centred")
 
 
 def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
@@ -117,72 +110,62 @@ _DEFAULTS = CAUSAL_LM | {
     "linear_num_value_heads": 32,
     "layer_types": None,
 }
-_TEXT: dict[str, Any] = {
-    "nullable": frozenset({"layer_types"}),
-    "layer_types": _layer_types,
-    "derives_layer_types": ("full_attention_interval",),
-    "partial_rotary_factor": 0.25,
-    # GSM8K falls by 4 to 12 points when FP8 weights are re-quantised to the UE8M0 scales that
-    # DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319 questions,
-    # 5-shot).
-    "ue8m0_requant_loses_accuracy": True,
-}
 # Text models are stored alone or as part of a multimodal one, with vision and the layers of
 # multi-token prediction.
 _CHECKPOINTS: dict[str, Any] = {
     "skipped_tensors": ("visual.", "mtp."),
     "renamed_tensors": (("model.language_model.", "model."),),
 }
-_NOTICE = (
-    "Qwen3.5: serving the text model; images are not supported, and weights for vision and for "
-    "multi-token prediction are skipped"
-)
+
+
+def _models(
+    name: str, hf_name: str, feed_forward: Callable[[Fields, int], FeedForward], defaults: Any
+) -> tuple[Checkpointed, ...]:
+    """The text model, and the multimodal one around it."""
+    text = Architecture(
+        f"{name}_text",
+        (f"{hf_name}ForCausalLM",),
+        partial(decoder, mixer=_mixer, feed_forward=feed_forward, norm="rms_zero_centred"),
+        _DEFAULTS | defaults,
+        nullable=frozenset({"layer_types"}),
+        layer_types=_layer_types,
+        derives_layer_types=("full_attention_interval",),
+        partial_rotary_factor=0.25,
+        # GSM8K falls by 4 to 12 points when FP8 weights are re-quantised to the UE8M0 scales that
+        # DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319 questions,
+        # 5-shot).
+        ue8m0_requant_loses_accuracy=True,
+        **_CHECKPOINTS,
+    )
+    whole = Composite(
+        name,
+        (f"{hf_name}ForConditionalGeneration",),
+        (text.model_type,),
+        notice="Qwen3.5: serving the text model; images are not supported, and weights for vision "
+        "and for multi-token prediction are skipped",
+        **_CHECKPOINTS,
+    )
+    return text, whole
+
+
+_DENSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+}
+_MOE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
 
 
 ARCHITECTURES = (
-    Architecture(
-        "qwen3_5_text",
-        ("Qwen3_5ForCausalLM",),
-        _describe_dense,
-        _DEFAULTS
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 4,
-        },
-        **_TEXT,
-        **_CHECKPOINTS,
-    ),
-    Composite(
-        "qwen3_5",
-        ("Qwen3_5ForConditionalGeneration",),
-        ("qwen3_5_text",),
-        notice=_NOTICE,
-        **_CHECKPOINTS,
-    ),
-    Architecture(
-        "qwen3_5_moe_text",
-        ("Qwen3_5MoeForCausalLM",),
-        _describe_moe,
-        _DEFAULTS
-        | {
-            "hidden_size": 2048,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 2,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts_per_tok": 8,
-            "num_experts": 256,
-        },
-        **_TEXT,
-        **_CHECKPOINTS,
-    ),
-    Composite(
-        "qwen3_5_moe",
-        ("Qwen3_5MoeForConditionalGeneration",),
-        ("qwen3_5_moe_text",),
-        notice=_NOTICE,
-        **_CHECKPOINTS,
-    ),
+    *_models("qwen3_5", "Qwen3_5", gated_mlp, _DENSE),
+    *_models("qwen3_5_moe", "Qwen3_5Moe", _feed_forward, _MOE),
 )

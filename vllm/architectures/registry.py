@@ -13,7 +13,7 @@ from vllm.architectures.decoder import Decoder
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.utils.entry_points import extensions
 
-_BUILT_IN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3")
+_BUILT_IN = ("llama", "mistral", "qwen", "qwen3_5", "deepseek_v3")
 ENTRY_POINTS = "vllm.architectures"
 
 
@@ -52,7 +52,7 @@ def composite(model_type: object) -> Composite | None:
 
 def served(hf_architectures: Sequence[str]) -> Checkpointed:
     """The first of the classes that the engine runs; CheckpointError names all of those."""
-    classes = {name: one for one in known().values() if _is_served(one)
+    classes = {name: one for one in known().values() if one.is_served
                for name in one.hf_architectures}  # fmt: skip
     for name in hf_architectures:
         if name in classes:
@@ -62,10 +62,6 @@ def served(hf_architectures: Sequence[str]) -> Checkpointed:
         f"architecture {given} is not supported; supported: {', '.join(classes)}"
         f"{did_you_mean(given, classes)}"
     )
-
-
-def _is_served(one: Checkpointed) -> bool:
-    return not isinstance(one, Architecture) or one.is_served
 
 
 def model_type(config: Mapping[str, Any]) -> str:

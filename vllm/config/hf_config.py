@@ -15,11 +15,11 @@ from vllm.errors import CheckpointError
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
-ROPE_NEEDS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor"},
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 
@@ -136,7 +136,7 @@ def _rope(
     if factor is not None:
         rope.setdefault("partial_rotary_factor", factor)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    _require(type(kind) is str and kind in ROPE_NEEDS and ROPE_NEEDS[kind] <= rope.keys())
+    _require(type(kind) is str and kind in ROPE_NEEDS and rope.keys() >= {*ROPE_NEEDS[kind]})
     if kind in ("llama3", "yarn"):
         _require("original_max_position_embeddings" not in raw)
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])

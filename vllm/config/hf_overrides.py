@@ -11,11 +11,9 @@ from vllm.errors import ConfigError, did_you_mean
 
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPE_EVERY_TYPE = ("rope_type", "rope_theta", "partial_rotary_factor")
-_ROPE_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+_ROPE_MAY_HAVE = {  # besides what it needs
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "attention_factor", "truncate", "llama_4_scaling_beta"),
 }  # fmt: skip
 _EVERY_MODEL = ("model_type", "architectures", "quantization_config", "eos_token_id",
@@ -152,7 +150,7 @@ def _rope_with_overrides(
             f"--hf-overrides {at}rope_parameters.rope_type = {kind!r} is unknown: it takes "
             f"{', '.join(ROPE_NEEDS)}{did_you_mean(str(kind), ROPE_NEEDS)}"
         )
-    accepted = (*_ROPE_EVERY_TYPE, *_ROPE_OF_TYPE[kind])
+    accepted = (*_ROPE_EVERY_TYPE, *ROPE_NEEDS[kind], *_ROPE_MAY_HAVE.get(kind, ()))
     for name in new:
         if name not in accepted:
             raise ConfigError(
@@ -161,7 +159,7 @@ def _rope_with_overrides(
             )
     kept = own if kind == before else {n: own[n] for n in _ROPE_EVERY_TYPE[1:] if n in own}
     found = kept | {"rope_type": kind} | new
-    if missing := sorted(ROPE_NEEDS[kind] - found.keys()):
+    if missing := sorted({*ROPE_NEEDS[kind]} - found.keys()):
         raise ConfigError(
             f"--hf-overrides {at}rope_parameters: rope_type {kind} needs {', '.join(missing)}"
         )
@@ -211,6 +209,11 @@ def check_effect(config: Any, final: Mapping[str, Any], at: str = "") -> None:
         found = getattr(config, name, None)
         if name == "text_config":
             check_effect(found, value, "text_config.")
+        elif name == "max_window_layers" and config.sliding_window is None:
+            raise ConfigError(
+                f"--hf-overrides {at}{name} = {value!r} has no effect: the config has no sliding "
+                f"window; override {at}use_sliding_window and {at}sliding_window too"
+            )
         elif name not in ("dtype", "quantization_config", "full_attention_interval"):
             wanted = value if isinstance(value, Mapping) else {name: value}
             got = found if isinstance(value, Mapping) else {name: found}

@@ -1,6 +1,5 @@
 """Which model is served, and what its own files say about it."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from vllm.config.hf_config import read_config
 from vllm.config.hf_overrides import check_architecture, check_effect, with_overrides
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.platforms.installed import installed_device
-from vllm.utils.hub import resolve_model
+from vllm.utils.hub import read_json_object, resolve_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16",
@@ -89,13 +88,11 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids, of generation_config.json first and config.json else."""
-        ids = self.generation.get("eos_token_id")
-        if ids is None:
-            ids = getattr(self.hf_text_config, "eos_token_id", None)
-        if ids is None:
-            ids = getattr(self.hf_config, "eos_token_id", None)
-        given = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        return frozenset(token for token in given if 0 <= token < self.vocab_size)
+        configs = (self.hf_text_config, self.hf_config)
+        places = [self.generation.get("eos_token_id")]
+        places += [getattr(config, "eos_token_id", None) for config in configs]
+        given = next((ids for ids in places if ids is not None), None)
+        return frozenset(token for token in _as_list(given) if 0 <= token < self.vocab_size)
 
     @classmethod
     def load(
@@ -121,7 +118,8 @@ class ModelConfig:
         overrides = hf_overrides or {}
         hf_config = load_hf_config(path, trust_remote_code, overrides)
         text_config = hf_config.get_text_config()
-        generation = _read_json(path / "generation_config.json", required=False)
+        defaults = path / "generation_config.json"
+        generation = read_json_object(defaults) if defaults.exists() else {}
         for ids in (generation.get("eos_token_id"), getattr(text_config, "eos_token_id", None)):
             _check_eos(path, ids)
         decoder = _decoder(_source(path, overrides), hf_config)
@@ -155,7 +153,7 @@ class ModelConfig:
 def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any]) -> Any:
     """The config of a folder, with `overrides` put over config.json. ConfigError for an override
     that would have no effect, or only a part of one."""
-    raw = _read_json(path / "config.json", required=True)
+    raw = read_json_object(path / "config.json")
     if "model_type" not in raw:
         raise CheckpointError(f"{path / 'config.json'} has no model_type: not a language model")
     merged, final = with_overrides(raw, overrides)
@@ -200,9 +198,12 @@ def _tokenizer_folder(tokenizer: str) -> Path:
         raise CheckpointError(f"--tokenizer {tokenizer}: {error}") from error
 
 
+def _as_list(ids: Any) -> list[Any]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
 def _check_eos(path: Path, ids: Any) -> None:
-    given = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(token, int) for token in given):
+    if not all(isinstance(token, int) for token in _as_list(ids)):
         raise CheckpointError(
             f"{path}: eos_token_id = {ids!r} in config.json or generation_config.json: it takes a "
             f"token id or a list of them"
@@ -248,24 +249,6 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
             setattr(config, key, current | value)
         else:
             setattr(config, key, value)
-
-
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
-        raise CheckpointError(f"{path} is no regular file; fetch the checkpoint again")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
-    return content
 
 
 def _resolve_dtype(dtype: str, config: Any) -> str:

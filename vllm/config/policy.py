@@ -7,6 +7,7 @@ rule  6 measured  7 default order
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 from vllm.config.model_rule import REQUANT, model_rule
@@ -55,22 +56,12 @@ class KernelPreferences:
 
 def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:
     """env: `envs.kernel_variables()`. ConfigError for what contradicts itself."""
+    preferred, exclusions = _deep_gemm(preferences, env)
     overrides = [
         *_layer_overrides(preferences),
         *_flag_overrides(preferences),
         *_variable_overrides(env),
     ]
-    preferred, exclusions = _deep_gemm_variables(env)
-    if preferences.use_deep_gemm is not None:
-        said = {p.family for p in preferred} | {e.family for e in exclusions}
-        families = [family for family in _DEEP_GEMM_FAMILIES if family not in said]
-        origin = Origin(RANK_CONFIG, _CONFIG.format(preferences.use_deep_gemm))
-        if preferences.use_deep_gemm:
-            preferred += [Preference(family, "deep_gemm", origin) for family in families]
-        else:
-            rule = preferences.model_rule
-            origin = Origin(RANK_ACCURACY, rule) if rule else origin
-            exclusions += [Exclusion(f, "deep_gemm", origin, bool(rule)) for f in families]
     _refuse_contradictions(overrides, exclusions)
     return Policy(
         overrides=tuple(overrides),
@@ -100,15 +91,14 @@ def _layer_overrides(preferences: KernelPreferences) -> list[Override]:
             raise ConfigError(
                 f"--kernel {text!r}: it takes PATTERN=BACKEND, such as '*.down_proj=triton'"
             )
-        found = [f for f in registry.FAMILIES if registry.find_backend(f, name)]
-        if not found:
+        found = {family: registry.find_backend(family, name) for family in registry.FAMILIES}
+        if not any(found.values()):
             every = sorted({n for f in registry.FAMILIES for n in registry.backend_names(f)})
             raise registry.unknown_backend(f"--kernel {text!r}", name, every)
         origin = Origin(RANK_LAYER, f"--kernel {text}")
-        for family in found:
-            backend = registry.find_backend(family, name)
-            assert backend is not None
-            overrides.append(Override(family, backend, origin, pattern))
+        overrides += [
+            Override(f, backend, origin, pattern) for f, backend in found.items() if backend
+        ]
     return overrides
 
 
@@ -125,15 +115,13 @@ def _flag_overrides(preferences: KernelPreferences) -> list[Override]:
 
 def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
     overrides = []
-    if (name := env.get("VLLM_LINEAR_BACKEND")) is not None:
-        backend = registry.check_backend_name("linear", name, "VLLM_LINEAR_BACKEND")
-        overrides.append(Override("linear", backend, _variable("VLLM_LINEAR_BACKEND", name)))
-    for kind, known in formats.formats().items():
-        variable = known.gemm_variable
+    variables = [("VLLM_LINEAR_BACKEND", frozenset[str]())]
+    variables += [(f.gemm_variable, frozenset({kind})) for kind, f in formats.formats().items()]
+    for variable, kinds in variables:
         if (name := env.get(variable)) is not None:
             backend = registry.check_backend_name("linear", name, variable)
             origin = _variable(variable, name)
-            overrides.append(Override("linear", backend, origin, formats=frozenset({kind})))
+            overrides.append(Override("linear", backend, origin, formats=kinds))
     if env.get("VLLM_TEST_FORCE_FP8_MARLIN"):
         origin = _variable("VLLM_TEST_FORCE_FP8_MARLIN", "1")
         overrides += [
@@ -143,51 +131,42 @@ def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
     return overrides
 
 
-_DEEP_GEMM_FAMILIES = ("linear", "moe")
-_CONFIG = "use_deep_gemm = {} in the quantisation config"
-
-
-def _deep_gemm_variables(env: Mapping[str, Any]) -> tuple[list[Preference], list[Exclusion]]:
-    """1 permits and prefers DeepGEMM, 0 excludes it. VLLM_MOE_USE_DEEP_GEMM speaks of experts, and
-    of those VLLM_USE_DEEP_GEMM=0 too."""
-    use, moe = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"
-    both, experts = env.get(use), env.get(moe)
+def _deep_gemm(
+    preferences: KernelPreferences, env: Mapping[str, Any]
+) -> tuple[list[Preference], list[Exclusion]]:
+    """What variables say of DeepGEMM: 1 permits and prefers it, 0 excludes it, of
+    VLLM_USE_DEEP_GEMM for experts too. Then the quantisation config or the model rule."""
     preferred: list[Preference] = []
     exclusions: list[Exclusion] = []
-    for family in _DEEP_GEMM_FAMILIES:
-        name, value = (use, both) if family == "linear" or both is False else (moe, experts)
-        name, value = (use, both) if value is None else (name, value)
-        if value is None:
-            continue
-        origin = _variable(name, int(value))
-        if family == "moe" and experts and value is False:
-            origin = Origin(RANK_VARIABLE, f"{origin.text}, which outranks {moe}=1")
-        if value:
+    both = ("VLLM_USE_DEEP_GEMM", env.get("VLLM_USE_DEEP_GEMM"))
+    moe = ("VLLM_MOE_USE_DEEP_GEMM", env.get("VLLM_MOE_USE_DEEP_GEMM"))
+    rule, decided = preferences.model_rule, preferences.use_deep_gemm
+    config = Origin(RANK_CONFIG, f"use_deep_gemm = {decided} in the quantisation config")
+    if rule and decided is False:
+        config = Origin(RANK_ACCURACY, rule)
+    of_experts = both if moe[1] is None or both[1] is False else moe
+    for family, (variable, said) in (("linear", both), ("moe", of_experts)):
+        origin = config if said is None else _variable(variable, int(said))
+        if family == "moe" and said is False and moe[1]:
+            origin = Origin(RANK_VARIABLE, f"{origin.text}, which outranks {moe[0]}=1")
+        answer = decided if said is None else said
+        if answer:
             preferred.append(Preference(family, "deep_gemm", origin))
-        else:
-            exclusions.append(Exclusion(family, "deep_gemm", origin))
+        elif answer is False:
+            exclusions.append(Exclusion(family, "deep_gemm", origin, origin.text == rule))
     return preferred, exclusions
 
 
 def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:
     """Two preferences of one rank for one layer contradict each other."""
-    for i, first in enumerate(overrides):
-        for second in overrides[i + 1 :]:
-            same = (first.family, first.origin.rank, first.pattern) == (
-                second.family,
-                second.origin.rank,
-                second.pattern,
-            )
-            meet = first.pattern != "*" or _formats(first) & _formats(second)
-            if same and meet and first.backend != second.backend:
-                raise _contradiction(first.origin, second.origin)
-        for exclusion in exclusions:
-            if (first.family, first.backend, first.origin.rank) == (
-                exclusion.family,
-                exclusion.backend,
-                exclusion.origin.rank,
-            ):
-                raise _contradiction(first.origin, exclusion.origin)
+    for first, second in combinations(overrides, 2):
+        same = (first.family, first.pattern) == (second.family, second.pattern)
+        meet = first.pattern != "*" or _formats(first) & _formats(second)
+        if same and meet and first.backend != second.backend:
+            _refuse(first.origin, second.origin)
+    for override, exclusion in product(overrides, exclusions):
+        if (override.family, override.backend) == (exclusion.family, exclusion.backend):
+            _refuse(override.origin, exclusion.origin)
 
 
 def _formats(override: Override) -> frozenset[str]:
@@ -197,8 +176,10 @@ def _formats(override: Override) -> frozenset[str]:
     return override.formats or frozenset().union(*known)
 
 
-def _contradiction(first: Origin, second: Origin) -> ConfigError:
-    return ConfigError(f"{first.text} and {second.text} contradict each other: leave one out")
+def _refuse(first: Origin, second: Origin) -> None:
+    """Of two ranks the stronger one counts."""
+    if first.rank == second.rank:
+        raise ConfigError(f"{first.text} and {second.text} contradict each other: leave one out")
 
 
 def _variable(name: str, value: object) -> Origin:

@@ -49,7 +49,7 @@ def warn_of_model_rule(
 ) -> None:
     """Says what serves instead of DeepGEMM, where the rule changes anything: it would have served a
     layer of this model on this machine."""
-    if not is_deep_gemm_supported():
+    if model.decoder is None or not is_deep_gemm_supported():
         return
     device = current_device()
     problems = layer_problems(
@@ -81,5 +81,5 @@ def warn_of_model_rule(
             "causes accuracy degradation for this architecture. Falling back to %s. "
             "To disable DeepGemm globally, set VLLM_USE_DEEP_GEMM=0.",
             model.model_type,
-            ", ".join(sorted(str(name).upper() for name in instead)),
+            ", ".join(sorted(name.upper() for name in instead if name)) or "no kernel",
         )

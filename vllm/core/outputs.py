@@ -9,10 +9,8 @@ from vllm.core.request import FinishReason, Request
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that enters the batch, for the first time or after a preemption.
-
-    state_slot: slot of a snapshot of its recurrent state after `num_computed_tokens`; 0 for none.
-    """
+    """A request that enters the batch, for the first time or after a preemption. state_slot: slot
+    of a snapshot of its recurrent state after `num_computed_tokens`; 0 for none."""
 
     request: Request
     num_computed_tokens: int

@@ -22,11 +22,10 @@ class PrefixCache:
         self.num_hit = 0
 
     def match(self, request: Request) -> list[int]:
-        """The cached blocks of the request's prefix, without its last token.
-
-        That token is always computed, for its logits.
-        """
-        if not (self.enabled and request.reads_prefix_cache):
+        """The cached blocks of the request's prefix, without its last token, which is always
+        computed, for its logits."""
+        # Prompt logprobs need every prompt position computed.
+        if not self.enabled or request.sampling.prompt_logprobs is not None:
             return []
         num_blocks = (len(request.all_token_ids) - 1) // self.block_size
         blocks = []
@@ -37,10 +36,6 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
-
-    def count(self, num_queried: int, num_hit: int) -> None:
-        self.num_queried += num_queried
-        self.num_hit += num_hit
 
     def record(self, request: Request, num_before: int) -> None:
         """Registers the blocks that became full since `num_before` tokens were computed."""

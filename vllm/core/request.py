@@ -1,5 +1,6 @@
 """Requests: as sent to the engine process, and as the scheduler keeps them. No torch."""
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,6 +36,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
 class Request:
     """A request inside the engine. Only the scheduler changes it.
 
+    arrival: by time.monotonic. queue_seconds: from then until it was scheduled; None before.
     num_computed_tokens: leading tokens of all_token_ids whose K and V are in block_ids.
     num_scheduled_tokens: tokens of all_token_ids that the steps in flight compute.
     num_pending_tokens: steps in flight that sample for it; their tokens are not in all_token_ids.
@@ -61,6 +63,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     pooling: PoolingParams | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    queue_seconds: float | None = None
 
     @classmethod
     def of(cls, wire: EngineRequest) -> "Request":
@@ -94,8 +98,3 @@ class Request:
     def reads_prompt(self) -> bool:
         """Whether it needs the hidden states of its prompt, not only the next token."""
         return self.sampling.prompt_logprobs is not None or self.pooling is not None
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """Not with prompt logprobs, which need every prompt position computed."""
-        return self.sampling.prompt_logprobs is None

@@ -198,7 +198,8 @@ class Scheduler:
             self.pool.share(block)
         request.block_ids = cached + self.pool.take(num_new)
         request.num_computed_tokens = len(cached) * self.block_size
-        self.prefix_cache.count(known, request.num_computed_tokens)
+        self.prefix_cache.num_queried += known
+        self.prefix_cache.num_hit += request.num_computed_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
         return NewRequestData(request, request.num_computed_tokens, state_slot)

@@ -35,10 +35,8 @@ class Experts:
 
 
 class AllGatherReduceScatter:
-    """`allgather_reducescatter`: all-gather the tokens, run the local experts, reduce-scatter.
-
-    The host knows all sizes, so there is no device synchronisation.
-    """
+    """`allgather_reducescatter`: all-gather the tokens, run the local experts, reduce-scatter. The
+    host knows all sizes, so there is no device synchronisation."""
 
     def __init__(self, parallel: Parallel, experts: Experts):
         self._parallel = parallel

@@ -1,6 +1,15 @@
 """Position of a rank in the data, pipeline and tensor dimensions. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+# By kind of group, what the ranks of one have in common.
+GROUPS = {
+    "tensor": ("data_rank", "stage"),
+    "pipeline": ("data_rank", "tensor_rank"),
+    "data": ("stage", "tensor_rank"),
+    "expert": ("stage",),
+    "engine": ("data_rank",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +39,6 @@ class Layout:
         return self.rank // (self.tensor_size * self.pipeline_size)
 
     @property
-    def engine_ranks(self) -> range:
-        """Ranks of this rank's engine."""
-        size = self.tensor_size * self.pipeline_size
-        return range(self.data_rank * size, (self.data_rank + 1) * size)
-
-    @property
     def is_output(self) -> bool:
         """Whether this rank returns the engine's output: the first rank of the last stage."""
         return self.tensor_rank == 0 and self.stage == self.pipeline_size - 1
@@ -43,20 +46,12 @@ class Layout:
     def groups(self, kind: str) -> list[list[int]]:
         """All groups of `kind`: tensor, pipeline, data (the ranks of one stage that hold the same
         slices), expert (all ranks of one stage) or engine."""
-        t, p, d = range(self.tensor_size), range(self.pipeline_size), range(self.data_size)
-        if kind == "tensor":
-            return [[self._at(k, j, i) for i in t] for k in d for j in p]
-        if kind == "pipeline":
-            return [[self._at(k, j, i) for j in p] for k in d for i in t]
-        if kind == "data":
-            return [[self._at(k, j, i) for k in d] for j in p for i in t]
-        if kind == "expert":
-            return [[self._at(k, j, i) for k in d for i in t] for j in p]
-        assert kind == "engine", kind
-        return [[self._at(k, j, i) for j in p for i in t] for k in d]
-
-    def _at(self, data_rank: int, stage: int, tensor_rank: int) -> int:
-        return (data_rank * self.pipeline_size + stage) * self.tensor_size + tensor_rank
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.num_ranks):
+            position = replace(self, rank=rank)
+            shared = tuple(getattr(position, name) for name in GROUPS[kind])
+            found.setdefault(shared, []).append(rank)
+        return list(found.values())
 
     def __str__(self) -> str:
         """`rank 3 (data-parallel 1, tensor-parallel 1)`, with the dimensions there are."""

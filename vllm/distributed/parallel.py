@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.groups import Group
-from vllm.distributed.layout import Layout, stage_layers
+from vllm.distributed.layout import GROUPS, Layout, stage_layers
 
 
 @dataclass(slots=True)
@@ -49,11 +49,5 @@ def make_parallel(
                 own = Group(ranks.index(layout.rank), len(ranks), tuple(ranks), handle)
         return own
 
-    return Parallel(
-        layout=layout,
-        tensor=group("tensor"),
-        pipeline=group("pipeline"),
-        data=group("data"),
-        expert=group("expert") if is_expert_parallel else Group(),
-        engine=group("engine"),
-    )
+    kinds = [kind for kind in GROUPS if kind != "expert" or is_expert_parallel]
+    return Parallel(layout, **{kind: group(kind) for kind in kinds})

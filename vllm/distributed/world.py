@@ -17,9 +17,9 @@ Address = tuple[str, int]
 """Host and port."""
 
 # Ranks import torch and probe their devices first; a dead rank is noticed elsewhere.
-_START_SECONDS = 900.0
+_START = timedelta(minutes=15)
 # Weight loading may differ by hours; a dead rank is noticed elsewhere.
-_BARRIER_SECONDS = 24 * 3600.0
+_BARRIER = timedelta(days=1)
 # NCCL's watchdog ends a process without naming the missing rank, so our own timeout comes first.
 _NCCL_GRACE_SECONDS = 20.0
 
@@ -36,16 +36,14 @@ def host_store(listener: socket.socket) -> dist.TCPStore:
         host,
         port,
         is_master=True,
-        timeout=timedelta(seconds=_START_SECONDS),
+        timeout=_START,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
 
 
 def find_store(address: Address) -> dist.TCPStore:
-    return dist.TCPStore(
-        *address, is_master=False, timeout=timedelta(seconds=_START_SECONDS), wait_for_workers=False
-    )
+    return dist.TCPStore(*address, is_master=False, timeout=_START, wait_for_workers=False)
 
 
 def join(
@@ -56,10 +54,8 @@ def join(
     timeout_s: float,
     facts: Mapping[str, str],
 ) -> Parallel:
-    """This rank's process groups, once all ranks have joined.
-
-    facts: what must be equal on all ranks. ConfigError names the difference.
-    """
+    """This rank's process groups, once all ranks have joined. facts: what must be equal on all
+    ranks; ConfigError names the difference."""
     if device_kind == "cuda" and not dist.is_nccl_available():
         raise ConfigError(
             "several GPUs need NCCL, which this torch was built without; install torch for CUDA"
@@ -70,7 +66,7 @@ def join(
     def barrier(place: str) -> None:
         store.set(f"{place}/{layout.rank}", b"here")
         keys = [f"{place}/{rank}" for rank in range(layout.num_ranks)]
-        store.wait(keys, timedelta(seconds=_BARRIER_SECONDS))
+        store.wait(keys, _BARRIER)
 
     # From here on, the timeout of a step applies.
     barrier("start")

@@ -66,27 +66,23 @@ class EngineArgs:
         None, "Quantise a bf16 checkpoint at load (fp8); default: the checkpoint's method."
     )
     load_format: str = _arg("auto", "dummy: random weights, for benchmarks.", choices=LOAD_FORMATS)
-    max_model_len: int | None = _arg(
-        None, "Maximum tokens of a request, prompt and output.", type=int
-    )
+    max_model_len: int | None = _arg(None, "Maximum tokens of a request, prompt and output.")
     hf_overrides: dict[str, Any] | None = _arg(
-        None, "JSON object that overrides fields of config.json.", type=_json_object
+        None, "JSON object that overrides fields of config.json."
     )
-    seed: int = _arg(0, "Seed of the engine's random numbers and of dummy weights.", type=int)
-    max_num_seqs: int = _arg(256, "Maximum requests in the running batch.", type=int)
+    seed: int = _arg(0, "Seed of the engine's random numbers and of dummy weights.")
+    max_num_seqs: int = _arg(256, "Maximum requests in the running batch.")
     max_num_batched_tokens: int | None = _arg(
-        None, "Maximum tokens of one step; longer prompts are chunked.", type=int
+        None, "Maximum tokens of one step; longer prompts are chunked."
     )
-    block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.", type=int)
+    block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.")
     kv_cache_dtype: str = _arg(
         "auto", "Dtype of the KV cache; auto: the dtype of activations.", choices=KV_CACHE_DTYPES
     )
     num_gpu_blocks_override: int | None = _arg(
-        None, "Number of KV cache blocks, on any device; default: sized from memory.", type=int
+        None, "Number of KV cache blocks, on any device; default: sized from memory."
     )
-    gpu_memory_utilization: float = _arg(
-        0.9, "Share of the GPU's memory to use, 0 to 1.", type=float
-    )
+    gpu_memory_utilization: float = _arg(0.9, "Share of the GPU's memory to use, 0 to 1.")
     enable_prefix_caching: bool | None = _arg(
         None, "Reuse KV blocks of equal prompt prefixes. Default: on, except for models with "
         "recurrent states.",
@@ -94,23 +90,20 @@ class EngineArgs:
     )  # fmt: skip
     num_state_snapshots: int = _arg(
         CacheConfig.num_state_snapshots, "Recurrent states kept for equal prompt prefixes, with "
-        "--enable-prefix-caching.", type=int,
+        "--enable-prefix-caching.",
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
     max_prompt_graph_tokens: int | None = _arg(
         None, "Largest step with prompts that a CUDA graph is captured for, in tokens; 0: none. "
         "Default: 2048, or --max-num-batched-tokens where that is less, on a GPU with CUDA graphs.",
-        type=int,
     )  # fmt: skip
     debug_numerics: bool = _arg(
         False, "Check the output of every layer; when a request fails for NaN or infinity, name "
         "the first such layer. Slow, without CUDA graphs.",
     )  # fmt: skip
-    tensor_parallel_size: int = _arg(1, "Number of tensor-parallel ranks.", type=int, short="-tp")
-    pipeline_parallel_size: int = _arg(
-        1, "Number of pipeline-parallel stages.", type=int, short="-pp"
-    )
-    data_parallel_size: int = _arg(1, "Number of data-parallel engines.", type=int, short="-dp")
+    tensor_parallel_size: int = _arg(1, "Number of tensor-parallel ranks.", short="-tp")
+    pipeline_parallel_size: int = _arg(1, "Number of pipeline-parallel stages.", short="-pp")
+    data_parallel_size: int = _arg(1, "Number of data-parallel engines.", short="-dp")
     enable_expert_parallel: bool = _arg(
         False, "Distribute whole experts over tensor- and data-parallel ranks; see "
         "VLLM_ALL2ALL_BACKEND.",
@@ -122,7 +115,7 @@ class EngineArgs:
     )  # fmt: skip
     distributed_timeout_seconds: float = _arg(
         ParallelConfig.distributed_timeout_seconds,
-        "Maximum time that one rank waits for another before the engine ends.", type=float,
+        "Maximum time that one rank waits for another before the engine ends.",
     )  # fmt: skip
     kernel: Sequence[str] | None = _arg(
         None, "PATTERN=BACKEND: kernel backend of the layers whose name matches; repeatable.",
@@ -141,7 +134,7 @@ class EngineArgs:
         False, "Refuse weight-only and emulated kernels for quantised weights."
     )
     max_requant_error: float | None = _arg(
-        None, "Maximum relative error of re-quantising a weight at load.", type=float
+        None, "Maximum relative error of re-quantising a weight at load."
     )
     requant: str = _arg(
         REQUANT[0],
@@ -150,7 +143,7 @@ class EngineArgs:
         choices=REQUANT,
     )
     dump_decisions: Path | None = _arg(
-        None, "File to write every kernel decision to, as JSON.", type=Path, metavar="FILE"
+        None, "File to write every kernel decision to, as JSON.", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -173,24 +166,27 @@ class EngineArgs:
         return cls(model=model, **{name: getattr(args, name) for name in names})
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds a flag per field, named after it."""
-        group = parser.add_argument_group("engine")
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, title: str = "engine", only: Sequence[str] = ()
+    ) -> None:
+        """Adds a flag per field, named after it. only: these fields, () for all."""
+        group = parser.add_argument_group(title)
         for f in dataclasses.fields(cls):
-            if f.name == "model":
+            if f.name == "model" or (only and f.name not in only):
                 continue
             options = dict(f.metadata)
             names = ["--" + f.name.replace("_", "-"), *filter(None, [options.pop("short", None)])]
             if f.type is bool:
                 options["action"] = "store_true"
+            elif "action" not in options:
+                kind = _kinds(f)[0]
+                options["type"] = _json_object if kind == dict[str, Any] else _TYPES[kind][1]
             group.add_argument(*names, default=f.default, **options)
 
-    def _wants_prefix_caching(self, model_config: ModelConfig) -> bool:
-        """By default not where states are recurrent: to keep some takes memory, and a step more
-        for each prompt."""
-        if self.enable_prefix_caching is None:
-            return not model_config.has_recurrent_states
-        return self.enable_prefix_caching
+    def _arguments_of(self, config: type, **resolved: Any) -> dict[str, Any]:
+        """Arguments that are fields of `config`, and those `resolved` from others."""
+        names = [f.name for f in dataclasses.fields(config)]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)} | resolved
 
     def create_engine_config(self) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError."""
@@ -198,46 +194,22 @@ class EngineArgs:
             raise ConfigError(
                 f"--load-format {self.load_format!r} is unknown: it takes {', '.join(LOAD_FORMATS)}"
             )
-        model_config = ModelConfig.load(
-            self.model,
-            tokenizer=self.tokenizer,
-            revision=self.revision,
-            served_model_name=self.served_model_name,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            quantization=self.quantization,
-            load_format=self.load_format,
-            trust_remote_code=self.trust_remote_code,
-            skip_tokenizer_init=self.skip_tokenizer_init,
-            enforce_eager=self.enforce_eager,
-            debug_numerics=self.debug_numerics,
-            hf_overrides=self.hf_overrides,
-            seed=self.seed,
+        model = self._arguments_of(
+            ModelConfig, revision=self.revision, hf_overrides=self.hf_overrides
         )
-        parallel_config = self._parallel_config()
+        model_config = ModelConfig.load(**model)
+        parallel_config = ParallelConfig(**self._arguments_of(ParallelConfig))
+        cache = self._arguments_of(CacheConfig, num_blocks=self.num_gpu_blocks_override)
+        if self.enable_prefix_caching is None:
+            # To keep recurrent states takes memory, and a step more for each prompt.
+            cache["enable_prefix_caching"] = not model_config.has_recurrent_states
+        kernel = (self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ())
         return VllmConfig(
             model_config=model_config,
-            cache_config=CacheConfig(
-                block_size=self.block_size,
-                num_blocks=self.num_gpu_blocks_override,
-                kv_cache_dtype=self.kv_cache_dtype,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                enable_prefix_caching=self._wants_prefix_caching(model_config),
-                num_state_snapshots=self.num_state_snapshots,
-            ),
+            cache_config=CacheConfig(**cache),
             scheduler_config=self._scheduler_config(model_config, parallel_config),
             parallel_config=parallel_config,
-            kernel_config=KernelConfig(
-                kernel=(self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ()),
-                linear_backend=self.linear_backend,
-                moe_backend=self.moe_backend,
-                attention_backend=self.attention_backend,
-                on_unmet=self.on_unmet,
-                require_native=self.require_native,
-                max_requant_error=self.max_requant_error,
-                requant=self.requant,
-                dump_decisions=self.dump_decisions and Path(self.dump_decisions),
-            ),
+            kernel_config=KernelConfig(**self._arguments_of(KernelConfig, kernel=kernel)),
         )
 
     def _scheduler_config(
@@ -258,16 +230,6 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_prompt_graph_tokens=graph_tokens,
-        )
-
-    def _parallel_config(self) -> ParallelConfig:
-        return ParallelConfig(
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            data_parallel_size=self.data_parallel_size,
-            enable_expert_parallel=self.enable_expert_parallel,
-            distributed_executor_backend=self.distributed_executor_backend,
-            distributed_timeout_seconds=self.distributed_timeout_seconds,
         )
 
 
@@ -298,6 +260,12 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
+def _kinds(f: "dataclasses.Field[Any]") -> list[Any]:
+    """The types of a field, None aside."""
+    kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
+    return [kind for kind in kinds if kind is not NoneType]
+
+
 def _of_its_type(f: "dataclasses.Field[Any]", value: Any) -> Any:
     """`value` as the field's type has it; None is the default of any field that has one."""
     if value is None and f.default is not dataclasses.MISSING:
@@ -307,9 +275,8 @@ def _of_its_type(f: "dataclasses.Field[Any]", value: Any) -> Any:
         raise ConfigError(f"{f.name} is empty: {fix}")
     if f.name == "dtype" and str(value).startswith("torch."):
         value = str(value)
-    kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
-    for kind in kinds:
-        if kind is not NoneType and _TYPES[kind][0](value):
-            return _TYPES[kind][1](value)
-    accepted = " or ".join(_TYPES[kind][2] for kind in kinds if kind is not NoneType)
+    for is_of_type, convert, _ in (_TYPES[kind] for kind in _kinds(f)):
+        if is_of_type(value):
+            return convert(value)
+    accepted = " or ".join(_TYPES[kind][2] for kind in _kinds(f))
     raise ConfigError(f"{f.name}={value!r}: it takes {accepted}")

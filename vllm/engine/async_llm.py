@@ -71,7 +71,7 @@ class InFlightRequest:
 class AsyncLLM:
     """`generate` yields a request's outputs; closing the generator aborts the request."""
 
-    def __init__(self, args: EngineArgs, max_waiting: int | None = None, metrics_on: bool = True):
+    def __init__(self, args: EngineArgs, max_waiting: int | None = None):
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # raises for mistakes before that many processes start
         self._args = args
@@ -87,9 +87,7 @@ class AsyncLLM:
             kill(self._engines)
             close(self._engines)
             raise
-        self.metrics = (
-            Metrics(model.served_model_name[0], model.max_model_len) if metrics_on else None
-        )
+        self.metrics = Metrics(model.served_model_name[0], model.max_model_len)
         self.is_dead = False
         self.dead_reason = ""
         self._is_stopping = False
@@ -105,17 +103,17 @@ class AsyncLLM:
     def model_config(self) -> Any:
         return self.vllm_config.model_config
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._in_flight)
-
     async def wait_ready(self) -> None:
         """Returns when the model is loaded; raises the error that prevented it."""
         report = current_report()
         report.count_rest("imports")
         with report.phase("waiting for the engine"):
             ready = await self._all_ready()
-        self._adopt(ready[0], min(message.max_model_len for message in ready))
+        max_model_len = min(message.max_model_len for message in ready)
+        model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
+        self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
+        self._inputs = InputProcessor(model, self.tokenizer)
+        self._kernels = ready[0].kernels
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
@@ -150,12 +148,6 @@ class AsyncLLM:
         except VllmError as error:
             raise type(error)(f"{self._name_of(engine)}{error}") from None
 
-    def _adopt(self, ready: process.Ready, max_model_len: int) -> None:
-        model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
-        self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
-        self._inputs = InputProcessor(model, self.tokenizer)
-        self._kernels = ready.kernels
-
     async def kernels(self) -> dict[str, Any]:
         """The kernel decisions in force."""
         return self._kernels
@@ -167,11 +159,8 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields outputs of `sampling_params.output_kind`; the last one is finished.
-
-        Raises RequestError, QueueFullError or EngineDeadError. For a slow consumer, outputs are
-        merged.
-        """
+        """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
+        is finished. Raises RequestError, QueueFullError or EngineDeadError."""
         self._check_alive()
         self.check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
@@ -245,8 +234,7 @@ class AsyncLLM:
         if running and not self.is_dead:
             with suppress(EngineDeadError):
                 in_flight.engine.send(process.Abort(running))
-        if self.metrics is not None:
-            self.metrics.record_finished(self._request_stats(in_flight))
+        self.metrics.record_finished(self._request_stats(in_flight))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -257,7 +245,7 @@ class AsyncLLM:
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
                         await asyncio.sleep(CAUSE_SECONDS)
-                    self._die(self._named(engine, message.message))
+                    self._die(message.message, engine)
                     return
                 assert isinstance(message, process.Outputs)
                 self._take_outputs(engine, message)
@@ -265,13 +253,12 @@ class AsyncLLM:
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
-            self._die(f"outputs could not be processed ({error!r}); restart the server")
+            self._die(f"outputs could not be processed ({error!r})")
 
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
-        if self.metrics is not None:
-            others = [other.stats for other in self._engines if other is not engine]
-            self.metrics.record_step(message.stats.with_others(others))
+        others = [other.stats for other in self._engines if other is not engine]
+        self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
             with suppress(EngineDeadError):  # reported elsewhere, with the cause
@@ -283,13 +270,10 @@ class AsyncLLM:
             in_flight.updated.set()
 
     def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
-        if self.metrics is None:
-            return
         state = in_flight.state
         if not in_flight.is_counted and output.error is None:
             in_flight.is_counted = True
-            num_prompt, num_cached = len(state.prompt_token_ids), state.num_cached_tokens
-            self.metrics.record_prompt(num_prompt, num_cached)
+            self.metrics.record_prompt(len(state.prompt_token_ids), state.num_cached_tokens)
         self.metrics.record_generated(len(output.token_ids))
         if not output.token_ids:
             return
@@ -319,41 +303,37 @@ class AsyncLLM:
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
-        await asyncio.to_thread(
-            engine.process.join, STOP_SECONDS
-        )  # the exit code comes after the exit
+        # The exit code comes after the exit.
+        await asyncio.to_thread(engine.process.join, STOP_SECONDS)
         code = engine.process.exitcode
         # A killed process sends nothing; one that exits by itself may, or may blame a peer.
         was_killed = code is not None and code < 0
         await asyncio.sleep(_LAST_MESSAGE_SECONDS if was_killed else 2 * CAUSE_SECONDS)
-        self._die(self._named(engine, f"the engine process died ({ending(code)})"))
+        self._die(f"the engine process died ({ending(code)})", engine)
 
     async def _watch_silence(self, most_s: float) -> None:
         """Detects a hanging GPU, which ends no process. Counts checks instead of seconds: all
         processes of a node may be suspended and resumed."""
+        reason = (
+            f"the engine gave no sign of life for {most_s:g} s while it had requests (twice "
+            f"--distributed-timeout-seconds): its GPU may hang"
+        )
         while True:
             await asyncio.sleep(most_s / _MAX_SILENT_CHECKS)
             busy = {id(f.engine) for f in self._in_flight.values() if not f.state.is_finished}
             for engine in self._engines:
                 engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
                 if engine.num_silent > _MAX_SILENT_CHECKS:
-                    self._die(
-                        self._named(
-                            engine,
-                            f"the engine gave no sign of life for {most_s:g} s while it had "
-                            f"requests (twice --distributed-timeout-seconds): its GPU may hang",
-                        )
-                    )
-
-    def _named(self, engine: EngineProcess, reason: str) -> str:
-        return f"{self._name_of(engine)}{reason}; restart the server"
+                    self._die(reason, engine)
 
     def _name_of(self, engine: EngineProcess) -> str:
         return f"data-parallel engine {engine.dp_rank.rank}: " if len(self._engines) > 1 else ""
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, engine: EngineProcess | None = None) -> None:
         """Marks the engine as dead and wakes all callers. The first reason is kept."""
         if not self.is_dead:
+            name = self._name_of(engine) if engine is not None else ""
+            reason = f"{name}{reason}; restart the server"
             logger.error("%s", reason)
             self._end(reason)
 

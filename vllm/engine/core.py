@@ -4,8 +4,6 @@ import gc
 import time
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from vllm.config import VllmConfig
 from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
@@ -13,17 +11,16 @@ from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
-from vllm.errors import GrammarError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
+from vllm.executor.uniproc import UniprocExecutor
+from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms import native
 from vllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from vllm.distributed.dp_coordinator import DPCoordinator
-    from vllm.executor.uniproc import UniprocExecutor
-    from vllm.kernels.selection import Selection
 
 logger = get_logger(__name__)
 
@@ -61,8 +58,6 @@ class EngineCore:
             StateSnapshots(snapshots) if snapshots else None,
         )
         self.grammars = StructuredOutputs(config.model_config)
-        self._arrivals: dict[str, float] = {}
-        self._waits: dict[str, float] = {}
         self._num_compiled = 0
         self._counted = (0, 0, 0, 0)
         self._running: tuple[SchedulerOutput, PendingOutput] | None = None
@@ -78,42 +73,35 @@ class EngineCore:
         return waits or self._running is not None or bool(self._held)
 
     @property
-    def runner(self) -> "ModelRunner":
+    def runner(self) -> ModelRunner:
         """Of an engine with one rank in this process."""
-        return self._own_rank.runner
-
-    @property
-    def selection(self) -> "Selection":
-        """The same."""
-        return self._own_rank.selection
-
-    @property
-    def _own_rank(self) -> "UniprocExecutor":
-        from vllm.executor.uniproc import UniprocExecutor
-
         assert isinstance(self.executor, UniprocExecutor)
-        return self.executor
+        return self.executor.runner
+
+    @property
+    def selection(self) -> Selection:
+        """The same."""
+        assert isinstance(self.executor, UniprocExecutor)
+        return self.executor.selection
 
     @property
     def is_awaited(self) -> bool:
         """Whether `step` must be called even without work, for other data-parallel ranks."""
         return self.dp_coordinator is not None and self.dp_coordinator.is_running
 
-    def add(self, request: EngineRequest) -> None:
-        if (
-            self._running is not None
-            and request.request_id in self._running[0].num_scheduled_tokens
-        ):
+    def add(self, wire: EngineRequest) -> None:
+        request = Request.of(wire)
+        running = self._running
+        if running is not None and request.request_id in running[0].num_scheduled_tokens:
             # An aborted request of the same id is in flight: its token is not for this one.
             self._held += self._finish_running()
-        self._arrivals[request.request_id] = time.monotonic()
         sampling = request.sampling
         if sampling.penalises or sampling.structured_outputs is not None:
             self._reads_tokens.add(request.request_id)
-        if request.sampling.structured_outputs is not None:
+        if sampling.structured_outputs is not None:
             self.grammars.submit(request)
         else:
-            self.scheduler.add(Request.of(request))
+            self.scheduler.add(request)
 
     def abort(self, request_ids: list[str]) -> None:
         """Removes requests; unknown ids are no error."""
@@ -141,7 +129,7 @@ class EngineCore:
             return outputs
         running = None
         if is_computed:
-            bitmasks, refused = self._bitmasks(scheduled)
+            bitmasks, refused = self.grammars.bitmasks(scheduled.num_scheduled_tokens)
             running = scheduled, self.executor.execute_model(scheduled, bitmasks)
             self._note_waits(scheduled)
             self.scheduler.prepare_update(scheduled)
@@ -178,10 +166,9 @@ class EngineCore:
 
     def _note_waits(self, scheduled: SchedulerOutput) -> None:
         now = time.monotonic()
-        for new in scheduled.scheduled_new_reqs:
-            request_id = new.request.request_id
-            if request_id not in self._waits:
-                self._waits[request_id] = now - self._arrivals[request_id]
+        for request in (new.request for new in scheduled.scheduled_new_reqs):
+            if request.queue_seconds is None:  # not after a preemption
+                request.queue_seconds = now - request.arrival
 
     def shutdown(self) -> None:
         """Ends the worker processes of this engine."""
@@ -196,9 +183,7 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Current gauges, and counts since the last call."""
         scheduler, cache = self.scheduler, self.scheduler.prefix_cache
-        counts = (
-            cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled
-        )  # fmt: skip
+        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled)
         queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
         return SchedulerStats(
@@ -216,19 +201,8 @@ class EngineCore:
             return []
         ready, refused = self.grammars.collect()
         for request in ready:
-            self.scheduler.add(Request.of(request))
+            self.scheduler.add(request)
         return [self._refusal(request_id, error) for request_id, error in refused.items()]
-
-    def _bitmasks(self, scheduled: SchedulerOutput) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
-        bitmasks, refused = {}, {}
-        for request_id in scheduled.num_scheduled_tokens:
-            if self.grammars.follows_grammar(request_id):
-                try:
-                    bitmasks[request_id] = self.grammars.bitmask(request_id)
-                except GrammarError as error:
-                    refused[request_id] = str(error)
-        return bitmasks, refused
 
     def _refusal(self, request_id: str, error: str) -> EngineOutput:
         self.abort([request_id])
@@ -255,7 +229,7 @@ class EngineCore:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             num_cached_tokens=max(request.num_cached_tokens, 0),
-            queue_seconds=self._waits[request_id],
+            queue_seconds=request.queue_seconds or 0.0,
             pooler_output=result.pooler_output.get(request_id),
         )
         if request.finish_reason is not None:
@@ -265,5 +239,3 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         self.grammars.forget(request_id)
         self._reads_tokens.discard(request_id)
-        self._arrivals.pop(request_id, None)
-        self._waits.pop(request_id, None)

@@ -12,10 +12,8 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Text of a growing token list; the joined pieces equal the text of the whole list.
-
-    The last tokens are decoded again with each new one: a character may need several tokens.
-    """
+    """Text of a growing token list; the joined pieces equal the text of the whole list. The last
+    tokens are decoded again with each new one: a character may need several tokens."""
 
     def __init__(
         self,
@@ -41,14 +39,12 @@ class Detokenizer:
         """The text that these tokens complete; with is_last, all held-back text too."""
         self._window += token_ids
         text = self._decode(self._window)
-        is_open = text.endswith(_REPLACEMENT) and not is_last
-        if is_open and len(self._window) - self._num_context < _MAX_OPEN:
-            text = text.rstrip(_REPLACEMENT)
-            piece = text[self._num_given :]
+        num_new = len(self._window) - self._num_context
+        is_open = text.endswith(_REPLACEMENT) and not is_last and num_new < _MAX_OPEN
+        piece = (text.rstrip(_REPLACEMENT) if is_open else text)[self._num_given :]
+        if is_open:
             self._num_given += len(piece)
-            return piece
-        piece = text[self._num_given :]
-        if len(self._window) > self._num_context:
+        elif num_new > 0:
             self._move_to(self._window[self._num_context :])
         return piece
 

@@ -1,6 +1,5 @@
 """Starts what takes long before torch is imported: reading weights, GPU context, rank processes."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,22 +16,16 @@ def started_early(args: EngineArgs, data_parallel_rank: int = 0) -> Iterator[Non
     the block; ends those that it did not take."""
     if args.load_format != "dummy":
         prefetch.read_model_ahead(args.model, args.revision)
-    if _is_one_rank(args):
+    is_one_rank = args.tensor_parallel_size == args.pipeline_parallel_size == 1
+    if is_one_rank and args.distributed_executor_backend in (None, "uni"):
         prefetch.begin_engine(data_parallel_rank)
     with local_ranks.started_early(_num_ranks(args), data_parallel_rank):
         yield
 
 
-def _is_one_rank(args: EngineArgs) -> bool:
-    is_one = args.tensor_parallel_size == args.pipeline_parallel_size == 1
-    return is_one and args.distributed_executor_backend in (None, "uni")
-
-
 def _num_ranks(args: EngineArgs) -> int:
     """Local rank processes of one engine; 0 where the arguments are going to be refused."""
-    sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
-    are_valid = all(type(size) is int and size > 0 for size in sizes)
-    if args.distributed_executor_backend not in (None, "mp") or not are_valid:
-        return 0
-    count = math.prod(sizes)
-    return count if 1 < count <= _MAX_RANKS else 0
+    is_local = args.distributed_executor_backend in (None, "mp")
+    count = args.tensor_parallel_size * args.pipeline_parallel_size
+    is_sure = args.tensor_parallel_size > 0 and 1 < count <= _MAX_RANKS
+    return count if is_local and is_sure else 0

@@ -139,11 +139,8 @@ def _started(args: EngineArgs, dp_ranks: list[process.DPRank]) -> list[EnginePro
 def _interrupts_ignored() -> Iterator[None]:
     """SIGINT is ignored by a process started within: Ctrl-C reaches all processes of a terminal,
     and this process stops the others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is None:  # not set by Python
+    before = signal.getsignal(signal.SIGINT)  # None: not set by Python
+    if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -62,10 +62,8 @@ GRAMMAR_KINDS = tuple(_COMPILERS)
 
 
 class GrammarChecker:
-    """A child process for one thread at a time, started by the first grammar.
-
-    tokenizer_info: xgrammar's, as JSON.
-    """
+    """A child process for one thread at a time, started by the first grammar. tokenizer_info:
+    xgrammar's, as JSON."""
 
     def __init__(self, tokenizer_info: str):
         self._tokenizer_info = tokenizer_info

@@ -33,7 +33,12 @@ class InputProcessor:
         id_range = msgspec.Meta(ge=0, lt=config.vocab_size)
         self._ids_type = list[Annotated[int, id_range]]
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
+    ) -> ProcessedInput:
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = params, SamplingParams(max_tokens=0, ignore_eos=True, seed=0)
         text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -55,92 +60,64 @@ class InputProcessor:
                     seed=seed + index,
                     stop_token_ids=sorted(stops),
                     max_tokens=max_tokens,
+                    pooling=pooling,
                 )
             )
         return ProcessedInput(text, token_ids, requests)
-
-    def process_pooling(
-        self, request_id: str, prompt: Prompt, params: PoolingParams
-    ) -> ProcessedInput:
-        text, token_ids = self._tokenise(prompt)
-        self._check_prompt(token_ids)
-        request = EngineRequest(
-            request_id=f"{request_id}#0",
-            prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=0),
-            seed=0,
-            stop_token_ids=[],
-            max_tokens=0,
-            pooling=params,
-        )
-        return ProcessedInput(text, token_ids, [request])
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids")
             others = [k for k, value in prompt.items() if value is not None and k not in known]
             if others:
-                raise RequestError(
-                    f"a prompt object takes {' or '.join(known)}, not {others}", "prompt"
-                )
+                raise _refusal(f"a prompt object takes {' or '.join(known)}, not {others}")
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
                 if isinstance(prompt, str):
-                    raise RequestError(
-                        f"prompt_token_ids takes token ids, not {prompt!r}", "prompt"
-                    )
+                    raise _refusal(f"prompt_token_ids takes token ids, not {prompt!r}")
             elif "prompt" in prompt:
                 prompt = prompt["prompt"]
             else:
-                raise RequestError(
-                    f"a prompt object takes prompt or prompt_token_ids, not {sorted(prompt)}",
-                    "prompt",
+                raise _refusal(
+                    f"a prompt object takes prompt or prompt_token_ids, not {sorted(prompt)}"
                 )
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("there is no tokenizer: send token ids", "prompt")
+                raise _refusal("there is no tokenizer: send token ids")
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is no valid Unicode: {error}", "prompt") from None
+                raise _refusal(f"the prompt is no valid Unicode: {error}") from None
             return prompt, list(self.tokenizer(prompt).input_ids)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, [*prompt]
-        raise RequestError(
-            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt"
-        )
+        raise _refusal(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+            raise _refusal("the prompt is empty: it needs at least one token")
         try:
             msgspec.convert(token_ids, self._ids_type)
         except msgspec.ValidationError:  # does not name the token
-            self._check_ids(token_ids)
+            limit = self.config.vocab_size
+            for token in token_ids:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
+                    raise _refusal(
+                        f"token id {token!r} in the prompt: it takes integers from 0 to {limit - 1}"
+                    ) from None
         if len(token_ids) > self.config.max_model_len:
-            raise RequestError(
+            raise _refusal(
                 f"the prompt has {len(token_ids)} tokens; this server takes at most "
-                f"{self.config.max_model_len}, prompt and output together",
-                "prompt",
+                f"{self.config.max_model_len}, prompt and output together"
             )
-
-    def _check_ids(self, token_ids: list[int]) -> None:
-        limit = self.config.vocab_size
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
-                raise RequestError(
-                    f"token id {token!r} in the prompt: it takes integers from 0 to {limit - 1}",
-                    "prompt",
-                )
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = self.config.max_model_len - num_prompt
         if params.max_tokens is None:
             if room == 0:
-                raise RequestError(
+                raise _refusal(
                     f"the prompt has {num_prompt} tokens, which leaves no room for output in a "
-                    f"context of {self.config.max_model_len}",
-                    "prompt",
+                    f"context of {self.config.max_model_len}"
                 )
             return room
         if params.max_tokens > room:
@@ -169,6 +146,10 @@ class InputProcessor:
                 )
         if self.tokenizer is None and (params.stop_strings or params.structured_outputs):
             raise RequestError("stop texts and structured output need a tokenizer", "stop")
+
+
+def _refusal(text: str) -> RequestError:
+    return RequestError(text, "prompt")
 
 
 def _with_text_schema(params: SamplingParams) -> SamplingParams:

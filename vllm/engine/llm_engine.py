@@ -45,11 +45,10 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
     ) -> None:
         """Queues a request; RequestError when it is malformed."""
+        given = self.inputs.process(request_id, prompt, params)
         if isinstance(params, PoolingParams):
-            given = self.inputs.process_pooling(request_id, prompt, params)
-            self.outputs.add_pooling(request_id, given)
+            self.outputs.states[request_id] = PoolingState(request_id, given)
         else:
-            given = self.inputs.process(request_id, prompt, params)
             self.outputs.add(request_id, given, params)
         for request in given.requests:
             self.core.add(request)
@@ -59,10 +58,8 @@ class LLMEngine:
         self.core.abort(self.outputs.remove(request_id))
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Advances the engine one step; returns the requests that have something new.
-
-        RequestError for one that failed; what the others have comes with the next call.
-        """
+        """Advances the engine one step; returns the requests that have something new. RequestError
+        for one that failed; what the others have comes with the next call."""
         # An interrupt must not leave scheduler, batch and ranks at different steps.
         with hold_back_interrupts():
             changed, to_abort = self.outputs.process(self.core.step())
@@ -73,8 +70,7 @@ class LLMEngine:
                 self.abort(state.request_id)
                 raise state.error
         results: list[RequestOutput | PoolingRequestOutput] = []
-        news = self._changed
-        self._changed = {}
+        news, self._changed = self._changed, {}
         for state in news.values():
             output = state.take()
             if state.is_finished:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -24,6 +25,38 @@ _SECONDS_OF_REQUEST = (
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+
+# Help texts by name, without the prefix `vllm:`.
+_GAUGES = {
+    "num_requests_running": "Requests being computed.",
+    "num_requests_waiting": "Requests waiting to be computed.",
+    "kv_cache_usage_perc": "KV cache in use; 1 is full.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Requests put back for lack of KV cache.",
+    "num_kernels_compiled": "Kernels compiled after the start, while requests waited.",
+    "prompt_tokens": "Prompt tokens that were computed or cached.",
+    "prompt_tokens_cached": "Of those, tokens taken from the prefix cache.",
+    "generation_tokens": "Generated tokens.",
+}
+# Help texts and buckets; None: 1, 2, 5, 10 ... up to max_model_len.
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_TO_TOKEN),
+    "time_per_output_token_seconds": (
+        "Mean time between the tokens of a request.", _SECONDS_PER_TOKEN
+    ),
+    "inter_token_latency_seconds": ("Time between two tokens.", _SECONDS_PER_TOKEN),
+    "e2e_request_latency_seconds": ("Arrival to end.", _SECONDS_OF_REQUEST),
+    "request_queue_time_seconds": ("Arrival to first scheduled.", _SECONDS_OF_REQUEST),
+    "request_prefill_time_seconds": ("Scheduled to first token.", _SECONDS_OF_REQUEST),
+    "request_decode_time_seconds": ("First to last token.", _SECONDS_OF_REQUEST),
+    "request_prompt_tokens": ("Prompt tokens of a request.", None),
+    "request_generation_tokens": ("Generated tokens of a request.", None),
+    "request_params_max_tokens": ("max_tokens of a request.", None),
+    "request_params_n": ("n of a request.", _CHOICES),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,61 +107,84 @@ class RequestStats:
 
 
 class Metrics:
-    """Prometheus metrics of one served model, in a registry of their own.
-
-    Updates are a few dictionary-free float additions, so they can be made at every step.
-    """
+    """Prometheus metrics of one served model, in a registry of their own. Updates are a few float
+    additions, so they can be made at every step."""
 
     def __init__(self, model_name: str, max_model_len: int):
-        import prometheus_client
+        import prometheus_client as client
 
-        self.registry: CollectorRegistry = prometheus_client.CollectorRegistry()
-        self._client = prometheus_client
+        self.registry: CollectorRegistry = client.CollectorRegistry()
+        self._client = client
         self._labels = {"model_name": model_name}
-        self._make_gauges_and_counters()
-        self._make_histograms(max_model_len)
+        self._gauges = {name: self._make(client.Gauge, name, t) for name, t in _GAUGES.items()}
+        self._counters = {
+            name: self._make(client.Counter, name, t) for name, t in _COUNTERS.items()
+        }
+        counter = partial(client.Counter, registry=self.registry)
+        labels = [*self._labels, "finished_reason"]
+        success = counter("vllm:request_success", "Finished requests by reason.", labels)
+        self._request_success = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in FINISH_REASONS
+        }
+        labels = ["path", "method", "status"]
+        self._http_requests = counter("vllm:http_requests", "Answered HTTP requests.", labels)
+        tokens = _one_two_five(max_model_len)
+        self._histograms = {
+            name: self._make(client.Histogram, name, text, buckets=buckets or tokens)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+
+    def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        made = kind(f"vllm:{name}", text, [*self._labels], registry=self.registry, **options)
+        return made.labels(**self._labels)
 
     def record_step(self, stats: SchedulerStats) -> None:
-        self._num_running.set(stats.num_running)
-        self._num_waiting.set(stats.num_waiting)
-        self._kv_cache_usage.set(stats.kv_cache_usage)
-        self._prefix_cache_queries.inc(stats.prefix_cache_queries)
-        self._prefix_cache_hits.inc(stats.prefix_cache_hits)
-        self._num_preemptions.inc(stats.num_preemptions)
-        self._num_compiled.inc(stats.num_compiled)
+        self._gauges["num_requests_running"].set(stats.num_running)
+        self._gauges["num_requests_waiting"].set(stats.num_waiting)
+        self._gauges["kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        self._counters["prefix_cache_queries"].inc(stats.prefix_cache_queries)
+        self._counters["prefix_cache_hits"].inc(stats.prefix_cache_hits)
+        self._counters["num_preemptions"].inc(stats.num_preemptions)
+        self._counters["num_kernels_compiled"].inc(stats.num_compiled)
 
     def record_prompt(self, num_tokens: int, num_cached: int) -> None:
         """A prompt was computed, of which `num_cached` tokens came from the prefix cache."""
-        self._prompt_tokens.inc(num_tokens)
-        self._prompt_tokens_cached.inc(num_cached)
+        self._counters["prompt_tokens"].inc(num_tokens)
+        self._counters["prompt_tokens_cached"].inc(num_cached)
 
     def record_generated(self, num_tokens: int) -> None:
-        self._generation_tokens.inc(num_tokens)
+        self._counters["generation_tokens"].inc(num_tokens)
 
     def record_first_token(self, seconds: float) -> None:
         """`seconds` from the arrival of a request to its first token."""
-        self._time_to_first_token.observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def record_inter_token(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` tokens arrived at once, `seconds` after the ones before them."""
-        self._inter_token_latency.observe(seconds / max(1, num_tokens))
+        self._histograms["inter_token_latency_seconds"].observe(seconds / max(1, num_tokens))
 
     def record_finished(self, finished: RequestStats) -> None:
         reason = finished.finish_reason if finished.finish_reason in FINISH_REASONS else "error"
         self._request_success[reason].inc()
-        self._request_prompt_tokens.observe(finished.num_prompt_tokens)
-        self._request_generation_tokens.observe(finished.num_generation_tokens)
-        self._request_n.observe(finished.n)
-        if finished.max_tokens is not None:
-            self._request_max_tokens.observe(finished.max_tokens)
-        self._e2e.observe(finished.e2e_seconds)
-        self._queue_time.observe(finished.queue_seconds)
-        self._prefill_time.observe(finished.prefill_seconds)
-        self._decode_time.observe(finished.decode_seconds)
+        values = {
+            "request_prompt_tokens": finished.num_prompt_tokens,
+            "request_generation_tokens": finished.num_generation_tokens,
+            "request_params_n": finished.n,
+            "request_params_max_tokens": finished.max_tokens,
+            "e2e_request_latency_seconds": finished.e2e_seconds,
+            "request_queue_time_seconds": finished.queue_seconds,
+            "request_prefill_time_seconds": finished.prefill_seconds,
+            "request_decode_time_seconds": finished.decode_seconds,
+        }
         # The choices of one request are decoded side by side: time per token is that of one.
         num_per_choice = finished.num_generation_tokens / max(1, finished.n)
         if num_per_choice > 1:
-            self._time_per_output_token.observe(finished.decode_seconds / (num_per_choice - 1))
+            per_token = finished.decode_seconds / (num_per_choice - 1)
+            values["time_per_output_token_seconds"] = per_token
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
 
     def record_http(self, path: str, method: str, status: int) -> None:
         """One answered HTTP request. `path` must come from a finite set: it is a label."""
@@ -137,98 +193,6 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition format, to be sent as CONTENT_TYPE."""
         return bytes(self._client.generate_latest(self.registry))
-
-    def _gauge(self, name: str, text: str):  # type: ignore[no-untyped-def]
-        gauge = self._client.Gauge(f"vllm:{name}", text, list(self._labels), registry=self.registry)
-        return gauge.labels(**self._labels)
-
-    def _counter(self, name: str, text: str):  # type: ignore[no-untyped-def]
-        counter = self._client.Counter(
-            f"vllm:{name}", text, list(self._labels), registry=self.registry
-        )
-        return counter.labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]):  # type: ignore[no-untyped-def]
-        histogram = self._client.Histogram(
-            f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry
-        )
-        return histogram.labels(**self._labels)
-
-    def _make_gauges_and_counters(self) -> None:
-        self._num_running = self._gauge("num_requests_running", "Requests being computed.")
-        self._num_waiting = self._gauge("num_requests_waiting", "Requests waiting to be computed.")
-        self._kv_cache_usage = self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is full.")
-        self._prefix_cache_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self._prefix_cache_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache."
-        )
-        self._num_preemptions = self._counter(
-            "num_preemptions", "Requests put back for lack of KV cache."
-        )
-        self._num_compiled = self._counter(
-            "num_kernels_compiled", "Kernels compiled after the start, while requests waited."
-        )
-        self._prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens that were computed or cached."
-        )
-        self._prompt_tokens_cached = self._counter(
-            "prompt_tokens_cached", "Of those, tokens taken from the prefix cache."
-        )
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        success = self._client.Counter(
-            "vllm:request_success",
-            "Finished requests by reason.",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
-        self._request_success = {
-            reason: success.labels(**self._labels, finished_reason=reason)
-            for reason in FINISH_REASONS
-        }
-        self._http_requests = self._client.Counter(
-            "vllm:http_requests",
-            "Answered HTTP requests.",
-            ["path", "method", "status"],
-            registry=self.registry,
-        )
-
-    def _make_histograms(self, max_model_len: int) -> None:
-        tokens = _one_two_five(max_model_len)
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", _SECONDS_TO_TOKEN
-        )
-        self._time_per_output_token = self._histogram(
-            "time_per_output_token_seconds",
-            "Mean time between the tokens of a request.",
-            _SECONDS_PER_TOKEN,
-        )
-        self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens.", _SECONDS_PER_TOKEN
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to end.", _SECONDS_OF_REQUEST
-        )
-        self._queue_time = self._histogram(
-            "request_queue_time_seconds", "Arrival to first scheduled.", _SECONDS_OF_REQUEST
-        )
-        self._prefill_time = self._histogram(
-            "request_prefill_time_seconds", "Scheduled to first token.", _SECONDS_OF_REQUEST
-        )
-        self._decode_time = self._histogram(
-            "request_decode_time_seconds", "First to last token.", _SECONDS_OF_REQUEST
-        )
-        self._request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", tokens
-        )
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request.", tokens
-        )
-        self._request_max_tokens = self._histogram(
-            "request_params_max_tokens", "max_tokens of a request.", tokens
-        )
-        self._request_n = self._histogram("request_params_n", "n of a request.", _CHOICES)
 
 
 def _one_two_five(limit: int) -> list[int]:

@@ -59,19 +59,18 @@ class RequestState:
         self.error: RequestError | None = None
         self._tokenizer = tokenizer
         self._token_texts = token_texts
-        self.choices = [self._new_choice(index) for index in range(params.n)]
-
-    def _new_choice(self, index: int) -> _Choice:
-        p = self.params
-        detokenizer = None
-        if self._tokenizer is not None and p.detokenize:
-            detokenizer = Detokenizer(
-                self._tokenizer,
-                self.prompt_token_ids,
-                p.skip_special_tokens,
-                p.spaces_between_special_tokens,
-            )
-        return _Choice(index, detokenizer, StopTexts(p.stop_strings, p.include_stop_str_in_output))
+        self.choices = []
+        for index in range(params.n):
+            detokenizer = None
+            if tokenizer is not None and params.detokenize:
+                detokenizer = Detokenizer(
+                    tokenizer,
+                    given.prompt_token_ids,
+                    params.skip_special_tokens,
+                    params.spaces_between_special_tokens,
+                )
+            stops = StopTexts(params.stop_strings, params.include_stop_str_in_output)
+            self.choices.append(_Choice(index, detokenizer, stops))
 
     @property
     def is_finished(self) -> bool:
@@ -277,17 +276,11 @@ class OutputProcessor:
         self.states[request_id] = state
         return state
 
-    def add_pooling(self, request_id: str, given: ProcessedInput) -> None:
-        self.states[request_id] = PoolingState(request_id, given)
-
     def process(
         self, outputs: Iterable[EngineOutput]
     ) -> tuple[list[tuple[RequestState | PoolingState, EngineOutput]], list[str]]:
-        """Takes the outputs of a step.
-
-        Returns the states that changed, each with its output, and the engine's ids of sequences
-        to abort. Outputs of removed requests are dropped.
-        """
+        """Takes the outputs of a step; drops those of removed requests. Returns the states that
+        changed, each with its output, and the engine's ids of sequences to abort."""
         changed, to_abort = [], []
         for output in outputs:
             state = self.states.get(output.request_id.rpartition("#")[0])

@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.early_start import started_early
 from vllm.engine.metrics import SchedulerStats
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
+from vllm.executor.messages import failure_of, leave_signals_to_parent
 from vllm.logger import get_logger
 from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import current_report, no_collections
@@ -91,13 +90,10 @@ class DPRank:
 
 
 def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
-    """Body of the engine process: loads the model, then serves until told to stop.
-
-    inbox and outbox are ZMQ addresses that the parent has bound. The last message says why the
-    process ends.
-    """
+    """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
+    ZMQ addresses that the parent has bound. The last message says why the process ends."""
     die_with_parent()
-    _leave_signals_to_parent()
+    leave_signals_to_parent()
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
     sender = context.socket(zmq.PUSH)
@@ -108,7 +104,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
     try:
         with started_early(args, dp_rank.rank), no_collections():
             loop.load(args, dp_rank)
-        _leave_signals_to_parent()  # Ray takes them over
+        leave_signals_to_parent()  # Ray takes them over
     except Exception as error:
         is_user_error = isinstance(error, VllmError) and not isinstance(error, EngineDeadError)
         loop.send(_failed(error, traceback.format_exc(), is_user_error))
@@ -126,16 +122,8 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
     context.destroy(linger=0)
 
 
-def _leave_signals_to_parent() -> None:
-    """Signals may reach the whole process group; the parent handles them and stops this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _failed(error: Exception, otherwise: str, is_user_error: bool = False) -> Failed:
     """otherwise: the text for an error without a message of its own."""
-    from vllm.executor.messages import failure_of
-
     failure = failure_of(error, otherwise)
     may_restart = isinstance(error, KernelFailedError)
     return Failed(failure.text, is_user_error, failure.is_of_peer, may_restart)
@@ -166,15 +154,12 @@ class _EngineLoop:
             from vllm.distributed import world
             from vllm.distributed.dp_coordinator import DPCoordinator
 
-            self._store = (
-                world.host_store(dp_rank.listener)
-                if dp_rank.listener is not None
-                else world.find_store(dp_rank.rendezvous)
-            )
-            timeout = parallel.distributed_timeout_seconds
-            dp_coordinator = DPCoordinator(
-                self._store, dp_rank.rank, parallel.data_parallel_size, timeout
-            )
+            if dp_rank.listener is not None:
+                self._store = world.host_store(dp_rank.listener)
+            else:
+                self._store = world.find_store(dp_rank.rendezvous)
+            size, timeout = parallel.data_parallel_size, parallel.distributed_timeout_seconds
+            dp_coordinator = DPCoordinator(self._store, dp_rank.rank, size, timeout)
         self.core = EngineCore(config, dp_coordinator, dp_rank.rendezvous)
         kernels = self.core.executor.kernels()
         # Timeouts between ranks report more, and earlier. On a CPU a step may take any time.
@@ -235,7 +220,3 @@ def encode(message: ToEngine) -> bytes:
 
 def decoder() -> "msgspec.msgpack.Decoder[FromEngine]":
     return msgspec.msgpack.Decoder(FromEngine)
-
-
-def ids(requests: Sequence[EngineRequest]) -> list[str]:
-    return [request.request_id for request in requests]

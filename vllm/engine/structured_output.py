@@ -6,16 +6,15 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from vllm.config.model import ModelConfig
-from vllm.core.request import EngineRequest
+from vllm.core.request import Request
 from vllm.engine.grammar import GRAMMAR_KINDS, GrammarChecker, compile_grammar, make_compiler
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import GrammarError
@@ -30,12 +29,6 @@ _MAX_PASSED = 4096
 _XGRAMMAR_MARK = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
 
-@dataclass(slots=True)
-class _Pending:
-    request: EngineRequest
-    compiled: "Future[Any]"
-
-
 class StructuredOutputs:
     """The grammars of all requests that have one, from compilation to the last token."""
 
@@ -48,7 +41,7 @@ class StructuredOutputs:
         self._idle_checkers: queue.LifoQueue[GrammarChecker] = queue.LifoQueue()
         self._checkers: list[GrammarChecker] = []
         self._passed: set[bytes] = set()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, tuple[Request, Future[Any]]] = {}
         self._matchers: dict[str, Any] = {}
         self._slow: set[str] = set()
 
@@ -56,35 +49,44 @@ class StructuredOutputs:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Starts to compile the grammar of `request`, which waits here meanwhile."""
         params = request.sampling.structured_outputs
         assert params is not None
         compiled = self._pool.submit(self._compile, params)
-        self._pending[request.request_id] = _Pending(request, compiled)
+        self._pending[request.request_id] = request, compiled
 
-    def collect(self) -> tuple[list[EngineRequest], dict[str, str]]:
+    def collect(self) -> tuple[list[Request], dict[str, str]]:
         """Requests whose grammar is ready; and, by request id, why others are refused."""
         ready, refused = [], {}
-        for request_id, pending in list(self._pending.items()):
-            if not pending.compiled.done():
+        for request_id, (request, compiled) in list(self._pending.items()):
+            if not compiled.done():
                 continue
             del self._pending[request_id]
             try:
-                self._matchers[request_id] = self._matcher(pending.compiled.result())
-                ready.append(pending.request)
+                self._matchers[request_id] = compiled.result()
+                ready.append(request)
             except Exception as error:  # xgrammar raises RuntimeError for whatever it dislikes
-                refused[request_id] = _said(error)
+                said = _XGRAMMAR_MARK.sub("", str(error)).strip()
+                refused[request_id] = f"structured output: {said}"
         return ready, refused
 
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
         self._slow.discard(request_id)
         if pending := self._pending.pop(request_id, None):
-            pending.compiled.cancel()
+            pending[1].cancel()
 
-    def follows_grammar(self, request_id: str) -> bool:
-        return request_id in self._matchers
+    def bitmasks(self, request_ids: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
+        bitmasks, refused = {}, {}
+        for request_id in request_ids:
+            if request_id in self._matchers:
+                try:
+                    bitmasks[request_id] = self.bitmask(request_id)
+                except GrammarError as error:
+                    refused[request_id] = str(error)
+        return bitmasks, refused
 
     def bitmask(self, request_id: str) -> Tensor:
         """Bit mask of the tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError where none is
@@ -118,11 +120,6 @@ class StructuredOutputs:
         if time.thread_time() - begin > MAX_STEP_SECONDS:
             self._slow.add(request_id)
 
-    def _matcher(self, compiled: Any) -> Any:
-        import xgrammar
-
-        return xgrammar.GrammarMatcher(compiled)
-
     def close(self) -> None:
         """Kills the child processes; nothing can be submitted any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -130,12 +127,15 @@ class StructuredOutputs:
             checker.close()
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
+        """An xgrammar.GrammarMatcher of the grammar."""
         kind, text = _grammar_of(params)
         with self._making:
             if self._compiler is None:
                 self._make_compiler()
+        import xgrammar
+
         self._check(kind, text)
-        return compile_grammar(self._compiler, kind, text)
+        return xgrammar.GrammarMatcher(compile_grammar(self._compiler, kind, text))
 
     def _check(self, kind: str, text: str) -> None:
         """GrammarError for what is wrong with a grammar; each is checked once."""
@@ -176,7 +176,3 @@ def _grammar_of(params: StructuredOutputsParams) -> tuple[str, str]:
         if value is not None and value is not False:
             return kind, value if isinstance(value, str) else json.dumps(value)
     raise AssertionError("one field is set")
-
-
-def _said(error: Exception) -> str:
-    return f"structured output: {_XGRAMMAR_MARK.sub('', str(error)).strip()}"

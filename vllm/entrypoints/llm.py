@@ -1,5 +1,6 @@
 """`LLM`: the engine for scripts, in this process."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class LLM:
             with report.phase("configuration"):
                 config = args.create_engine_config()
             self.llm_engine = LLMEngine(config)
-        self._num_requests = 0
+        self._ids = itertools.count(1)
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
@@ -80,15 +81,23 @@ class LLM:
     ) -> list[Any]:
         """The output of every prompt, in their order."""
         ids = []
+        done: dict[str, Any] = {}
         try:
             for prompt, param in zip(prompts, params):
-                ids.append(self._next_id())
+                ids.append(str(next(self._ids)))
                 self.llm_engine.add_request(ids[-1], prompt, param)
-            return self._wait(ids, use_tqdm)
+            with tqdm(
+                total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm
+            ) as bar:
+                while self.llm_engine.has_unfinished:
+                    for output in self.llm_engine.step():
+                        done[output.request_id] = output
+                        bar.update()
         except BaseException:
             for request_id in ids:
                 self.llm_engine.abort(request_id)
             raise
+        return [done[request_id] for request_id in ids]
 
     def chat(
         self,
@@ -120,16 +129,15 @@ class LLM:
             raise RequestError(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
-        return self.generate([{"prompt_token_ids": p} for p in prompts], sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def _params_per_prompt(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        each = [given] if not isinstance(given, Sequence) else list(given)
-        params = each * count if isinstance(given, SamplingParams) else each
-        if not all(isinstance(param, SamplingParams) for param in each):
+        params = list(given) if isinstance(given, Sequence) else [given] * count
+        if not all(isinstance(param, SamplingParams) for param in params):
             raise RequestError(
                 f"sampling_params takes a SamplingParams or a list of them, not {given!r}"
             )
@@ -138,19 +146,6 @@ class LLM:
         for param in params:
             param.output_kind = RequestOutputKind.FINAL_ONLY
         return params
-
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return str(self._num_requests)
-
-    def _wait(self, ids: list[str], use_tqdm: bool) -> list[Any]:
-        done: dict[str, Any] = {}
-        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
-            while self.llm_engine.has_unfinished:
-                for output in self.llm_engine.step():
-                    done[output.request_id] = output
-                    bar.update()
-        return [done[request_id] for request_id in ids]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

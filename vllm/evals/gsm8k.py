@@ -55,15 +55,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--base-url", help="Address of the server; instead of --host and --port.")
     flag("--api-key", help="API key; default: VLLM_API_KEY.")
     flag("--model", help="Model name; default: the first that the server lists.")
-    flag(
-        "--num-questions",
-        type=int,
-        default=1319,
-        help="Number of questions, from the start of the test set.",
-    )
-    flag(
-        "--num-shots", type=int, default=5, help="Number of worked examples, from the training set."
-    )
+    flag("--num-questions", type=int, default=1319,
+         help="Number of questions, from the start of the test set.")  # fmt: skip
+    flag("--num-shots", type=int, default=5,
+         help="Number of worked examples, from the training set.")  # fmt: skip
     flag("--seed", type=int, help="Seed that draws the worked examples; default: the first ones.")
     flag("--max-tokens", type=int, default=256, help="Maximum tokens of an answer.")
     flag("--concurrency", type=int, default=64, help="Maximum concurrent requests.")
@@ -86,14 +81,10 @@ def run(args: argparse.Namespace) -> int:
         gsm8k_data.download(folder)
     key = args.api_key or envs.VLLM_API_KEY
     server = Server(args.base_url or f"http://{args.host}:{args.port}", args.model, key)
-    result = evaluate(
-        server,
-        *questions_and_shots(
-            folder, args.num_questions, args.num_shots, args.seed, not args.no_checksum
-        ),
-        max_tokens=args.max_tokens,
-        concurrency=args.concurrency,
+    items = questions_and_shots(
+        folder, args.num_questions, args.num_shots, args.seed, not args.no_checksum
     )
+    result = evaluate(server, *items, args.max_tokens, args.concurrency)
     print(summary(result))
     if args.save_results:
         save(result, args.save_results)

@@ -15,6 +15,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.evals.numbers import last_number
+from vllm.utils.files import write_atomically
 
 SPLITS = ("train", "test")
 SOURCE = (
@@ -105,10 +106,7 @@ def download(folder: Path) -> None:
             raise ConfigError(f"GSM8K: {url} cannot be fetched: {error}") from error
         check(data, split, url)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{split}.jsonl.part"
-            part.write_bytes(data)
-            part.replace(folder / f"{split}.jsonl")
+            write_atomically(folder / f"{split}.jsonl", data)
         except OSError as error:
             raise ConfigError(f"GSM8K: {folder} cannot be written: {error}") from error
 

@@ -66,10 +66,8 @@ def _run(configuration: Configuration, job: Job) -> Measured:
         temperature=0, max_tokens=1, prompt_logprobs=job.num_logprobs, detokenize=False
     )
     answering = SamplingParams(temperature=0, max_tokens=job.max_tokens, detokenize=False)
-    scored = llm.generate(_as_prompts(job.texts), scoring, use_tqdm=False) if job.texts else []
-    answered = (
-        llm.generate(_as_prompts(job.questions), answering, use_tqdm=False) if job.questions else []
-    )
+    scored = llm.generate(job.texts, scoring, use_tqdm=False)
+    answered = llm.generate(job.questions, answering, use_tqdm=False)
     positions = [
         Position(token, given[token].logprob, {t: entry.logprob for t, entry in given.items()})
         for output in scored
@@ -77,7 +75,3 @@ def _run(configuration: Configuration, job: Job) -> Measured:
         if given is not None
     ]
     return Measured(positions, [list(output.outputs[0].token_ids) for output in answered])
-
-
-def _as_prompts(texts: Sequence[TokenIds]) -> list[dict[str, TokenIds]]:
-    return [{"prompt_token_ids": ids} for ids in texts]

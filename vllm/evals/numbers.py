@@ -12,11 +12,10 @@ _NUMBER = re.compile(
 
 def last_number(text: str) -> Decimal | None:
     """The last number written in digits: "-$1,234.50." is -1234.50. None if there is none."""
-    match = None
-    for match in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
-        pass
-    if match is None:
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
         return None
+    match = matches[-1]
     is_negative = any(sign in match[0] for sign in "-\u2212")
     value = Decimal(match[1].replace(",", ""))
     return value.copy_negate() if is_negative else value

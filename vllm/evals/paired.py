@@ -10,9 +10,8 @@ Pure functions of values. Estimators, over the positions of all prompts:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import exp, fsum, isnan, log
-from typing import Any
 
 from vllm.evals.statistics import mcnemar_p, wilson_interval
 
@@ -82,17 +81,12 @@ class Comparison:
         if budget.min_top1 is not None and not self.top1 >= budget.min_top1:
             found.append(f"top-1 agreement {self.top1:.4f} is below {budget.min_top1:g}")
         a = self.answers
-        if a is not None and budget.min_p is not None:
-            is_worse = a.num_only_b < a.num_only_a
-            if is_worse and a.p < budget.min_p:
-                found.append(
-                    f"B answers {a.num_correct_b} of {a.num_questions} correctly and A "
-                    f"{a.num_correct_a}: McNemar's p {a.p:.2g} is below {budget.min_p:g}"
-                )
+        if a is not None and a.num_only_b < a.num_only_a and a.p < (budget.min_p or 0):
+            found.append(
+                f"B answers {a.num_correct_b} of {a.num_questions} correctly and A "
+                f"{a.num_correct_a}: McNemar's p {a.p:.2g} is below {budget.min_p:g}"
+            )
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(

@@ -22,15 +22,14 @@ def positions(
 async def _positions(
     server: Server, texts: Sequence[Sequence[int]], num_logprobs: int
 ) -> list[Position]:
+    fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": num_logprobs}
+    if server.model:
+        fields["model"] = server.model
     places = asyncio.Semaphore(_CONCURRENCY)
 
     async def score(client: HttpClient, ids: Sequence[int]) -> list[Position]:
-        body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0,
-                "prompt_logprobs": num_logprobs}  # fmt: skip
-        if server.model:
-            body["model"] = server.model
         async with places:
-            reply = await client.post_json("/v1/completions", body)
+            reply = await client.post_json("/v1/completions", {"prompt": list(ids), **fields})
         return _of_text(ids, reply["choices"][0]["prompt_logprobs"])
 
     async with HttpClient(server.base_url, server.api_key) as client:

@@ -83,9 +83,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if hasattr(value, "from_checkpoint"):
-        return {"class": type(value).__name__, **_plain(_public(value))}
+        public = {key: entry for key, entry in vars(value).items() if not key.startswith("_")}
+        return {"class": type(value).__name__, **_plain(public)}
     return str(value)
-
-
-def _public(value: Any) -> dict[str, Any]:
-    return {key: entry for key, entry in vars(value).items() if not key.startswith("_")}

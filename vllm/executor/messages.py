@@ -43,17 +43,14 @@ class ExecuteModel:
     bitmasks: "dict[str, Tensor]"
 
 
-@dataclass(frozen=True, slots=True)
 class GetOutput:
     """Asks for the output of the oldest step in flight."""
 
 
-@dataclass(frozen=True, slots=True)
 class ShowKernels:
     """Asks for the kernel decisions."""
 
 
-@dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the rank."""
 

@@ -113,10 +113,8 @@ def _join(config: VllmConfig, layout: Layout, rendezvous: Address) -> Parallel:
 
 
 def use_device(index: int, num_neighbours: int) -> None:
-    """Selects GPU `index` and a share of the cores, with `num_neighbours` ranks on this node.
-
-    To be called before the device is probed.
-    """
+    """Selects GPU `index` and a share of the cores, with `num_neighbours` ranks on this node. To be
+    called before the device is probed."""
     if num_neighbours > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_neighbours))
     if not torch.cuda.is_available():

@@ -11,18 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from vllm.executor import prefetch
-from vllm.executor.messages import (
-    ExecuteModel,
-    Failure,
-    GetOutput,
-    ShowKernels,
-    Start,
-    Started,
-    Stop,
-    failure_of,
-    leave_signals_to_parent,
-)
+from vllm.executor import messages, prefetch
 from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
@@ -32,7 +21,7 @@ if TYPE_CHECKING:
 
 def run_local(descriptor: int) -> None:
     """In a process that its engine started: the connection is an inherited socket."""
-    leave_signals_to_parent()
+    messages.leave_signals_to_parent()
     threading.Thread(target=_end_with_engine, args=(descriptor,), daemon=True).start()
     failure = run(Connection(descriptor))
     sys.stdout.flush()
@@ -49,7 +38,7 @@ def _end_with_engine(descriptor: int) -> None:
     os._exit(1)
 
 
-def run(connection: Connection) -> Failure | None:
+def run(connection: Connection) -> messages.Failure | None:
     """Serves until `Stop` or until the engine is gone; returns the failure, if any."""
     try:
         prefetch.begin_rank()
@@ -59,12 +48,12 @@ def run(connection: Connection) -> Failure | None:
         start = connection.recv()
         executor = _load(start)
         kind = executor.selection.device.kind
-        connection.send(Started(executor.num_blocks, executor.async_scheduling, kind))
+        connection.send(messages.Started(executor.num_blocks, executor.async_scheduling, kind))
         _serve(connection, executor, start.layout.is_output)
     except (EOFError, ConnectionError):
         return None
     except BaseException as error:
-        failure = failure_of(error, traceback.format_exc())
+        failure = messages.failure_of(error, traceback.format_exc())
         try:
             connection.send(failure)
         except OSError:
@@ -73,7 +62,7 @@ def run(connection: Connection) -> Failure | None:
     return None
 
 
-def _load(start: Start) -> "UniprocExecutor":
+def _load(start: messages.Start) -> "UniprocExecutor":
     # Only rank 0 logs.
     if start.layout.rank > 0:
         logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -104,15 +93,15 @@ def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool)
 
     while True:
         message = connection.recv()
-        if isinstance(message, ExecuteModel):
+        if isinstance(message, messages.ExecuteModel):
             running.append(executor.execute_model(message.scheduler_output, message.bitmasks))
             if not executor.async_scheduling:
                 take()
-        elif isinstance(message, GetOutput):
+        elif isinstance(message, messages.GetOutput):
             take()
-        elif isinstance(message, ShowKernels):
+        elif isinstance(message, messages.ShowKernels):
             connection.send(executor.kernels())
         else:
-            assert isinstance(message, Stop)
+            assert isinstance(message, messages.Stop)
             executor.shutdown()
             return

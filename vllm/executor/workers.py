@@ -15,17 +15,11 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
+from vllm.distributed import world
 from vllm.errors import EngineDeadError, VllmError
-from vllm.executor.base import Address
-from vllm.executor.messages import (
-    ExecuteModel,
-    Failure,
-    GetOutput,
-    ShowKernels,
-    Start,
-    Started,
-    Stop,
-)
+from vllm.executor import local_ranks, messages
+from vllm.executor.base import Address, PendingOutput
+from vllm.executor.messages import Failure
 from vllm.executor.uniproc import engine_layout
 from vllm.worker.kv_cache import fit_max_model_len
 
@@ -69,20 +63,28 @@ class Launcher(Protocol):
         ...
 
 
-class _PendingOutput:
-    def __init__(self, executor: "WorkersExecutor"):
-        self._executor = executor
+class LocalLauncher:
+    """Ranks in processes on this node. num_engines: engines of equal size there."""
 
-    def result(self) -> ModelRunnerOutput:
-        return self._executor.get_output()
+    def __init__(self, num_engines: int):
+        self._num_engines = num_engines
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    def launch(self, ranks: range) -> list[RankHandle]:
+        num_neighbours = len(ranks) * self._num_engines
+        return [RankHandle(*local_ranks.take(rank), rank, num_neighbours) for rank in ranks]
+
+    def close(self) -> None:
+        pass
 
 
 class WorkersExecutor:
-    """Sends one message to every rank per step, and receives one from the output rank."""
+    """Sends one message to every rank per step, and receives one from the output rank. It is the
+    pending output of its steps: `result` returns that of the oldest one in flight."""
 
     def __init__(self, config: VllmConfig, launcher: Launcher, rendezvous: Address | None):
-        from vllm.distributed import world
-
         self._launcher = launcher
         parallel = config.parallel_config
         num_ranks = parallel.num_engine_ranks
@@ -100,6 +102,7 @@ class WorkersExecutor:
             launcher.close()
             raise
         self._connections = [handle.connection for handle in self._handles]
+        self._failures: dict[int, Failure] = {}
         for connection in self._connections:
             _limit_sending(connection, self._timeout)
         self.shutdown = weakref.finalize(self, _shut_down, self._handles, launcher)
@@ -112,39 +115,34 @@ class WorkersExecutor:
         self.async_scheduling = started[0].async_scheduling
         self.config = fit_max_model_len(config, self.num_blocks, started[0].device_kind)
 
-    def _start(self, config: VllmConfig, rendezvous: Address) -> list[Started]:
+    def _start(self, config: VllmConfig, rendezvous: Address) -> list[messages.Started]:
         for layout, handle in zip(self._layouts, self._handles):
-            self._send(
-                [handle.connection],
-                Start(config, layout, handle.device_index, handle.num_neighbours, rendezvous),
-            )
-        return self._gather()
-
-    def _gather(self) -> list[Any]:
-        """The next message of each rank, without a timeout."""
-        found: dict[Connection, Any] = {}
+            neighbours = handle.num_neighbours
+            start = messages.Start(config, layout, handle.device_index, neighbours, rendezvous)
+            self._send([handle.connection], start)
+        found: dict[Connection, Any] = {}  # no timeout: loading takes any time
         while len(found) < len(self._connections):
             silent = [c for c in self._connections if c not in found]
             for connection in _with_news(silent):
-                message = found[connection] = self._read(connection)
-                if isinstance(message, Failure):
-                    raise self._cause(self._connections.index(connection), message)
+                found[connection] = self._read(connection)
+                if self._failures:
+                    raise self._cause()
         return [found[connection] for connection in self._connections]
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
-    ) -> "_PendingOutput":
-        self._send(self._connections, ExecuteModel(scheduler_output, bitmasks))
-        return _PendingOutput(self)
+    ) -> PendingOutput:
+        self._send(self._connections, messages.ExecuteModel(scheduler_output, bitmasks))
+        return self
 
-    def get_output(self) -> ModelRunnerOutput:
+    def result(self) -> ModelRunnerOutput:
         if self.async_scheduling:
-            self._send(self._connections, GetOutput())
+            self._send(self._connections, messages.GetOutput())
         result: ModelRunnerOutput = self._receive(self._output)
         return result
 
     def kernels(self) -> dict[str, Any]:
-        self._send(self._connections[:1], ShowKernels())
+        self._send(self._connections[:1], messages.ShowKernels())
         shown: dict[str, Any] = self._receive(0)
         return shown
 
@@ -177,27 +175,29 @@ class WorkersExecutor:
         if wanted not in ready:
             raise self._cause()
         message = self._read(wanted)
-        if isinstance(message, Failure):
-            raise self._cause(index, message)
+        if self._failures:
+            raise self._cause()
         return message
 
     def _read(self, connection: Connection) -> Any:
-        """A message, or a Failure where the rank ended without one."""
+        """A message. A Failure, also for a rank that ended without one, goes to `_failures`."""
+        index = self._connections.index(connection)
         try:
-            return connection.recv()
+            message = connection.recv()
         except (EOFError, OSError):
-            handle = self._handles[self._connections.index(connection)]
-            return Failure(handle.process.end(_STOP_SECONDS), error_type="EngineDeadError")
+            ending = self._handles[index].process.end(_STOP_SECONDS)
+            message = Failure(ending, error_type="EngineDeadError")
+        if isinstance(message, Failure):
+            self._failures[index] = message
+        return message
 
-    def _cause(
-        self, index: int | None = None, failure: Failure | None = None, hanging: int | None = None
-    ) -> VllmError:
+    def _cause(self, hanging: int | None = None) -> VllmError:
         """The failure that caused the others; ends all ranks. hanging: a rank that did not accept
         a message in time.
 
         A rank that failed because of a peer reports first; the peer's own report may follow.
         """
-        found = {} if index is None or failure is None else {index: failure}
+        found = self._failures
         end = time.monotonic() + _CAUSE_SECONDS
         while all(failure.is_of_peer for failure in found.values()):
             silent = [c for i, c in enumerate(self._connections) if i not in found]
@@ -205,9 +205,7 @@ class WorkersExecutor:
             if not ready:
                 break
             for connection in ready:
-                message = self._read(connection)
-                if isinstance(message, Failure):
-                    found[self._connections.index(connection)] = message
+                self._read(connection)
         self._kill()
         culprits = [i for i, failure in found.items() if not failure.is_of_peer]
         unheard = [str(layout) for i, layout in enumerate(self._layouts) if i not in found]
@@ -240,7 +238,7 @@ def _limit_sending(connection: Connection, seconds: float) -> None:
 def _shut_down(handles: list[RankHandle], launcher: Launcher) -> None:
     for handle in handles:
         try:
-            handle.connection.send(Stop())
+            handle.connection.send(messages.Stop())
         except OSError:
             continue
     end = time.monotonic() + _STOP_SECONDS

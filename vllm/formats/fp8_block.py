@@ -1,15 +1,21 @@
 """FP8 (E4M3) with a float32 scale per block of rows and columns, as DeepSeek and Qwen store it."""
 
+from typing import Any
+
 from vllm.formats.act_scheme import ActScheme
-from vllm.formats.description import (
-    OF_TEXT,
-    FormatDescription,
-    QuantizeOption,
-    StoredTensor,
-)
+from vllm.formats.description import OF_TEXT, FormatDescription, QuantizeOption, StoredTensor
 from vllm.formats.scales import Scales
 
 BLOCK = (128, 128)
+
+
+def as_block(given: Any) -> tuple[int, int] | None:
+    """Two sizes of a config.json; None for what is none."""
+    is_pair = isinstance(given, list | tuple) and len(given) == 2
+    if not is_pair or not all(isinstance(size, int) and 0 < size <= 1 << 16 for size in given):
+        return None
+    return (given[0], given[1])
+
 
 FORMAT = FormatDescription(
     element="fp8",

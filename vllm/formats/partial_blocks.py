@@ -2,11 +2,13 @@
 
 A shard of 576 rows of a weight with 128-row blocks begins inside a block on every second rank.
 Two ways keep the arithmetic exact: refine the scale grid to the greatest block that fits every
-shard (a scale repeated is the same scale), or pad each cut block to a whole one with zeros.
+shard (a scale repeated is the same scale), or pad each partial block to a whole one with zeros.
 """
 
 from dataclasses import dataclass
 from math import gcd, lcm
+
+from vllm.utils.math_utils import cdiv
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""
@@ -50,14 +52,10 @@ class Axis:
         """Blocks that the parts touch, on the rank that touches most."""
         # After this many ranks, shards begin at the same places of blocks again.
         period = block // gcd(block, *self.sizes)
-        most = 0
-        for rank in range(min(self.cut, period)):
-            touched = 0
-            for size in self.sizes:
-                start = rank * size
-                touched += -(-(start + size) // block) - start // block
-            most = max(most, touched)
-        return most
+        return max(
+            sum(cdiv((rank + 1) * size, block) - rank * size // block for size in self.sizes)
+            for rank in range(min(self.cut, period))
+        )
 
     def padded(self, block: int) -> int:
         """Size when every block is filled up to a whole one, on the rank that needs most."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm.kernels.interface import LinearKernel, MoEKernel
 from vllm.ops.fp8_quant import (
+    GROUP_SIZE,
     ScaleLayout,
     empty_groups,
     per_token_group_fp8_quant,
@@ -21,8 +22,6 @@ from vllm.ops.fp8_quant import (
     silu_and_mul_group_quant,
 )
 from vllm.utils.fp8 import MIN_AMAX
-
-GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,9 @@ class InputQuant:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedInput:
         """residual += x, in place; then the norm of residual."""
-        layout, normed = self.layout, torch.empty_like(x) if self.keeps_source else None
-        results = rms_norm_group_quant(
-            x, weight, eps, residual, layout=layout, use_ue8m0=self.use_ue8m0, normed=normed
-        )
+        normed = torch.empty_like(x) if self.keeps_source else None
+        scale_form = self.layout, self.use_ue8m0
+        results = rms_norm_group_quant(x, weight, eps, residual, *scale_form, normed)
         return QuantizedInput(*results, x.dtype, normed)
 
     def sum_and_norm(
@@ -80,19 +78,15 @@ class InputQuant:
     ) -> QuantizedInput:
         """residual += the sum of x over the ranks, in place; then the norm of residual."""
         normed = torch.empty_like(x) if self.keeps_source else None
-        rows, columns = x.shape
-        q, scales, is_ue8m0 = empty_groups(
-            x, rows, columns, GROUP_SIZE, self.layout, self.use_ue8m0
-        )
+        q, scales, is_ue8m0 = empty_groups(x, x.shape[1], self.layout, self.use_ue8m0)
         results = normed, q, scales, GROUP_SIZE, MIN_AMAX, is_ue8m0
         sums.add_rms_norm_quant(x, residual, weight, eps, *results)
-        return QuantizedInput(q, scales[:rows], x.dtype, normed)
+        return QuantizedInput(q, scales[: x.shape[0]], x.dtype, normed)
 
     def silu_and_mul(self, x: Tensor) -> QuantizedInput:
         """silu(x[:, :K]) * x[:, K:] for x [M, 2 K]. Nobody reads its floats."""
         assert not self.keeps_source
-        results = silu_and_mul_group_quant(x, layout=self.layout, use_ue8m0=self.use_ue8m0)
-        return QuantizedInput(*results, x.dtype)
+        return QuantizedInput(*silu_and_mul_group_quant(x, self.layout, self.use_ue8m0), x.dtype)
 
 
 class FusedAllReduce(Protocol):
@@ -103,13 +97,11 @@ class FusedAllReduce(Protocol):
 
     def takes(self, x: Tensor) -> bool:
         """Whether the all-reduce supports x's shape and dtype."""
-        ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """x = the RMSNorm of residual."""
-        ...
 
     def can_quantise(self) -> bool: ...
 

@@ -1,6 +1,6 @@
 """What passes between layers and backends: the tensors of a weight, the shape of a kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, TypeAlias
@@ -94,6 +94,19 @@ class LinearTensors:
         """row_offsets, with zeros where there are none."""
         return self.row_offsets or (0,) * len(self.shard_rows)
 
+    def products(self) -> Iterator[tuple[slice, Tensor]]:
+        """Of NVFP4: each run of rows of merged shards that share a global scale, with float32 [1],
+        that times the input's."""
+        assert self.global_scales is not None and self.input_scale is not None
+        factors = self.global_scales.tolist()
+        start = stop = 0
+        for i, num_rows in enumerate(self.shard_rows):
+            stop += num_rows
+            if factors[i + 1 : i + 2] != factors[i : i + 1]:
+                alpha = self.input_scale * self.global_scales[i]
+                yield slice(start, stop), alpha.float().reshape(1)
+                start = stop
+
     def _columns_of_scales(self) -> "Tensor | slice":
         """Which column of `scales` each column of `row_scales` repeats."""
         if not self.column_offset:
@@ -141,21 +154,30 @@ class MoETensors:
         return self.gate_up.shape[0]
 
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
-        """Gate-up and down of every expert, [E, N, K], as if of two linear layers; views."""
-        hidden, inner = self.down.shape[1], self.inner
-        offsets = (self.row_offset,) * 2 if self.row_offset else ()
-        return (
-            LinearTensors(
-                self.format, self.gate_up, (inner, inner), self.gate_up_scales, row_offsets=offsets
-            ),
-            LinearTensors(
-                self.format,
-                self.down,
-                (hidden,),
-                self.down_scales,
-                column_offset=self.column_offset,
-            ),
+        """Gate-up and down of every expert, as if of two linear layers: each tensor has a leading
+        [E]; views."""
+        inner = self.inner
+        gate_up = LinearTensors(
+            self.format,
+            self.gate_up,
+            (inner, inner),
+            self.gate_up_scales,
+            input_scale=self.gate_up_input_scales,
+            global_scales=self.gate_up_global_scales,
+            zero_points=self.gate_up_zero_points,
+            row_offsets=(self.row_offset,) * 2 if self.row_offset else (),
         )
+        down = LinearTensors(
+            self.format,
+            self.down,
+            (self.down.shape[1],),
+            self.down_scales,
+            input_scale=self.down_input_scales,
+            global_scales=self.down_global_scales,
+            zero_points=self.down_zero_points,
+            column_offset=self.column_offset,
+        )
+        return gate_up, down
 
     def expert(self, index: int) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of one expert, as two linear layers; views, no copies."""
@@ -164,12 +186,8 @@ class MoETensors:
             return None if stacked is None else stacked[index]
 
         gate_up, down = self.all_experts()
-        inputs = own(self.gate_up_input_scales), own(self.down_input_scales)
-        for part, input_scales in zip((gate_up, down), inputs):
+        for part in (gate_up, down):
             part.weight, part.scales = part.weight[index], own(part.scales)
-            part.input_scale = None if input_scales is None else input_scales.max()
-        gate_up.global_scales = own(self.gate_up_global_scales)
-        gate_up.zero_points = own(self.gate_up_zero_points)
-        down.global_scales = own(self.down_global_scales)
-        down.zero_points = own(self.down_zero_points)
+            part.global_scales, part.zero_points = own(part.global_scales), own(part.zero_points)
+            part.input_scale = None if part.input_scale is None else part.input_scale[index].max()
         return gate_up, down

@@ -4,11 +4,10 @@ Standard library only: the choices for any model on any chip can be listed witho
 or a GPU. Where the engine runs an architecture, names, order and problems equal its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.architectures.decoder import CachedAttention, Decoder, ExpertsSpec, Item
+from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
 from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
@@ -22,8 +21,6 @@ from vllm.kernels.select.problem import (
     Problem,
     comes_quantised,
 )
-
-MOE_LAYOUTS = ("standard", "batched")
 
 _MAX_RANKS = 1 << 12
 _ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -52,6 +49,7 @@ def linear_problem(
     weight: WeightFormat,
     act: tuple[ActScheme, ...],
     dtype: str,
+    requant_error: float | None = None,
 ) -> LinearProblem:
     """What one of `ranks` tensor-parallel ranks asks for, of the regions that it holds."""
     rows = tuple(region.shape[0] for region in regions)
@@ -65,6 +63,7 @@ def linear_problem(
         parts=rows if len(rows) > 1 else (),
         cut_n=ranks if spec.style == "column" else 1,
         cut_k=ranks if spec.style == "row" else 1,
+        requant_error=requant_error,
         comes_quantised=comes_quantised(name),
     )
 
@@ -76,7 +75,7 @@ def moe_problem(
     weight: WeightFormat,
     act: tuple[ActScheme, ...],
     dtype: str,
-    layout: str = "standard",
+    requant_error: float | None = None,
 ) -> MoEProblem:
     _, intermediate = spec.per_rank(tp, ep)
     return MoEProblem(
@@ -87,9 +86,9 @@ def moe_problem(
         weight=weight,
         act=act,
         dtype=dtype,
-        layout=layout,
         cut=tp if ep == 1 else 1,
         cut_experts=ep,
+        requant_error=requant_error,
     )
 
 
@@ -117,14 +116,13 @@ def layer_problems(
     kv_format: str,
     tp: int = 1,
     ep: int = 1,
-    moe_layout: str = "standard",
 ) -> list[tuple[str, Problem]]:
     """(layer name, problem) of everything that one rank asks the selector, in the engine's order.
 
     config: config.json as read. dtype: of activations (`bf16` or `bfloat16`); weights that are
     not quantised are kept as the config says they are stored, unless that is wider. kv_format:
     element type of the KV cache. tp: tensor-parallel ranks. ep: expert-parallel ranks; with more
-    than one, experts are dealt out whole and tp does not cut them. moe_layout: see MoEProblem.
+    than one, experts are dealt out whole and tp does not cut them.
 
     CheckpointError where the config is wrong, ConfigError where a size does not divide by the
     ranks or an argument is not known; both name the field.
@@ -134,50 +132,28 @@ def layer_problems(
             raise ConfigError(f"{name} = {ranks!r}: it takes a whole number from 1 to {_MAX_RANKS}")
     dtype = _known("dtype", _SHORT_NAMES.get(dtype, dtype), tuple(_ITEM_SIZES))
     kv_format = _known("kv_format", _SHORT_NAMES.get(kv_format, kv_format), _CACHE_FORMATS)
-    moe_layout = _known("moe_layout", moe_layout, MOE_LAYOUTS)
-    weight_dtype = _weight_dtype(text_config(config), dtype)
-    rank = _Rank(tp, ep, dtype, weight_dtype, kv_format, moe_layout, quant_config)
-    return list(rank.problems(describe(config)))
+    plain = WeightFormat(_weight_dtype(text_config(config), dtype)), (ActScheme.NONE,)
 
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """What all layers of one rank share."""
-
-    tp: int
-    ep: int
-    dtype: str
-    weight_dtype: str
-    kv_format: str
-    moe_layout: str
-    quant_config: Quantization | None
-
-    def problems(self, decoder: Decoder) -> Iterator[tuple[str, Problem]]:
-        made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
-        for prefix, item in decoder.items():
-            name = prefix + item.name
-            layer_format = self._format(_quantisable(prefix, item))
-            key = id(item), layer_format
-            if key not in made:
-                made[key] = self._of_item(name, item, *layer_format)
-            for problem in made[key]:
-                yield name, problem
-
-    def _of_item(
-        self, name: str, item: Item, weight: WeightFormat, act: tuple[ActScheme, ...]
-    ) -> tuple[Problem, ...]:
+    def of_item(name: str, item: Item, layer_format: LayerFormat) -> tuple[Problem, ...]:
+        error = quant_config.requant_error(layer_format[0]) if quant_config else None
         if isinstance(item, LinearSpec):
-            regions = [region for _, region in item.shards("", 0, self.tp)]
-            return (linear_problem(item, name, regions, self.tp, weight, act, self.dtype),)
+            regions = [region for _, region in item.shards("", 0, tp)]
+            return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
-            layout = self.moe_layout
-            return (moe_problem(item, self.tp, self.ep, weight, act, self.dtype, layout),)
-        return attention_problems(item, self.tp, self.kv_format, self.dtype)
+            return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
+        return attention_problems(item, tp, kv_format, dtype)
 
-    def _format(self, names: tuple[str, ...]) -> LayerFormat:
-        """Of a layer made of the checkpoint weights `names`; () for one never quantised."""
-        found = self.quant_config.layer_format(names) if self.quant_config and names else None
-        return found or (WeightFormat(self.weight_dtype), (ActScheme.NONE,))
+    made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
+    found = []
+    for prefix, item in describe(config).items():
+        name = prefix + item.name
+        weights = _quantisable(prefix, item)
+        layer_format = quant_config.layer_format(weights) if quant_config and weights else None
+        key = id(item), layer_format
+        if key not in made:
+            made[key] = of_item(name, item, layer_format or plain)
+        found += [(name, problem) for problem in made[key]]
+    return found
 
 
 def _quantisable(prefix: str, item: Item) -> tuple[str, ...]:

@@ -89,19 +89,21 @@ def has_code(spec: KernelSpec) -> bool:
     return hasattr(module, spec.family) and not spec.formats.isdisjoint(made)
 
 
+def all_specs() -> list[KernelSpec]:
+    return [spec for family in FAMILIES for spec in specs(family)]
+
+
 def used_libs() -> set[str]:
     """Libraries that a kernel with code in this build is made of."""
-    every = (spec for family in FAMILIES for spec in specs(family) if has_code(spec))
-    return {name for spec in every for name, _ in spec.libs}
+    return {name for spec in all_specs() if has_code(spec) for name, _ in spec.libs}
 
 
 @cache
 def built() -> Lib:
     """The kernels whose code is in this build, as the library `build`."""
     names = (
-        f"{family}/{spec.backend}/{weight_format}"
-        for family in FAMILIES
-        for spec in specs(family)
+        f"{spec.family}/{spec.backend}/{weight_format}"
+        for spec in all_specs()
         if has_code(spec)
         for weight_format in sorted(spec.formats)
     )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
-from vllm.kernels.report import json_report
+from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.report.side_effects import side_effect_lines, waits
-from vllm.kernels.select.decision import Candidate, Decision, NoKernelError
+from vllm.kernels.select.decision import Candidate, Decision, NoKernelError, Record
 from vllm.kernels.select.policy import Policy, Preference
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import RANK_FLAG, RANK_VARIABLE, Origin, Why
@@ -26,6 +26,7 @@ from vllm.machine import Device, Libs
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Selection:
     """Asks `select` once per distinct problem and remembers which layers each answer covers.
 
@@ -34,36 +35,29 @@ class Selection:
     order of asking. ledger: what was re-quantised at load.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        libs: Libs,
-        policy: Policy,
-        tables: Sequence[Table] = (),
-        is_emulated: bool = False,
-    ):
-        self.device = device
-        self.libs = libs
-        self.policy = policy
-        self.tables = tables
-        self.is_emulated = is_emulated
-        self.emulated: dict[str, Selection] = {}
-        self.records: list[tuple[str, Decision]] = []
-        self.ledger = Ledger()
-        self._by_layer = [override for override in policy.overrides if override.pattern != "*"]
+    device: Device
+    libs: Libs
+    policy: Policy
+    tables: Sequence[Table] = ()
+    is_emulated: bool = False
+    emulated: "dict[str, Selection]" = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        self._by_layer = [override for override in self.policy.overrides if override.pattern != "*"]
         self._decided: dict[tuple[Problem, tuple[bool, ...]], Decision] = {}
 
     def afresh(self) -> "Selection":
         """One that has not been asked anything."""
-        other = Selection(self.device, self.libs, self.policy, self.tables, self.is_emulated)
-        other.emulated = {family: one.afresh() for family, one in self.emulated.items()}
-        return other
+        emulated = {family: one.afresh() for family, one in self.emulated.items()}
+        return replace(self, emulated=emulated, records=[], ledger=Ledger())
 
     def choose(self, layer: str, problem: Problem) -> Decision:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
         decision = self.decide(layer, problem)
         if decision.chosen is None:
-            raise NoKernelError(f"no kernel for {layer}\n{json_report.table(decision)}", decision)
+            raise NoKernelError(f"no kernel for {layer}\n{text_report.table(decision)}", decision)
         return decision
 
     def decide(self, layer: str, problem: Problem) -> Decision:
@@ -122,7 +116,7 @@ class Selection:
             if own and must_obey and all(d.chosen != backend for backend, d in own):
                 raise NoKernelError(
                     f"{origin.text}, but no layer of this model can follow it\n"
-                    f"{json_report.table(own[0][1])}",
+                    f"{text_report.table(own[0][1])}",
                     own[0][1],
                 )
 
@@ -175,7 +169,7 @@ class Selection:
 
     def log(self) -> None:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""
-        for line in json_report.log_lines(self.records):
+        for line in text_report.log_lines(self.records):
             logger.info("%s", line)
         for line in side_effect_lines(self.records):
             logger.warning("%s", line)

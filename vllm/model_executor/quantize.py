@@ -79,16 +79,12 @@ def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
     selection = Selection(Device("cpu"), Libs.of([Lib("torch")]), Policy())
     with torch.device("meta"):
         model = CausalLM(model_context(config, selection, checkpoint))
-    ours = set()
-    for layer in model.modules():
-        if not isinstance(layer, Linear | FusedMoE) or not layer.method.format.is_quantized:
-            continue
-        if isinstance(layer, Linear):
-            ours |= {f"{shard}.weight" for shard in layer.shard_names}
-        else:
-            ours |= {
-                f"{name}.weight" for e in range(layer.num_experts) for name in layer.expert_names(e)
-            }
+    ours = {
+        f"{name}.weight"
+        for layer in model.modules()
+        if isinstance(layer, Linear | FusedMoE) and layer.method.format.is_quantized
+        for name in layer.shard_names
+    }
     slot_name = model_config.architecture.slot_name
     return {name for name in checkpoint.infos if slot_name(name) in ours}
 

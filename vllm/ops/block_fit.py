@@ -5,14 +5,13 @@ before. Its scales are given as the whole weight's grid [..., ceil(N / rows), ce
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm.formats.partial_blocks import Fit
-from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoETensors
 from vllm.utils.math_utils import cdiv
 
@@ -33,27 +32,8 @@ class PaddedWeight:
     column_offset: int
 
 
-def refine_scales(
-    scales: Tensor, block: Sequence[int], fine: Sequence[int], rows: Span, columns: Span
-) -> Tensor:
-    """Scales of one shard in blocks of `fine`, which divides `block` and where the shard starts.
-
-    Every fine block lies inside one coarse block, whose scale it repeats. Only the shard's last
-    row or column of blocks may be partial.
-    """
-    places = []
-    for span, coarse, step in zip((rows, columns), block, fine):
-        assert coarse % step == 0 and span[0] % step == 0, (span, coarse, step)
-        places.append(torch.arange(*span, step, device=scales.device) // coarse)
-    return scales[..., places[0], :][..., places[1]]
-
-
 def pad_weight(
-    weight: Tensor,
-    scales: Tensor,
-    block: Sequence[int],
-    rows: Span,
-    columns: Span,
+    weight: Tensor, scales: Tensor, block: Sequence[int], rows: Span, columns: Span
 ) -> PaddedWeight:
     """The shard `weight` with every block it touches filled up to a whole one with zeros."""
     row_offset, num_rows, row_blocks = _whole_blocks(rows, block[0])
@@ -72,26 +52,6 @@ def _whole_blocks(span: Span, block: int) -> tuple[int, int, slice]:
     return start % block, (last - first) * block, slice(first, last)
 
 
-def refined_tensors(tensors: LinearTensors, fine: tuple[int, int]) -> LinearTensors:
-    """The same layer with its scales in blocks of `fine`, which divides all of its offsets.
-
-    Where `fine` divides all parts but the last, the scale rows of all parts form one plain grid.
-    """
-    columns = _columns(tensors)
-    parts = [
-        refine_scales(scales, tensors.format.block, fine, rows, columns)
-        for rows, scales in _scales_of_parts(tensors)
-    ]
-    return LinearTensors(
-        WeightFormat(tensors.format.element, "block", fine),
-        tensors.weight,
-        tensors.shard_rows,
-        torch.cat(parts, -2),
-        tensors.bias,
-        tensors.input_scale,
-    )
-
-
 def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
     """The same layer with each merged part padded to whole blocks.
 
@@ -99,34 +59,44 @@ def padded_tensors(tensors: LinearTensors) -> tuple[LinearTensors, Tensor]:
     Returns also int64 [N]: which columns of the padded output are the layer's. The bias stays [N],
     for those.
     """
-    block, columns = tensors.format.block, _columns(tensors)
-    padded, kept = [], []
-    start = padded_start = 0
-    for rows, scales in _scales_of_parts(tensors):
-        num_rows = rows[1] - rows[0]
-        part = tensors.weight[..., start : start + num_rows, :]
-        padded.append(pad_weight(part, scales, block, rows, columns))
-        first = padded_start + rows[0]
-        kept.append(torch.arange(first, first + num_rows, device=part.device))
-        start += num_rows
-        padded_start += padded[-1].weight.shape[-2]
-    result = LinearTensors(
-        tensors.format,
-        torch.cat([part.weight for part in padded], -2),
-        tuple(part.weight.shape[-2] for part in padded),
-        torch.cat([part.scales for part in padded], -2),
-        tensors.bias,
-        tensors.input_scale,
+    assert tensors.scales is not None and tensors.format.scale == "block"
+    block, sizes = tensors.format.block, tensors.shard_rows
+    columns = tensors.column_offset, tensors.column_offset + tensors.weight.shape[-1]
+    # Rows of each merged part, counted from its first block on.
+    spans = [(first, first + size) for first, size in zip(tensors.offsets_of_shards(), sizes)]
+    grids = tensors.scales.split([cdiv(stop, block[0]) for _, stop in spans], -2)
+    padded, kept, start = [], [], 0
+    for rows, weight, scales in zip(spans, tensors.weight.split(sizes, -2), grids):
+        padded.append(pad_weight(weight, scales, block, rows, columns))
+        kept.append(torch.arange(start + rows[0], start + rows[1], device=weight.device))
+        start += padded[-1].weight.shape[-2]
+    result = replace(
+        tensors,
+        weight=torch.cat([part.weight for part in padded], -2),
+        shard_rows=tuple(part.weight.shape[-2] for part in padded),
+        scales=torch.cat([part.scales for part in padded], -2),
+        row_offsets=(),
+        column_offset=0,
     )
     return result, torch.cat(kept)
 
 
 def padded_experts(tensors: MoETensors) -> MoETensors:
-    """The same experts with whole blocks of gate, up and down: rows of zeros give zeros, which meet
-    columns of zeros."""
-    (gate_up, _), (down, _) = map(padded_tensors, tensors.all_experts())
-    assert gate_up.weight.shape[-2] == 2 * down.weight.shape[-1]
-    return MoETensors(tensors.format, gate_up.weight, down.weight, gate_up.scales, down.scales)
+    """The same experts with zeros around their intermediate rows and columns, up to the borders of
+    the blocks that they touch: rows of zeros give zeros, which meet columns of zeros."""
+    assert tensors.gate_up_scales is not None and tensors.down_scales is not None
+    rows, columns = tensors.format.block
+    before = tensors.column_offset
+    after = tensors.down_scales.shape[-1] * columns - before - tensors.inner
+    halves = tensors.gate_up.view(torch.uint8).chunk(2, 1)
+    gate_up = torch.cat([pad(half, (0, 0, before, after)) for half in halves], 1)
+    down = pad(tensors.down.view(torch.uint8), (before, after))
+    assert tensors.row_offset == before
+    assert gate_up.shape[1] == tensors.gate_up_scales.shape[1] * rows
+    dtype = tensors.down.dtype
+    return replace(
+        tensors, gate_up=gate_up.view(dtype), down=down.view(dtype), row_offset=0, column_offset=0
+    )
 
 
 def fitted_kernel(
@@ -149,16 +119,3 @@ def fitted_kernel(
         return out if bias is None else out.add_(bias)
 
     return apply
-
-
-def _columns(tensors: LinearTensors) -> Span:
-    return tensors.column_offset, tensors.column_offset + tensors.weight.shape[-1]
-
-
-def _scales_of_parts(tensors: LinearTensors) -> list[tuple[Span, Tensor]]:
-    """Rows of each merged part, counted from its first block on, and its scale grid."""
-    assert tensors.scales is not None and tensors.format.scale == "block"
-    offsets = tensors.offsets_of_shards()
-    spans = [(first, first + size) for first, size in zip(offsets, tensors.shard_rows)]
-    counts = [cdiv(stop, tensors.format.block[0]) for _, stop in spans]
-    return list(zip(spans, tensors.scales.split(counts, -2)))

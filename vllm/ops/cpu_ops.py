@@ -4,33 +4,29 @@ Importing this module loads the library and raises `NativeLibraryError` if it ca
 Wrong arguments raise ValueError naming the argument, what was given and what is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm.ops.moe_router import choose_experts
+from vllm.ops.moe_router import choose_experts as choose_experts
+from vllm.ops.native_ops import NativeOps
 from vllm.platforms import native
 
-__all__ = ["choose_experts"]
-
+_ops = NativeOps("")
+rms_norm, fused_add_rms_norm = _ops.rms_norm, _ops.fused_add_rms_norm
+rotary_embedding, silu_and_mul = _ops.rotary_embedding, _ops.silu_and_mul
+sample_tokens = _ops.sample_tokens
 _library = native.load()
 _linear_pack = _library.linear_pack
 _linear = _library.linear
-_rms_norm = _library.rms_norm
-_fused_add_rms_norm = _library.fused_add_rms_norm
-_rotary_embedding = _library.rotary_embedding
-_silu_and_mul = _library.silu_and_mul
 _rms_norm_gated = _library.rms_norm_gated
 _mul_sigmoid = _library.mul_sigmoid
 _causal_conv1d = _library.causal_conv1d
 _gated_delta_rule = _library.gated_delta_rule
 _reshape_and_cache = _library.reshape_and_cache
 _paged_attention = _library.paged_attention
-_sample_tokens = _library.sample_tokens
 
 USES_TORCH_THREADS = False
 LOGIT_DTYPES = (torch.float32,)
@@ -114,23 +110,6 @@ def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-    `x` is [tokens, dim] or [tokens, heads, dim], possibly strided; `weight` float32 [dim]; `out`
-    may be `x`.
-    """
-    if out is None:
-        out = x.new_empty(x.shape)
-    _rms_norm(x, weight, out, eps)
-    return out
-
-
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    """In place: residual += x (rounded to its type), then x = rms_norm(residual, weight, eps)."""
-    _fused_add_rms_norm(x, residual, weight, eps)
-
-
 def rms_norm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
@@ -139,23 +118,6 @@ def rms_norm_gated(
         out = x.new_empty(x.shape)
     _rms_norm_gated(x, gate, weight, out, eps)
     return out
-
-
-def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> None:
-    """Rotates the first `rotary_dim` columns of every head of query and key, in place.
-
-    `positions` int64 [tokens]; `query` [tokens, num_heads, head_dim] and `key` [tokens,
-    num_kv_heads, head_dim], possibly strided; `cos_sin_cache` float32 [max_position, rotary_dim],
-    cosines in the first half of a row. Pairs are (i, i + rotary_dim / 2) where `is_neox`, else
-    (2 i, 2 i + 1).
-    """
-    _rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
 
 
 def qk_norm_rotary(
@@ -172,14 +134,6 @@ def qk_norm_rotary(
     rms_norm(query, query_weight, eps, out=query)
     rms_norm(key, key_weight, eps, out=key)
     rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
-
-
-def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [tokens, 2 n] -> [tokens, n] = silu(x[:, :n]) * x[:, n:]."""
-    if out is None:
-        out = x.new_empty((x.shape[0], x.shape[1] // 2))
-    _silu_and_mul(x, out)
-    return out
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
@@ -267,19 +221,9 @@ def paged_attention(
         out = query.new_empty(query.shape)
     if k_cache.dtype is torch.float8_e4m3fn:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    _paged_attention(
-        query,
-        k_cache,
-        v_cache,
-        block_tables,
-        query_start_loc,
-        seq_lens,
-        out,
-        scale,
-        sliding_window,
-        k_scale,
-        v_scale,
-    )
+    batch = block_tables, query_start_loc, seq_lens
+    scales = k_scale, v_scale
+    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales)
     return out
 
 
@@ -340,27 +284,6 @@ def gated_delta_rule(
     requests = state_slots, query_start_loc, seq_lens
     _gated_delta_rule(query, key, value, a, b, decay_rate, dt_bias, state, *requests, out)
     return out
-
-
-def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniforms: Tensor,
-) -> Tensor:
-    """One token for each row of logits float32 [rows, vocab]: int64 [rows].
-
-    The largest logit where `temperature` (float32 [rows]) is 0. Else the token at `uniforms`
-    (float64 [rows], in [0, 1)) of the cumulated softmax(logits / temperature), of which only some
-    tokens are kept: the `top_k` likeliest (int64, 0 for all); of their mass, the fewest that hold
-    `top_p` of it (float32, 1 for all); and those at least `min_p` (float32) times as likely as the
-    likeliest. Equally likely tokens are kept or dropped together.
-    """
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    _sample_tokens(logits, temperature, top_k, top_p, min_p, uniforms, tokens)
-    return tokens
 
 
 def _check_float32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

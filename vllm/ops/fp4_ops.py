@@ -5,6 +5,8 @@ for bit (those with SiLU up to the chip's exponential). Formulas:
 csrc/quantization/fp4/nvfp4_quant.h.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,8 @@ def _quant(x: Tensor, global_scale: Tensor, q: Tensor, scales: Tensor, is_swizzl
     scales.copy_(found)
 
 
-def _silu_quant(
-    x: Tensor, global_scale: Tensor, q: Tensor, scales: Tensor, is_swizzled: bool
-) -> None:
-    _quant(silu_and_mul(x), global_scale, q, scales, is_swizzled)
+def _silu_quant(x: Tensor, *others: Any) -> None:
+    _quant(silu_and_mul(x), *others)
 
 
 def _quant_grouped(
@@ -125,11 +125,7 @@ def silu_and_mul_scaled_fp4_quant_grouped(
 
 
 def _results(
-    input: Tensor,
-    halves: int,
-    is_swizzled: bool,
-    num_experts: int = 0,
-    num_rows: int | None = None,
+    input: Tensor, halves: int, is_swizzled: bool, num_experts: int = 0, num_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Empty codes and scales for rows of `halves` * K columns; num_experts 0: one matrix. num_rows:
     None for those of input."""

@@ -4,7 +4,7 @@ The numbers, their scales and their rounding: `vllm.utils.fp8`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from torch import Tensor
 from vllm.kernels.interface import LinearTensors
 from vllm.machine import Device
 from vllm.ops.block_fit import padded_tensors
-from vllm.utils.deep_gemm import (
-    get_col_major_tma_aligned_tensor,
-    transform_sf_into_required_layout,
-)
+from vllm.utils.deep_gemm import transform_sf_into_required_layout
 from vllm.utils.fp8 import (
     FP8,
     MIN_AMAX,
@@ -40,7 +37,15 @@ class RequantError:
 
     relative: float
     max_abs: float
-    is_exact: bool
+
+    @classmethod
+    def of(cls, squares: float, norm: float, max_abs: float) -> "RequantError":
+        """squares: the sum of squared errors; norm: that of the squared weight."""
+        return cls((squares / norm) ** 0.5 if norm else 0.0, max_abs)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.max_abs == 0
 
 
 def requant_weight_ue8m0_inplace(
@@ -67,9 +72,7 @@ def requantised_ue8m0(tensors: LinearTensors) -> LinearTensors:
         return tensors
     weight, scales = tensors.weight.clone(), tensors.scales.clone()
     _requantise(weight, scales, tensors.shard_rows, tensors.format.block)
-    return LinearTensors(
-        tensors.format, weight, tensors.shard_rows, scales, tensors.bias, tensors.input_scale
-    )
+    return replace(tensors, weight=weight, scales=scales)
 
 
 def requant_error(tensors: LinearTensors) -> RequantError:
@@ -84,7 +87,7 @@ def requant_error(tensors: LinearTensors) -> RequantError:
     assert all_scales is not None
     represented = is_power_of_two(all_scales) | (all_scales == 0)
     if bool(represented.all()):
-        return RequantError(0.0, 0.0, is_exact=True)
+        return RequantError(0.0, 0.0)
     error, norm, worst = 0.0, 0.0, 0.0
     for q, scales in _pieces(tensors.weight, all_scales, tensors.shard_rows, block[0]):
         stored = dequantise_blocks(q, scales, block)
@@ -93,7 +96,7 @@ def requant_error(tensors: LinearTensors) -> RequantError:
         difference = stored.sub_(dequantise_blocks(*recast, block))
         error += _sum_of_squares(difference)
         worst = max(worst, float(difference.abs().max()))
-    return RequantError((error / norm) ** 0.5 if norm else 0.0, worst, is_exact=worst == 0)
+    return RequantError.of(error, norm, worst)
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -177,23 +180,6 @@ def quantise_groups(
     scales = fp8_scales(amax, use_ue8m0, torch.finfo(dtype).max)
     q = round_to_fp8(groups, scales.unsqueeze(-1), dtype).flatten(-2)[..., : x.shape[-1]]
     return q.contiguous(), scales
-
-
-def quantise_groups_packed(
-    x: Tensor, group_size: int, eps: float = MIN_AMAX
-) -> tuple[Tensor, Tensor]:
-    """As quantise_groups of x [M, K], with the scales as DeepGEMM takes them on SM100.
-
-    Scales: int32 [M, ceil(groups / 4)], MN-major (stride 1 along M, get_tma_aligned_size(M, 4)
-    along the packs). Byte i of a pack (the lowest first) is the UE8M0 exponent byte of its i-th
-    group, scale = 2 ** (byte - 127); bytes beyond the last group are 0.
-    """
-    q, scales = quantise_groups(x, group_size, eps, use_ue8m0=True)
-    # No check as pack_ue8m0 makes: these are powers of two or NaN (byte 255), and a check would
-    # make the host wait for the device at every layer.
-    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
-    return q, get_col_major_tma_aligned_tensor(exponents.view(torch.int32))
 
 
 # ---------------------------------------------------------------- products

@@ -9,16 +9,24 @@ native library.
 """
 
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.ops import torch_ops
-from vllm.ops.fp8 import quantise_groups, quantise_groups_packed
+from vllm.ops.fp8 import quantise_groups
 from vllm.ops.torch_library import register
-from vllm.utils.deep_gemm import get_col_major_tma_aligned_tensor, is_deep_gemm_e8m0_used
+from vllm.utils.deep_gemm import (
+    get_col_major_tma_aligned_tensor,
+    is_deep_gemm_e8m0_used,
+    pack_exponents,
+)
 from vllm.utils.fp8 import FP8, MIN_AMAX, GroupShape, fp8_scales, round_to_fp8
 from vllm.utils.math_utils import cdiv, round_up
+
+GROUP_SIZE = 128
+
 
 # ---------------------------------------------------------------- what the ops do on a CPU
 
@@ -46,19 +54,17 @@ def _quant_token(
 def _quant_group(
     x: Tensor, q: Tensor, scales: Tensor, group_size: int, min_amax: float, is_ue8m0: bool
 ) -> None:
-    if scales.dtype == torch.int32:
-        values, found = quantise_groups_packed(x, group_size, min_amax)
-    else:
-        values, found = quantise_groups(x, group_size, min_amax, use_ue8m0=is_ue8m0)
+    is_packed = scales.dtype == torch.int32
+    values, found = quantise_groups(x, group_size, min_amax, use_ue8m0=is_ue8m0 or is_packed)
+    if is_packed:
+        found = pack_exponents(found)
     q.copy_(values)
     scales[: x.shape[0]] = found
     scales[x.shape[0] :] = 0
 
 
-def _silu_and_mul_quant_group(
-    x: Tensor, q: Tensor, scales: Tensor, group_size: int, min_amax: float, is_ue8m0: bool
-) -> None:
-    _quant_group(torch_ops.silu_and_mul(x), q, scales, group_size, min_amax, is_ue8m0)
+def _silu_and_mul_quant_group(x: Tensor, *group: Any) -> None:
+    _quant_group(torch_ops.silu_and_mul(x), *group)
 
 
 def _rms_norm_quant_group(
@@ -67,17 +73,12 @@ def _rms_norm_quant_group(
     weight: Tensor,
     eps: float,
     normed: Tensor | None,
-    q: Tensor,
-    scales: Tensor,
-    group_size: int,
-    min_amax: float,
-    is_ue8m0: bool,
+    *group: Any,
 ) -> None:
     if residual is not None:
         residual += x
         x = residual
-    y = torch_ops.rms_norm(x, weight, eps, normed)
-    _quant_group(y, q, scales, group_size, min_amax, is_ue8m0)
+    _quant_group(torch_ops.rms_norm(x, weight, eps, normed), *group)
 
 
 # ---------------------------------------------------------------- registration
@@ -252,7 +253,7 @@ def laid_out(scales: Tensor, layout: ScaleLayout) -> Tensor:
 
 def per_token_group_fp8_quant(
     x: Tensor,
-    group_size: int = 128,
+    group_size: int = GROUP_SIZE,
     eps: float = MIN_AMAX,
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     use_ue8m0: bool = False,
@@ -264,7 +265,7 @@ def per_token_group_fp8_quant(
     packed. K that is no multiple of 16, and rows or data that are not aligned to 16 bytes, run on
     a slower path.
     """
-    q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
+    q, scales, is_ue8m0 = empty_groups(x, _matrix_shape(x)[1], layout, use_ue8m0, group_size)
     _fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
     return q, scales[: x.shape[0]]
 
@@ -309,20 +310,14 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 
 
 def silu_and_mul_group_quant(
-    x: Tensor,
-    group_size: int = 128,
-    eps: float = MIN_AMAX,
-    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
-    use_ue8m0: bool = False,
+    x: Tensor, layout: ScaleLayout = ScaleLayout.ROW_MAJOR, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x [M, 2 K] -> per_token_group_fp8_quant of silu(x[:, :K]) * x[:, K:] rounded to x's dtype."""
     num_tokens, num_columns = _matrix_shape(x)
     if num_columns % 2:
         raise ValueError(f"input: given {num_columns} columns; accepted: an even number (2 K)")
-    q, scales, is_ue8m0 = empty_groups(
-        x, num_tokens, num_columns // 2, group_size, layout, use_ue8m0
-    )
-    _silu_and_mul_fp8_quant_group(x, q, scales, group_size, eps, is_ue8m0)
+    q, scales, is_ue8m0 = empty_groups(x, num_columns // 2, layout, use_ue8m0)
+    _silu_and_mul_fp8_quant_group(x, q, scales, GROUP_SIZE, MIN_AMAX, is_ue8m0)
     return q, scales[:num_tokens]
 
 
@@ -331,8 +326,6 @@ def rms_norm_group_quant(
     weight: Tensor,
     rms_eps: float,
     residual: Tensor | None = None,
-    group_size: int = 128,
-    eps: float = MIN_AMAX,
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
     use_ue8m0: bool = False,
     normed: Tensor | None = None,
@@ -343,18 +336,18 @@ def rms_norm_group_quant(
     is quantised instead; x is left as it is. normed [M, K] of x's dtype, contiguous, receives what
     is quantised.
     """
-    q, scales, is_ue8m0 = empty_groups(x, *_matrix_shape(x), group_size, layout, use_ue8m0)
-    _rms_norm_fp8_quant_group(
-        x, residual, weight, rms_eps, normed, q, scales, group_size, eps, is_ue8m0
-    )
+    q, scales, is_ue8m0 = empty_groups(x, _matrix_shape(x)[1], layout, use_ue8m0)
+    results = normed, q, scales, GROUP_SIZE, MIN_AMAX, is_ue8m0
+    _rms_norm_fp8_quant_group(x, residual, weight, rms_eps, *results)
     return q, scales[: x.shape[0]]
 
 
 def empty_groups(
-    x: Tensor, num_tokens: int, num_columns: int, group_size: int, layout: ScaleLayout, ue8m0: bool
+    x: Tensor, num_columns: int, layout: ScaleLayout, ue8m0: bool, group_size: int = GROUP_SIZE
 ) -> tuple[Tensor, Tensor, bool]:
-    """Empty q, empty scales with the rows that fill their columns, and whether they are UE8M0, of
-    x's device."""
+    """For the rows of x: empty q, empty scales with the rows that fill their columns, and whether
+    they are UE8M0."""
+    num_tokens = x.shape[0]
     is_packed = layout is ScaleLayout.PACKED_UE8M0
     num_groups = cdiv(num_columns, group_size)
     width = cdiv(num_groups, 4) if is_packed else num_groups

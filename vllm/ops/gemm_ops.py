@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.fp8 import block_scaled_mm
-from vllm.ops.nvfp4 import (
-    GROUP,
-    TILE_ROWS,
-    e2m1_decode,
-    unpack_e2m1,
-    unswizzle_scales,
-)
+from vllm.ops.nvfp4 import GROUP, TILE_ROWS, e2m1_decode, unpack_e2m1, unswizzle_scales
 from vllm.ops.torch_library import register
 from vllm.utils.fp8 import FP8
 from vllm.utils.math_utils import cdiv, round_up
@@ -124,19 +118,17 @@ def cutlass_scaled_mm(
     if b.shape[0] != k:
         raise ValueError(f"b: given {b.shape[0]} rows; accepted: {k}, the columns of a")
     n = b.shape[1]
-    if _has_shape(scale_a, (m, cdiv(k, _BLOCK))) and _has_shape(
-        scale_b, (cdiv(k, _BLOCK), cdiv(n, _BLOCK))
-    ):
-        out = a.new_empty(m, n, dtype=out_dtype)
+    k_blocks, n_blocks = cdiv(k, _BLOCK), cdiv(n, _BLOCK)
+    if scale_a.shape == (m, k_blocks) and scale_b.shape == (k_blocks, n_blocks):
         grid = scale_b.t().contiguous()
         wide_bias = None if bias is None else bias.float()
-        cutlass_fp8_block_gemm(a, scale_a, b.t(), grid, wide_bias, out)
-        return out
+        block = (_BLOCK, _BLOCK)
+        return cutlass_block_scaled_mm(a, b.t(), scale_a, grid, block, out_dtype, wide_bias)
     if scale_a.numel() not in (1, m) or scale_b.numel() not in (1, n):
         raise ValueError(
             f"scale_a, scale_b: given shapes {tuple(scale_a.shape)} and {tuple(scale_b.shape)}; "
-            f"accepted: scalars, [{m}, 1] with [1, {n}], or [{m}, {cdiv(k, _BLOCK)}] with "
-            f"[{cdiv(k, _BLOCK)}, {cdiv(n, _BLOCK)}]"
+            f"accepted: scalars, [{m}, 1] with [1, {n}], or [{m}, {k_blocks}] with "
+            f"[{k_blocks}, {n_blocks}]"
         )
     return _plain_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)
 
@@ -186,10 +178,6 @@ def _plain_scaled_mm(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
-def _has_shape(tensor: Tensor, shape: Sequence[int]) -> bool:
-    return tuple(tensor.shape) == tuple(shape) and tensor.dim() == 2
-
-
 def cutlass_scaled_fp4_mm(
     a: Tensor,
     b: Tensor,
@@ -210,6 +198,5 @@ def cutlass_scaled_fp4_mm(
             f"uint8 [M, K / 2] and [N, K / 2]"
         )
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-    scale = alpha.reshape(1)
-    cutlass_nvfp4_gemm(a, block_scale_a, b, block_scale_b, scale, None, out)
+    cutlass_nvfp4_gemm(a, block_scale_a, b, block_scale_b, alpha.reshape(1), None, out)
     return out

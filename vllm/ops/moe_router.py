@@ -28,11 +28,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` best experts of logits [T, E]: float32 weights and int64 ids [T, top_k].
 
-    Best first. Scores are softmax or sigmoid of the logits (`scoring`) in float32. Chosen are the
-    best of score + bias (float32 [E]) out of the `topk_groups` best of `num_groups` equal groups:
-    a group counts as its best expert, with a bias as the sum of its two best. Weights are the
-    scores without the bias, divided by their sum in a token (renormalise), times `routed_scale`.
-    The kept groups have at least `top_k` experts.
+    Best first, as `Router` says, in float32; bias: float32 [E]. A group counts as its best expert,
+    with a bias as the sum of its two best.
     """
     wide = logits.float()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)

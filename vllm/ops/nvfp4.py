@@ -72,19 +72,16 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Row-major scales [M, G] (1-byte elements) -> tiles [M up to 128s, G up to 4s], zero-filled.
+    """Row-major scales [..., M, G] (1-byte elements) -> tiles [..., M up to 128s, G up to 4s],
+    zero-filled.
 
     A tile is 128 rows by 4 columns, 512 bytes; tiles of a row of tiles lie one after another, and
     row r, column c of a tile is at byte 16 (r % 32) + 4 (r // 32) + c.
     """
-    num_rows, num_groups = scales.shape
-    row_tiles, column_tiles = cdiv(num_rows, TILE_ROWS), cdiv(num_groups, TILE_COLUMNS)
-    padded = torch.nn.functional.pad(
-        scales.view(torch.uint8),
-        (0, column_tiles * TILE_COLUMNS - num_groups, 0, row_tiles * TILE_ROWS - num_rows),
-    )
-    tiles = padded.view(row_tiles, 4, 32, column_tiles, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(padded.shape).view(scales.dtype)
+    filling = (0, -scales.shape[-1] % TILE_COLUMNS, 0, -scales.shape[-2] % TILE_ROWS)
+    padded = torch.nn.functional.pad(scales.view(torch.uint8), filling)
+    tiles: Tensor = padded.unflatten(-1, (-1, TILE_COLUMNS)).unflatten(-3, (-1, 4, 32))
+    return tiles.transpose(-4, -2).reshape(padded.shape).view(scales.dtype)
 
 
 def unswizzle_scales(swizzled: Tensor, num_rows: int, num_groups: int) -> Tensor:
@@ -99,15 +96,6 @@ def unswizzle_scales(swizzled: Tensor, num_rows: int, num_groups: int) -> Tensor
     tiles = swizzled.view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
     rows = tiles.permute(0, 3, 2, 1, 4).reshape(expected)[:num_rows, :num_groups]
     return rows.contiguous().view(swizzled.dtype)
-
-
-def swizzle_each(scales: Tensor) -> Tensor:
-    """swizzle_scales of each of scales [C, M, G]: [C, M up to 128s, G up to 4s]."""
-    count, num_rows, _ = scales.shape
-    filling = (0, 0, 0, -num_rows % TILE_ROWS)
-    padded = torch.nn.functional.pad(scales.view(torch.uint8), filling)
-    swizzled = swizzle_scales(padded.flatten(0, 1))
-    return swizzled.view(count, -1, swizzled.shape[1]).view(scales.dtype)
 
 
 def max_grouped_scale_rows(num_rows: int, num_experts: int) -> int:

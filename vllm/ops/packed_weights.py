@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.interface import LinearTensors
-from vllm.ops.nvfp4 import (
-    e2m1_decode,
-    pack_e2m1,
-    unpack_e2m1,
-)
+from vllm.ops.nvfp4 import e2m1_decode, pack_e2m1, unpack_e2m1
 
 PER_INT32 = 8
 SYMMETRIC_ZERO = 8

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.select.problem import AttentionProblem
-
-CACHE_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
-
+from vllm.utils.torch_utils import dtype_of
 
 Attend: TypeAlias = Callable[..., Tensor]
 """`paged_attention` of an ops module (see vllm.ops)."""
@@ -104,7 +97,7 @@ class PagedAttention:
         self._attend = attend
         self._write = write
         self.problem = problem
-        self.dtype = CACHE_DTYPES[problem.format]
+        self.dtype = dtype_of(problem.format)
         self.scale = problem.head_dim**-0.5
         self.k_scale = self.v_scale = 1.0
         self.k_cache = self.v_cache = torch.empty(0)
@@ -144,19 +137,9 @@ class PagedAttention:
             if self.k_cache.is_cuda
             else {}
         )
-        return self._attend(
-            q,
-            self.k_cache,
-            self.v_cache,
-            batch.block_tables,
-            batch.query_start_loc,
-            batch.seq_lens,
-            self.scale,
-            self.problem.sliding_window,
-            self.k_scale,
-            self.v_scale,
-            **bounds,
-        )
+        requests = batch.block_tables, batch.query_start_loc, batch.seq_lens
+        options = self.scale, self.problem.sliding_window, self.k_scale, self.v_scale
+        return self._attend(q, self.k_cache, self.v_cache, *requests, *options, **bounds)
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,12 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.ops.fp8 import quantise_groups
-from vllm.ops.fp8_quant import (
-    ScaleLayout,
-    laid_out,
-    per_token_group_fp8_quant,
-    scaled_fp8_quant,
-)
+from vllm.ops.fp8_quant import ScaleLayout, laid_out, per_token_group_fp8_quant, scaled_fp8_quant
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from vllm.utils.fp8 import MIN_AMAX, GroupShape, fp8_scales, round_to_fp8
 
@@ -35,11 +30,17 @@ class QuantFP8(nn.Module):
     ):
         super().__init__()
         self.static = static
-        self.group_shape = GroupShape(*group_shape)
+        self.group_shape = group_shape = GroupShape(*group_shape)
         self.num_token_padding = num_token_padding
         self.layout = ScaleLayout.of(column_major_scales, tma_aligned_scales)
         self.is_group = group_shape[0] == 1 and group_shape[1] > 0
-        _check(static, self.group_shape, self.is_group)
+        if static and self.group_shape != GroupShape.PER_TENSOR:
+            raise ValueError(f"a static quantiser takes GroupShape.PER_TENSOR, not {group_shape}")
+        if not self.is_group and group_shape not in (GroupShape.PER_TENSOR, GroupShape.PER_TOKEN):
+            raise ValueError(
+                f"activations are quantised by GroupShape.PER_TENSOR, GroupShape.PER_TOKEN or "
+                f"GroupShape(1, n), not {group_shape}"
+            )
         if not self.is_group and (column_major_scales or tma_aligned_scales or use_ue8m0):
             raise ValueError(
                 "column_major_scales, tma_aligned_scales and use_ue8m0 are for groups: they take "
@@ -55,11 +56,8 @@ class QuantFP8(nn.Module):
             is_per_token = self.group_shape == GroupShape.PER_TOKEN
             padding = self.num_token_padding
             return scaled_fp8_quant(x, scale, padding, use_per_token_if_dynamic=is_per_token)
-        columns = self.group_shape.col
-        quantised = per_token_group_fp8_quant(
-            x, columns, layout=self.layout, use_ue8m0=self.use_ue8m0
-        )
-        return self._padded(*quantised)
+        columns, scale_form = self.group_shape.col, (self.layout, self.use_ue8m0)
+        return self._padded(*per_token_group_fp8_quant(x, columns, MIN_AMAX, *scale_form))
 
     def forward_native(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The reference, in torch on any device."""
@@ -87,13 +85,3 @@ class QuantFP8(nn.Module):
         if missing:
             q = torch.cat([q, q.new_zeros(missing, *q.shape[1:])])
         return q, scales
-
-
-def _check(static: bool, group_shape: GroupShape, is_group: bool) -> None:
-    if static and group_shape != GroupShape.PER_TENSOR:
-        raise ValueError(f"a static quantiser takes GroupShape.PER_TENSOR, not {group_shape}")
-    if not is_group and group_shape not in (GroupShape.PER_TENSOR, GroupShape.PER_TOKEN):
-        raise ValueError(
-            f"activations are quantised by GroupShape.PER_TENSOR, GroupShape.PER_TOKEN or "
-            f"GroupShape(1, n), not {group_shape}"
-        )

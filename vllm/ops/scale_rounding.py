@@ -37,7 +37,7 @@ def requant_error(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> Re
     assert stored is not None and rounded is not None
     change = rounded - stored
     if not bool(change.any()):
-        return RequantError(0.0, 0.0, is_exact=True)
+        return RequantError(0.0, 0.0)
     values = element_values(tensors) if tensors.is_packed else tensors.weight
     step = max(1, _MOST_ELEMENTS // values.shape[1])
     error, norm, worst = 0.0, 0.0, 0.0
@@ -48,7 +48,7 @@ def requant_error(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> Re
         norm += float((squares * stored[rows].double().square()).sum())
         error += float((squares * change[rows].double().square()).sum())
         worst = max(worst, float((wide.abs().amax(-1) * change[rows].abs()).max()))
-    return RequantError((error / norm) ** 0.5 if norm else 0.0, worst, is_exact=worst == 0)
+    return RequantError.of(error, norm, worst)
 
 
 def with_scales_of_type(tensors: LinearTensors, dtype: torch.dtype) -> LinearTensors:

@@ -5,8 +5,6 @@ value: a CUDA graph can hold it. Longer pieces of prompts run request by request
 up a graph has no tokens before it, and so starts from zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

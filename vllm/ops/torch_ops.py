@@ -3,18 +3,15 @@
 Same functions, signatures and contract (`vllm.ops`); clear rather than fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm.ops.moe_router import choose_experts
-from vllm.ops.torch_delta_net import causal_conv1d, gated_delta_rule
-
-__all__ = ["causal_conv1d", "gated_delta_rule", "choose_experts"]
+from vllm.ops.moe_router import choose_experts as choose_experts
+from vllm.ops.torch_delta_net import causal_conv1d as causal_conv1d
+from vllm.ops.torch_delta_net import gated_delta_rule as gated_delta_rule
 
 USES_TORCH_THREADS = True
 LOGIT_DTYPES = (torch.float32,)
@@ -183,17 +180,14 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache."""
-    result = torch.empty_like(query)
+    result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
     starts = query_start_loc.tolist()
     for r, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[r], starts[r + 1])
         query_len = rows.stop - rows.start
-        if query_len == 0:
-            continue
-        if seq_len == 0:
-            result[rows] = 0
+        if query_len == 0 or seq_len == 0:
             continue
         blocks = block_tables[r, : -(-seq_len // block_size)].long()
         # [blocks, heads, dim, block_size] -> [heads, keys, dim]

@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm.kernels.interface import LinearTensors
-from vllm.ops.nvfp4 import (
-    GROUP,
-    e2m1_decode,
-    pack_e2m1,
-    unpack_e2m1,
-)
+from vllm.ops.nvfp4 import GROUP, e2m1_decode, pack_e2m1, unpack_e2m1
 from vllm.utils.math_utils import cdiv, round_up
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
@@ -65,6 +60,15 @@ class PackedWeight:
     row_factors: Tensor | None
     columns_per_scale: int = 0
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.codes, self.scales, self.row_factors
+
+    @property
+    def form(self) -> tuple[str, int]:
+        """Of the parts, as the kernels take it."""
+        return self.format, self.columns_per_scale
+
 
 def pack_weight(tensors: LinearTensors, by_fp8: bool = False) -> PackedWeight:
     """by_fp8: int4, to be multiplied by activations in E4M3. ValueError for values and groups that
@@ -76,26 +80,21 @@ def pack_experts(
     experts: Iterable[LinearTensors], num_experts: int, by_fp8: bool = False
 ) -> PackedWeight:
     """The same for weights of equal sizes, stacked. Only one is held unpacked at a time."""
-    stacked: PackedWeight | None = None
-    parts = ("codes", "scales", "row_factors")
+    stacked: list[Any] = []
     for index, expert in enumerate(experts):
         try:
             packed = _pack(expert, by_fp8)
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
-        if stacked is None:
-            new: dict[str, Any] = {
-                name: None if part is None else part.new_empty(num_experts, *part.shape)
-                for name in parts
-                for part in (getattr(packed, name),)
-            }
-            stacked = replace(packed, **new)
-        for name in parts:
-            target = getattr(stacked, name)
-            if target is not None:
-                target[index] = getattr(packed, name)
-    assert stacked is not None
-    return _narrowed(stacked)
+        stacked = stacked or [
+            None if part is None else part.new_empty(num_experts, *part.shape)
+            for part in packed.parts
+        ]
+        for whole, part in zip(stacked, packed.parts):
+            if whole is not None:
+                whole[index] = part
+    codes, scales, row_factors = stacked
+    return _narrowed(replace(packed, codes=codes, scales=scales, row_factors=row_factors))
 
 
 def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
@@ -139,13 +138,8 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     num_rows, num_columns = codes.shape
     rows, columns = round_up(num_rows, TILE_ROWS), round_up(num_columns, TILE_COLUMNS)
     padded = pad(codes, (0, columns - num_columns, 0, rows - num_rows))
-    sizes = (
-        rows // TILE_ROWS,
-        2,
-        8,
-        columns // TILE_COLUMNS,
-        *map(_AXES.__getitem__, _COLUMNS[format]),
-    )
+    axes = [_AXES[axis] for axis in _COLUMNS[format]]
+    sizes = (rows // TILE_ROWS, 2, 8, columns // TILE_COLUMNS, *axes)
     tiles = padded.view(*sizes).permute(*_places(_PACKED[format], _COLUMNS[format]))
     if format == "fp8":
         return tiles.flip(-1).reshape(sizes[0], sizes[3], 2, 32, 16)

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from vllm.ops.fp8_quant import scaled_fp8_quant
 from vllm.ops.torch_library import register
-from vllm.ops.weight_only_layout import (
-    PackedWeight,
-    widen_weight,
-)
-
-
-def _packed(
-    codes: Tensor, scales: Tensor | None, row_factors: Tensor | None, size: tuple[int, int],
-    format: str, columns_per_scale: int,
-) -> PackedWeight:  # fmt: skip
-    return PackedWeight(format, *size, codes, scales, row_factors, columns_per_scale)
+from vllm.ops.weight_only_layout import PackedWeight, widen_weight
 
 
 def _gemm(
@@ -27,8 +17,8 @@ def _gemm(
     row_factors: Tensor | None, bias: Tensor | None, out: Tensor, format: str,
     columns_per_scale: int, row_tiles: int, splits: int,
 ) -> None:  # fmt: skip
-    size = (out.shape[1], x.shape[1])
-    packed = _packed(codes, scales, row_factors, size, format, columns_per_scale)
+    n, k = out.shape[1], x.shape[1]
+    packed = PackedWeight(format, n, k, codes, scales, row_factors, columns_per_scale)
     product = x.float() @ widen_weight(packed).T
     if x_scales is not None:
         product *= x_scales[:, None]
@@ -59,9 +49,9 @@ def _widen(
     codes: Tensor, scales: Tensor | None, row_factors: Tensor | None, n: int, first_row: int,
     out: Tensor, format: str, columns_per_scale: int,
 ) -> None:  # fmt: skip
-    size = (n, out.shape[1])
-    packed = _packed(codes, scales, row_factors, size, format, columns_per_scale)
-    out.copy_(widen_weight(packed)[first_row : first_row + out.shape[0]])
+    num_rows, k = out.shape
+    packed = PackedWeight(format, n, k, codes, scales, row_factors, columns_per_scale)
+    out.copy_(widen_weight(packed)[first_row : first_row + num_rows])
 
 
 _X = "Tensor x, Tensor? x_scales"
@@ -69,8 +59,7 @@ _WEIGHT = "Tensor codes, Tensor? scales, Tensor? row_factors"
 _FORM = "str format, int columns_per_scale"
 _SHAPE = "int row_tiles, int splits"
 _marlin_gemm = register(
-    f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()",
-    _gemm,
+    f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()", _gemm
 )
 _marlin_gemm_grouped = register(
     f"marlin_gemm_grouped({_X}, {_WEIGHT}, Tensor blocks, Tensor? order, Tensor(a!) out, "
@@ -88,10 +77,7 @@ def multiply(
     """x [M, K] (bfloat16 or float16) -> [M, N]; row_tiles, splits: 0 to have them chosen. By a
     weight of format w4a8, x is quantised per token first."""
     out = x.new_empty(x.shape[0], weight.num_rows)
-    _marlin_gemm(
-        *_operand(x, weight), weight.codes, weight.scales, weight.row_factors, bias, out,
-        weight.format, weight.columns_per_scale, row_tiles, splits,
-    )  # fmt: skip
+    _marlin_gemm(*_operand(x, weight), *weight.parts, bias, out, *weight.form, row_tiles, splits)
     return out
 
 
@@ -113,10 +99,7 @@ def multiply_wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, most_byt
     out = x.new_empty(x.shape[0], num_rows)
     for first in range(0, num_rows, step):
         part = wide[: min(step, num_rows - first)]
-        _marlin_widen(
-            weight.codes, weight.scales, weight.row_factors, num_rows, first, part, weight.format,
-            weight.columns_per_scale,
-        )  # fmt: skip
+        _marlin_widen(*weight.parts, num_rows, first, part, *weight.form)
         torch.mm(x, part.t(), out=out[:, first : first + len(part)])
     return out if bias is None else out.add_(bias)
 
@@ -129,8 +112,8 @@ def multiply_experts(
     order[r] / top_k of x; without order, of row r. Rows of no block are not written."""
     out = x.new_empty(num_rows, weight.num_rows)
     _marlin_gemm_grouped(
-        *_operand(x, weight), weight.codes, weight.scales, weight.row_factors, blocks, order, out,
-        weight.format, weight.columns_per_scale, block_rows, top_k, row_tiles, splits,
+        *_operand(x, weight), *weight.parts, blocks, order, out, *weight.form, block_rows, top_k,
+        row_tiles, splits,
     )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from tempfile import TemporaryFile
 from typing import Any
 
-from vllm.utils.processes import die_with_parent
+from vllm.utils.processes import die_with_parent, signal_name
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -40,7 +40,7 @@ class ChildEndedError(Exception):
     """
 
     def __init__(self, code: int, last_line: str):
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal(-code)}"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         super().__init__(f"{how}: {last_line}" if last_line else how)
         self.code = code
 
@@ -114,13 +114,6 @@ class Child:
         text = os.pread(output, _TAIL_BYTES, start).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:_MAX_LINE] if lines else ""
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no name
-        return f"signal {number}"
 
 
 # ---------------------------------------------------------------- in the child

@@ -77,12 +77,10 @@ def installed_libs() -> Libs:
 def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:
     """Libraries after a trial of each of `modules`; the others by package metadata."""
     installed = installed_libs().libs
+    wanted = [lib.name for lib in installed if lib.name in modules]
     with ThreadPoolExecutor() as pool:  # each waits for a process
-        tried = list(
-            pool.map(library_state, [lib.name for lib in installed if lib.name in modules])
-        )
-    others = [lib for lib in installed if lib.name not in modules]
-    return Libs.of([*others, *(state for state in tried if state is not None)])
+        tried = [state for state in pool.map(library_state, wanted) if state is not None]
+    return Libs.of([*(lib for lib in installed if lib.name not in modules), *tried])
 
 
 def native_lib() -> Lib | None:
@@ -93,12 +91,12 @@ def native_lib() -> Lib | None:
     if not (native.LIBRARY_DIR / native.LIBRARY_NAME).exists():
         return None
     try:
-        version = native.manifest()["version"]
-        built, builds = native.gpu_archs(), native.build_ids()
+        manifest, built = native.manifest(), native.gpu_archs()
     except native.NativeLibraryError as error:
         return Lib(NATIVE, broken=str(error))
+    builds = tuple(f"{kernel}:{build}" for kernel, build in manifest.get("builds", {}).items())
     archs = tuple(f"{kernel}/{arch}" for kernel, own in built.items() for arch in own)
-    return Lib(NATIVE, version, archs, builds=builds)
+    return Lib(NATIVE, manifest["version"], archs, builds=builds)
 
 
 def is_usable(module: str) -> bool:
@@ -147,8 +145,8 @@ def _try_in_child(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
     seconds = TRIAL_SECONDS if trial is None else trial.seconds or TRIAL_SECONDS
     try:
         function = "vllm.platforms.libraries:try_library"
-        result: tuple[str, str] = child.run(function, module, archs, timeout=seconds)
-        return result
+        version, broken = child.run(function, module, archs, timeout=seconds)
+        return version, broken
     except TimeoutError:
         return "", f"its trial did not end within {seconds:g} s"
     except child.ChildEndedError as error:
@@ -182,13 +180,9 @@ def _trial_key(lib: Lib) -> str:
     changed = file.stat().st_mtime_ns
     torch_version = _distribution_version("torch")
     found = f"{lib} at {file} of {changed}, torch {torch_version}, {installed_device()}"
-    return f"{found}, {native_lib() or 'no native'}, {_compiler()}"
-
-
-def _compiler() -> str:
-    """nvcc with its modification time."""
-    found = find_nvcc()
-    return f"{found} of {Path(found).stat().st_mtime_ns}" if found else "no nvcc"
+    nvcc = find_nvcc()
+    compiler = f"{nvcc} of {Path(nvcc).stat().st_mtime_ns}" if nvcc else "no nvcc"
+    return f"{found}, {native_lib() or 'no native'}, {compiler}"
 
 
 def remember_trial(key: str) -> None:
@@ -223,7 +217,7 @@ def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
     version = next(filter(None, map(_distribution_version, distributions)), "")
     if file is None and not version:
         return None
-    archs = _ARCHS[module](file.parent) if file is not None and module in _ARCHS else ()
+    archs = _ARCHS[module](file.parent, version) if file is not None and module in _ARCHS else ()
     return Lib(module, version, archs)
 
 
@@ -256,7 +250,7 @@ def one_line(error: BaseException) -> str:
     return f"{line} <- {one_line(error.__cause__)}" if error.__cause__ is not None else line
 
 
-def _deep_gemm_archs(folder: Path) -> tuple[str, ...]:
+def _deep_gemm_archs(folder: Path, version: str) -> tuple[str, ...]:
     """Architectures whose FP8 GEMM the package carries.
 
     Its own kernels alone count: the CUTLASS headers beside them name sm120 in every version.
@@ -286,11 +280,7 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
     )
 
 
-def _flashinfer_modules(folder: Path) -> tuple[str, ...]:
-    return prebuilt_modules(folder, _distribution_version(*DISTRIBUTIONS["flashinfer"]))
-
-
-_ARCHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+_ARCHS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     "deep_gemm": _deep_gemm_archs,
-    "flashinfer": _flashinfer_modules,
+    "flashinfer": prebuilt_modules,
 }

@@ -90,12 +90,6 @@ def manifest() -> dict[str, Any]:
     return content
 
 
-def build_ids() -> tuple[str, ...]:
-    """`kernel:build id` for each kernel; () for a library that was built without. Raises
-    NativeLibraryError as `manifest` does."""
-    return tuple(f"{kernel}:{build}" for kernel, build in manifest().get("builds", {}).items())
-
-
 def gpu_archs() -> dict[str, tuple[str, ...]]:
     """What each GPU kernel was built for: `90a` is machine code, `compute_90` is PTX.
 

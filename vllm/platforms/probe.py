@@ -1,7 +1,4 @@
-"""Finds out which device this is and which libraries work.
-
-Everything after it sees only the frozen `Device` and `Libs` returned here.
-"""
+"""Finds out which device this is and which libraries work; all else sees the values alone."""
 
 from functools import cache
 

@@ -67,8 +67,7 @@ def is_deep_gemm_supported() -> bool:
     """
     if envs.VLLM_USE_DEEP_GEMM is False:
         return False
-    candidate = _judge(Policy())
-    return candidate is not None and not candidate.reasons
+    return _candidate(Policy()) is not None
 
 
 def is_deep_gemm_e8m0_used() -> bool:
@@ -127,18 +126,20 @@ class DeepGemmQuantScaleFMT(Enum):
         """What DeepGEMM gets on this chip under the variables that are set; FLOAT32 without it."""
         if not is_deep_gemm_supported():
             return cls.FLOAT32
-        candidate = _judge(Policy(e8m0=envs.VLLM_USE_DEEP_GEMM_E8M0))
-        return cls.FLOAT32 if candidate is None or candidate.reasons else cls(candidate.scales)
+        candidate = _candidate(Policy(e8m0=envs.VLLM_USE_DEEP_GEMM_E8M0))
+        return cls.FLOAT32 if candidate is None else cls(candidate.scales)
 
 
-def _judge(policy: Policy) -> Candidate | None:
-    """What the selector says of DeepGEMM on this machine, for a problem it takes; None on a CPU."""
+def _candidate(policy: Policy) -> Candidate | None:
+    """DeepGEMM, as the selector finds it on this machine for a problem it takes; None where it
+    does not serve."""
     device = current_device()
     if device.kind == "cpu":
         return None  # nothing to import a GPU library for
     lib = library_state("deep_gemm")
     libs = Libs.of([lib] if lib is not None else [])
-    return select(_SMALLEST, device, libs, policy, (LINEAR,)).candidates[0]
+    candidate = select(_SMALLEST, device, libs, policy, (LINEAR,)).candidates[0]
+    return None if candidate.reasons else candidate
 
 
 def current_device() -> Device:
@@ -257,9 +258,16 @@ def pack_ue8m0(scales: "Tensor") -> "Tensor":
             f"are not, such as {scales[wrong][0].item()!r}: re-quantise the weight with "
             f"requant_weight_ue8m0_inplace first"
         )
-    *rows, num_groups = scales.shape
-    exponents = torch.zeros(*rows, round_up(num_groups, 4), dtype=torch.uint8, device=scales.device)
-    exponents[..., :num_groups] = bits >> 23
+    return pack_exponents(scales)
+
+
+def pack_exponents(scales: "Tensor") -> "Tensor":
+    """pack_ue8m0 of powers of two or NaN (byte 255), unchecked: for a check the host would have to
+    wait for the device at every layer."""
+    import torch
+
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
     return get_col_major_tma_aligned_tensor(exponents.view(torch.int32))
 
 

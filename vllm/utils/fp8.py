@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm.utils.math_utils import cdiv
 
@@ -20,12 +21,7 @@ _MANTISSA = 0x7FFFFF  # of a float32
 _EXPONENT = 0x7F800000
 
 
-class _Group(NamedTuple):
-    row: int
-    col: int
-
-
-class GroupShape(_Group):
+class GroupShape(NamedTuple("_Group", [("row", int), ("col", int)])):
     """Rows x columns of a matrix that share one scale; -1 stands for the whole dimension."""
 
     __slots__ = ()
@@ -94,14 +90,9 @@ def per_block_cast_to_fp8(
     x ~ q * scale and scale = max|block| / 448 (1 for a block of zeros). use_ue8m0 rounds scales
     up to powers of two, as a UE8M0 exponent byte holds them. Non-finite values are a ValueError.
     """
-    num_rows, num_columns = x.shape
-    block_rows, block_columns = block_size
-    grid = (cdiv(num_rows, block_rows), cdiv(num_columns, block_columns))
-    padded = torch.zeros(
-        grid[0] * block_rows, grid[1] * block_columns, dtype=torch.float32, device=x.device
-    )
-    padded[:num_rows, :num_columns] = x
-    blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
+    (num_rows, num_columns), (rows, columns) = x.shape, block_size
+    padded = pad(x.float(), (0, -num_columns % columns, 0, -num_rows % rows)).contiguous()
+    blocks = padded.view(cdiv(num_rows, rows), rows, cdiv(num_columns, columns), columns)
     amax = blocks.abs().amax(dim=(1, 3))
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("a weight that holds NaN or infinity cannot be quantised")

@@ -36,7 +36,9 @@ class HttpClient:
         keeps_connections: bool = False,
     ):
         self._url = (base_url if "//" in base_url else f"http://{base_url}").rstrip("/")
-        self._keeps_connections = keeps_connections
+        self._connections: dict[str, Any] = (
+            {"keepalive_timeout": _KEEP_ALIVE_S} if keeps_connections else {"force_close": True}
+        )
         self._options: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
             "timeout": aiohttp.ClientTimeout(total=None, sock_read=read_timeout),
@@ -47,11 +49,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         # No limit: how many requests are in flight is the caller's decision. A connection is kept
         # for less time than servers keep theirs, uvicorn's default of 5 s included.
-        connector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            if self._keeps_connections
-            else aiohttp.TCPConnector(limit=0, force_close=True)
-        )
+        connector = aiohttp.TCPConnector(limit=0, **self._connections)
         self._session = aiohttp.ClientSession(connector=connector, **self._options)
         return self
 
@@ -91,10 +89,7 @@ class HttpClient:
         raise HttpError(f"{self._url}{path}: the response ended early; see the server's log")
 
     def _event(self, path: str, data: bytes) -> dict[str, Any]:
-        try:
-            event: dict[str, Any] = json.loads(data)
-        except ValueError as error:
-            raise HttpError(f"{self._url}{path} sends no events of JSON: {data!r:.80}") from error
+        event: dict[str, Any] = self._parsed(path, data, "sends no events of JSON")
         if "error" in event:
             raise HttpError(f"{self._url}{path}: {_message_of(event)}")
         return event
@@ -102,10 +97,13 @@ class HttpClient:
     async def _json(self, method: str, path: str, **options: Any) -> Any:
         async with self._request(method, path, **options) as response:
             content = await response.read()
+        return self._parsed(path, content, "answers no JSON")
+
+    def _parsed(self, path: str, text: bytes, otherwise: str) -> Any:
         try:
-            return json.loads(content)
+            return json.loads(text)
         except ValueError as error:
-            raise HttpError(f"{self._url}{path} answers no JSON: {content!r:.80}") from error
+            raise HttpError(f"{self._url}{path} {otherwise}: {text!r:.80}") from error
 
     @asynccontextmanager
     async def _request(

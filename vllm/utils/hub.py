@@ -1,8 +1,10 @@
 """From what a user names to a folder with a model in it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-from vllm.errors import CheckpointError, ConfigError
+from vllm.errors import CheckpointError, ConfigError, VllmError
 
 # Everything serving needs; never code, pickles or other frameworks' weights.
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
@@ -30,7 +32,23 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
         raise CheckpointError(
             f"model {model!r} is neither a folder here nor a hub name such as Qwen/Qwen3-8B-FP8"
         )
-    return _snapshot(model, revision, weights)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = [p for p in _WANTED if weights or p != "*.safetensors"]
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        raise CheckpointError(
+            f"cannot fetch {model!r} from the Hugging Face hub ({type(error).__name__}: "
+            f"{first_line}); check the name and the network, set HF_TOKEN for a gated model, or "
+            f"give a local folder"
+        ) from error
 
 
 def local_model(model: str, revision: str | None = None) -> Path | None:
@@ -48,23 +66,16 @@ def local_model(model: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def _snapshot(model: str, revision: str | None, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    wanted = [p for p in _WANTED if weights or p != "*.safetensors"]
+def read_json_object(path: Path, error: type[VllmError] = CheckpointError) -> dict[str, Any]:
+    """What a JSON file of a model folder holds; `error` for one that is missing or corrupt."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
+        raise error(f"{path} is no regular file; fetch the checkpoint again")
     try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
-            )
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"cannot fetch {model!r} from the Hugging Face hub ({_first_line(error)}); check the "
-            f"name and the network, set HF_TOKEN for a gated model, or give a local folder"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path.parent} has no {path.name}: not a Hugging Face model folder") from None
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path} is not readable JSON: {cause}") from cause
+    if not isinstance(content, dict):
+        raise error(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content

@@ -13,13 +13,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"
+
+
 def ending(code: int | None) -> str:
     """How a process with this exit code (of multiprocessing, negative for a signal) ended."""
     if code is None or code >= 0:
         return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(-code)
     hint = "; Linux does that when memory runs out, see dmesg" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"

@@ -16,8 +16,6 @@ SHORT_NAMES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
 }
-
-
 _MOST_FACTS = 500  # characters of somebody else's error that a message quotes
 
 

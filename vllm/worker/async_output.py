@@ -37,7 +37,7 @@ class AsyncModelRunnerOutput:
     timeout_s: float | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the scheduler_output. To be called once, in the order of the steps."""
+        """Waits for the step. To be called once, in the order of the steps."""
         if self.copied is not None:
             wait_for(self.copied, self.timeout_s)
         self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
@@ -60,5 +60,5 @@ class AsyncModelRunnerOutput:
         text = "the model's logits for the next token are NaN or infinite"
         if self.watch is None:
             return f"{text}; start with --debug-numerics to learn in which layer that begins"
-        self.watch.reset()  # the next failure may begin elsewhere
+        self.watch.first = None  # the next failure may begin elsewhere
         return f"{text}; the first output that is not finite is that of {self.first_broken}"

@@ -112,22 +112,12 @@ class CudaGraphs(Generic[Shape]):
         seconds = time.perf_counter() - start
         logger.info("Captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
+    def fitting(self, fits: Callable[[Shape], bool]) -> Shape | None:
+        """The smallest captured shape that fits a step; None where none does."""
+        return next(filter(fits, self.shapes), None)
+
     def replay(self, shape: Shape) -> Tensor:
         """Runs the graph of this shape; the result is valid until the next replay of any graph."""
         graph, result = self._graphs[shape]
         graph.replay()
         return result
-
-
-def decode_shape(graphs: CudaGraphs[int], batch: int) -> int | None:
-    """The captured size that holds `batch`; None where none does."""
-    return next((size for size in graphs.shapes if size >= batch), None)
-
-
-def prompt_shape(
-    graphs: CudaGraphs[PromptShape], num_tokens: int, num_seqs: int
-) -> PromptShape | None:
-    """The smallest captured shape that holds a step, and a request of padding; None where none
-    does."""
-    fitting = (s for s in graphs.shapes if s.tokens >= num_tokens and s.seqs > num_seqs)
-    return next(fitting, None)

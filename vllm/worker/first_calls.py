@@ -177,12 +177,8 @@ class FirstCalls:
 def token_counts(most: int) -> list[int]:
     """Powers of two and their midpoints up to `most`: compiled kernels round grid and buffer sizes
     up to powers of two."""
-    counts = {most}
-    power = 1
-    while power < most:
-        counts |= {power, min(most, power + power // 2)}
-        power *= 2
-    return sorted(counts)
+    powers = [1 << exponent for exponent in range((most - 1).bit_length())]
+    return sorted({most, *powers, *(min(most, power + power // 2) for power in powers)})
 
 
 def _ends(decision: Decision, most: int) -> list[int]:

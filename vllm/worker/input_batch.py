@@ -41,14 +41,10 @@ class InputBatch:
         self.may_edit_logits = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.wants_pooling = np.zeros(max_num_seqs, np.bool_)
+        arrays = (value for value in vars(self).values() if isinstance(value, np.ndarray))
+        self._row_arrays = [array for array in arrays if array.ndim == 1]
         self.requests: list[Request] = []
         self.row_of: dict[str, int] = {}
-
-    _ROW_ARRAYS = (
-        "num_blocks", "num_tokens", "num_prompt", "num_computed", "sampled_at", "state_slots",
-        "seeds", "temperature", "top_k", "top_p", "min_p", "may_edit_logits", "wants_logprobs",
-        "wants_pooling",
-    )  # fmt: skip
 
     def add(self, request: Request, num_computed: int) -> None:
         row = len(self.requests)
@@ -81,8 +77,7 @@ class InputBatch:
             return
         self.requests[row] = moved
         self.row_of[moved.request_id] = row
-        for name in self._ROW_ARRAYS:
-            values = getattr(self, name)
+        for values in self._row_arrays:
             values[row] = values[last]
         num_tokens, num_blocks = self.num_tokens[row], self.num_blocks[row]
         self.token_ids[row, :num_tokens] = self.token_ids[last, :num_tokens]
@@ -98,10 +93,8 @@ class InputBatch:
         self.num_blocks[row] = start + len(blocks)
 
     def reserve_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Positions of the next token of each of `rows`, which `put_tokens` fills in later.
-
-        A full row finishes with this step: its position is past the end.
-        """
+        """Positions of the next token of each of `rows`, which `put_tokens` fills in later. A full
+        row finishes with this step: its position is past the end."""
         places: np.ndarray = self.num_tokens[rows]
         self.num_tokens[rows] += places < self.token_ids.shape[1]
         return places

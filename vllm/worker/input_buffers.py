@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.utils.math_utils import round_up
+
 _ALIGNMENT = 16
 
 
@@ -19,11 +21,11 @@ class InputBuffers:
 
     def __init__(self, sizes: Mapping[str, tuple[type, tuple[int, ...]]], device: torch.device):
         """sizes: dtype and shape by name."""
-        offsets, total = {}, 0
+        places, total = {}, 0
         for name, (dtype, shape) in sizes.items():
-            offsets[name] = total
-            num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            total += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            end = total + int(np.prod(shape)) * np.dtype(dtype).itemsize
+            places[name] = slice(total, end)
+            total = round_up(end, _ALIGNMENT)
         is_cpu = device.type == "cpu"
         self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=not is_cpu, device="cpu")
         self._device = self._host if is_cpu else torch.zeros_like(self._host, device=device)
@@ -31,12 +33,10 @@ class InputBuffers:
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}
         for name, (dtype, shape) in sizes.items():
-            num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            place = slice(offsets[name], offsets[name] + num_bytes)
-            array: np.ndarray = self._host[place].numpy().view(dtype).reshape(shape)
+            array: np.ndarray = self._host[places[name]].numpy().view(dtype).reshape(shape)
             self.host[name] = array
             torch_dtype = torch.from_numpy(array).dtype
-            self.device[name] = self._device[place].view(torch_dtype).view(shape)
+            self.device[name] = self._device[places[name]].view(torch_dtype).view(shape)
 
     def wait_until_read(self) -> None:
         """Returns when the last upload has been copied."""
@@ -50,10 +50,8 @@ class InputBuffers:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of `array`, valid in stream order, without host synchronisation.
-
-    torch synchronises the stream before it copies from memory that is not pinned.
-    """
+    """A copy of `array`, valid in stream order, without host synchronisation: torch synchronises
+    the stream before it copies from memory that is not pinned."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cpu":
         tensor = tensor.pin_memory()

@@ -13,7 +13,6 @@ from vllm.architectures.kv_cache import FullAttentionSpec, RecurrentStateSpec
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.cuda import gpu_memory
@@ -30,9 +29,9 @@ def allocate_kv_cache(
     model: nn.Module,
     config: VllmConfig,
     device: torch.device,
-    peak_bytes: int = 0,
-    promised_bytes: int = 0,
-    agree: Callable[[float], float] = float,
+    peak_bytes: int,
+    promised_bytes: int,
+    agree: Callable[[float], float],
 ) -> int:
     """Gives every attention layer its part of the cache; returns the number of blocks.
 
@@ -43,7 +42,10 @@ def allocate_kv_cache(
     layers = _layers_with(model, FullAttentionSpec)
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
-    block_bytes = sum(_block_bytes(layer, config) for layer in layers)
+    ranks = config.parallel_config.tensor_parallel_size
+    block_bytes = block_size * sum(
+        layer.cache_spec.token_bytes(layer.kernel.dtype.itemsize, ranks) for layer in layers
+    )
     if num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
@@ -63,11 +65,6 @@ def allocate_kv_cache(
 def _layers_with(model: nn.Module, kind: type[Any]) -> list[Any]:
     """Layers whose description has a cache of this kind."""
     return [part for part in model.modules() if isinstance(getattr(part, "cache_spec", None), kind)]
-
-
-def _block_bytes(layer: Attention, config: VllmConfig) -> int:
-    ranks, item_size = config.parallel_config.tensor_parallel_size, layer.kernel.dtype.itemsize
-    return config.cache_config.block_size * layer.cache_spec.token_bytes(item_size, ranks)
 
 
 def _check_size(
@@ -107,10 +104,8 @@ def _for_more_room(config: VllmConfig, device_kind: str) -> str:
 
 
 def fit_max_model_len(config: VllmConfig, num_blocks: int, device_kind: str) -> VllmConfig:
-    """The config with a max_model_len that the cache can hold.
-
-    One that the user gave is not lowered: ConfigError.
-    """
+    """The config with a max_model_len that the cache can hold. One that the user gave is not
+    lowered: ConfigError."""
     num_tokens = num_blocks * config.cache_config.block_size
     model = config.model_config
     if num_tokens >= model.max_model_len:
@@ -186,7 +181,8 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
         return 0
     num_seqs, num_kept = config.scheduler_config.max_num_seqs, len(config.snapshot_slots)
     num_slots = num_seqs + 1 + num_kept  # the first is for rows that fill up a captured graph
-    of_one = sum(_state_bytes(layer, config) for layer in layers)
+    ranks = config.parallel_config.tensor_parallel_size
+    of_one = sum(layer.cache_spec.request_bytes(layer.dtype.itemsize, ranks) for layer in layers)
     free = _free_memory(config, device)
     if num_slots * of_one > free:
         fits = max(free // of_one - 1 - num_kept, 0)
@@ -211,15 +207,8 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
     return num_slots * of_one
 
 
-def _state_bytes(layer: GatedDeltaNet, config: VllmConfig) -> int:
-    """Of one request."""
-    ranks = config.parallel_config.tensor_parallel_size
-    return layer.cache_spec.request_bytes(layer.dtype.itemsize, ranks)
-
-
-def copy_states(layers: Iterable[GatedDeltaNet], pairs: Iterable[tuple[int, int]]) -> None:
+def copy_states(layers: Iterable[GatedDeltaNet], pairs: list[tuple[int, int]]) -> None:
     """Copies states of all layers: pairs of slots, from and to."""
-    pairs = list(pairs)
     for layer in layers if pairs else ():
         for states in (layer.conv_state, layer.state):
             for source, target in pairs:

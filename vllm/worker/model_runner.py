@@ -21,14 +21,7 @@ from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
-from vllm.worker.cuda_graph import (
-    CudaGraphs,
-    PromptShape,
-    bucket_sizes,
-    captured_prompts,
-    decode_shape,
-    prompt_shape,
-)
+from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
@@ -49,20 +42,17 @@ logger = get_logger(__name__)
 
 
 class ModelRunner:
-    """The model with its KV cache and the input batch.
-
-    async_scheduling: one step may be launched while the result of the one before it is pending.
-    """
+    """The model with its KV cache and the input batch. async_scheduling: as of an Executor."""
 
     def __init__(
         self,
         config: VllmConfig,
         selection: Selection,
         report: StartupReport,
-        parallel: Parallel | None = None,
+        parallel: Parallel,
     ):
-        """parallel: process groups of this rank; None for a single rank."""
-        self._parallel = parallel = parallel or Parallel()
+        """parallel: process groups of this rank."""
+        self._parallel = parallel
         self.device = torch.device(selection.device.kind)
         self._ops = usable_ops(selection.device.kind)
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
@@ -202,10 +192,8 @@ class ModelRunner:
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
     ) -> AsyncModelRunnerOutput:
-        """Starts a scheduler_output. bitmasks: allowed tokens of requests with a grammar.
-
-        Requests with penalties or a grammar must not be scheduled while a result is pending.
-        """
+        """Starts a step. bitmasks: allowed tokens of requests with a grammar. Requests with
+        penalties or a grammar must not be scheduled while a result is pending."""
         with torch.inference_mode(), self._cores_for_kernels():
             if self._warm_up is not None:
                 self._warm_up.promote()
@@ -213,11 +201,8 @@ class ModelRunner:
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:
-        """Limits torch to this thread while kernels with their own thread pool run.
-
-        torch's threads spin after each operation, on the cores that the next kernel needs: that
-        took a third of a scheduler_output.
-        """
+        """Limits torch to this thread while kernels with their own thread pool run. torch's threads
+        spin after each operation, on the cores that the next kernel needs: a third of a step."""
         num_threads = torch.get_num_threads()
         if not self._ops.USES_TORCH_THREADS:
             torch.set_num_threads(1)
@@ -246,7 +231,9 @@ class ModelRunner:
         starts = batch.num_computed[rows]
         ends = starts + counts
         complete = np.flatnonzero(ends == batch.num_tokens[rows])
-        size = self._graph_size(scheduler_output, rows, counts, complete)
+        is_decode = len(complete) == len(counts) and counts.max() == 1
+        is_decode &= not (self._prompt_logprobs or batch.wants_pooling[rows].any())
+        size = self._graph_size(scheduler_output, is_decode, len(rows))
         pooled: dict[str, list[float]] = {}
         if size is not None:
             assert self._graphs is not None
@@ -255,7 +242,8 @@ class ModelRunner:
             prompt_logprobs = {}
         else:
             last = np.cumsum(counts) - 1
-            hidden = self._hidden(scheduler_output, rows, counts, starts, complete)
+            read = self._read_rows(scheduler_output, last, complete)
+            hidden = self._hidden(rows, counts, starts, read)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(complete):
@@ -285,22 +273,17 @@ class ModelRunner:
         return dict(zip([r.request_id for r in requests], vectors.tolist()))
 
     def _hidden(
-        self,
-        scheduler_output: SchedulerOutput,
-        rows: np.ndarray,
-        counts: np.ndarray,
-        starts: np.ndarray,
-        complete: np.ndarray,
+        self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray, read: np.ndarray | None
     ) -> Tensor:
-        """Last hidden states of all tokens of a step with prompts, or only of `_read_rows`."""
-        last = np.cumsum(counts) - 1
+        """Last hidden states of a step with prompts: of all tokens, or only of `read`."""
         if self._prompt_graphs is not None:
-            num_tokens = int(last[-1]) + 1
-            shape = prompt_shape(self._prompt_graphs, num_tokens, len(rows))
+            num_tokens, num_seqs = int(counts.sum()), len(rows) + 1  # one is padding
+            shape = self._prompt_graphs.fitting(
+                lambda shape: shape.tokens >= num_tokens and shape.seqs >= num_seqs
+            )
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 return self._prompt_graphs.replay(shape)[:num_tokens]
-        read = self._read_rows(scheduler_output, last, complete)
         hidden: Tensor = self.model(self._inputs.fill(self.batch, rows, counts, starts, read))
         return hidden
 
@@ -308,15 +291,10 @@ class ModelRunner:
         self, scheduler_output: SchedulerOutput, last: np.ndarray, complete: np.ndarray
     ) -> np.ndarray | None:
         """Tokens whose last hidden state is needed; None for all. last: last token of each request.
-
         Where nothing is sampled it is one token, because no kernel takes zero rows. Prompt
-        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens.
-        """
-        if (
-            self._prompt_logprobs
-            or scheduler_output.num_tokens_across_dp
-            or len(complete) > last[-1]
-        ):
+        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens."""
+        is_lock_step = bool(scheduler_output.num_tokens_across_dp)
+        if self._prompt_logprobs or is_lock_step or len(complete) > last[-1]:
             return None
         return last[complete] if len(complete) else last[-1:]
 
@@ -331,7 +309,7 @@ class ModelRunner:
     def _compute_padding(self, scheduler_output: SchedulerOutput) -> None:
         """The step of a data-parallel rank without requests: others need its experts."""
         nothing = np.empty(0, np.int64)
-        size = self._graph_size(scheduler_output, nothing, nothing, nothing)
+        size = self._graph_size(scheduler_output, False, 0)
         if size is None:
             self.model(self._inputs.padding(1))
             return
@@ -340,28 +318,16 @@ class ModelRunner:
         self._graphs.replay(size)
 
     def _graph_size(
-        self,
-        scheduler_output: SchedulerOutput,
-        rows: np.ndarray,
-        counts: np.ndarray,
-        complete: np.ndarray,
+        self, scheduler_output: SchedulerOutput, is_decode: bool, num_seqs: int
     ) -> int | None:
-        """The captured decode graph for this step; None where it has to run eagerly.
-
-        Data-parallel ranks in lock-step choose the same one: it contains their exchange sizes.
-        """
-        if self._graphs is None:
-            return None
+        """The captured decode graph for this step; None where it has to run eagerly. Data-parallel
+        ranks in lock-step choose the same one: it contains their exchange sizes."""
         if scheduler_output.num_tokens_across_dp:
-            return (
-                decode_shape(self._graphs, max(scheduler_output.num_tokens_across_dp))
-                if scheduler_output.uniform_decode
-                else None
-            )
-        is_decode = len(complete) == len(counts) and counts.max() == 1
-        if not is_decode or self._prompt_logprobs or self.batch.wants_pooling[rows].any():
+            is_decode = scheduler_output.uniform_decode
+            num_seqs = max(scheduler_output.num_tokens_across_dp)
+        if self._graphs is None or not is_decode:
             return None
-        return decode_shape(self._graphs, len(counts))
+        return self._graphs.fitting(lambda size: size >= num_seqs)
 
     def _sample(
         self,
@@ -434,11 +400,11 @@ class ModelRunner:
             self._edits(index, rows[index], batch.requests[rows[index]])
             for index in np.flatnonzero(batch.may_edit_logits[rows]).tolist()
         )
-        num_logprobs = {}
-        for index in np.flatnonzero(batch.wants_logprobs[rows]).tolist():
-            count = batch.requests[rows[index]].sampling.logprobs
-            assert count is not None
-            num_logprobs[index] = count
+        num_logprobs = {
+            index: batch.requests[rows[index]].sampling.logprobs or 0
+            for index in np.flatnonzero(batch.wants_logprobs[rows]).tolist()
+        }
+        ids = (batch.requests[row].request_id for row in rows) if bitmasks else ()
         return SamplingBatch(
             temperature=batch.temperature[rows],
             top_k=batch.top_k[rows],
@@ -448,7 +414,7 @@ class ModelRunner:
             indices=batch.num_tokens[rows] - batch.num_prompt[rows],
             edits=[edit for edit in edits if edit is not None],
             num_logprobs=num_logprobs,
-            bitmasks=self._bitmasks(rows, bitmasks),
+            bitmasks={index: bitmasks[i] for index, i in enumerate(ids) if i in bitmasks},
         )
 
     def _edits(self, index: int, row: int, request: Request) -> RowEdits | None:
@@ -468,8 +434,3 @@ class ModelRunner:
             history=tokens[:num_tokens],
             output=tokens[num_prompt:num_tokens],
         )
-
-    def _bitmasks(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> dict[int, Tensor]:
-        """By index in `rows`, for requests with a grammar."""
-        ids = (self.batch.requests[row].request_id for row in rows) if bitmasks else ()
-        return {index: bitmasks[name] for index, name in enumerate(ids) if name in bitmasks}

@@ -28,8 +28,8 @@ def mark_broken(logits: Tensor, tokens: Tensor) -> Tensor:
 class NumericsWatch:
     """Finds the first module of a step with a non-finite output. Synchronises after every module.
 
-    first: its name and class, None where all were finite since `reset`. It says whether the input
-    was non-finite already: then the cause is another rank, or code between modules.
+    first: its name and class; None, also to begin anew, where all were finite. It says whether the
+    input was non-finite already: then the cause is another rank, or code between modules.
     """
 
     def __init__(self, model: nn.Module):
@@ -40,9 +40,6 @@ class NumericsWatch:
             module.register_forward_hook(watch.after)
             if isinstance(module, RMSNorm):  # with a residual it is not called as a module
                 module.add = watch.around(module.add)  # type: ignore[method-assign]
-
-    def reset(self) -> None:
-        self.first = None
 
 
 class _Watched:

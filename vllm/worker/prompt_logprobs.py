@@ -17,10 +17,8 @@ MOST_PROMPT_ROWS = 64
 
 
 class PromptLogprobs:
-    """Partial prompt logprobs by request; false where no request asks for them.
-
-    compute_logits: of hidden states [S, hidden], on the last pipeline stage; None on the others.
-    """
+    """Partial prompt logprobs by request; false where no request asks for them. compute_logits: of
+    hidden states [S, hidden], on the last pipeline stage; None on the others."""
 
     def __init__(self, batch: InputBatch, compute_logits: Callable[[Tensor], Tensor] | None):
         self._batch = batch

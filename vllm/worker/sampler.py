@@ -122,10 +122,8 @@ def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[T
 
 
 def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64: output number `indices` of splitmix64 seeded `seeds`.
-
-    splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
-    """
+    """Uniform numbers in [0, 1), float64: output number `indices` of splitmix64 seeded `seeds`
+    (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014)."""
     z = seeds + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -2,9 +2,11 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm.model_executor.context import ForwardBatch
 from vllm.ops.paged_attention import AttentionBatch, GraphPlanner, HostBatch
+from vllm.utils.math_utils import cdiv
 from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
@@ -61,14 +63,13 @@ class StepInputs:
         )
         self._decode.host["slot_mapping"].fill(-1)
         self._decode.upload()
-        self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
+        one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
+        self._decode.device["query_start_loc"] = one_each
         shape = (max_seqs + 1, self._max_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
         is_pinned = self._device.type == "cuda"
-        self._staged_tables = [
-            torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-            for _ in range(2)
-        ]
+        staged = torch.zeros((2, *shape), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self._staged_tables = list(staged.unbind())
         self._sent_tables = np.empty((0, 0), np.int32)  # the used part of the first
 
     def fill(
@@ -110,26 +111,15 @@ class StepInputs:
             places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
-        tables = batch.block_table[rows, : -(-max_seq_len // size)]
+        tables = batch.block_table[rows, : cdiv(max_seq_len, size)]
         sent = to_device(tables, self._device)
         if shape is not None:
             self._block_tables[:num_seqs, : tables.shape[1]].copy_(sent)
             self._sent_tables = np.empty((0, 0), np.int32)
-        return ForwardBatch(
-            input_ids=input_ids,
-            positions=device["positions"][:num_tokens],
-            attention=AttentionBatch(
-                query_start_loc=device["query_start_loc"][: num_seqs + 1],
-                seq_lens=device["seq_lens"][:num_seqs],
-                block_tables=sent,
-                slot_mapping=device["slot_mapping"][:num_tokens],
-                state_slots=device["state_slots"][:num_seqs],
-                max_query_len=int(counts.max()),
-                max_seq_len=max_seq_len,
-                host=HostBatch(query_start_loc, seq_lens, tables),
-            ),
-            read_rows=None if read is None else to_device(read, self._device),
-        )
+        filled = _batch(device, num_tokens, num_seqs, sent, int(counts.max()), max_seq_len)
+        filled.attention.host = HostBatch(query_start_loc, seq_lens, tables)
+        filled.read_rows = None if read is None else to_device(read, self._device)
+        return filled
 
     def pad_prompts(self, shape: PromptShape) -> None:
         """Fills the buffers that `prompt_batch(shape)` reads with padding."""
@@ -140,20 +130,10 @@ class StepInputs:
 
     def prompt_batch(self, shape: PromptShape) -> ForwardBatch:
         """Inputs at fixed addresses for steps that fit the shape."""
-        device = self._buffers.device
-        return ForwardBatch(
-            input_ids=device["input_ids"][: shape.tokens],
-            positions=device["positions"][: shape.tokens],
-            attention=AttentionBatch(
-                query_start_loc=device["query_start_loc"][: shape.seqs + 1],
-                seq_lens=device["seq_lens"][: shape.seqs],
-                block_tables=self._block_tables[: shape.seqs],
-                slot_mapping=device["slot_mapping"][: shape.tokens],
-                state_slots=device["state_slots"][: shape.seqs],
-                max_query_len=shape.tokens,
-                max_seq_len=self._max_blocks * self._block_size,
-            ),
-        )
+        tokens, seqs = shape
+        max_seq_len = self._max_blocks * self._block_size
+        tables = self._block_tables[:seqs]
+        return _batch(self._buffers.device, tokens, seqs, tables, tokens, max_seq_len)
 
     def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
         """`num_tokens` tokens without KV slots, spread evenly over `num_seqs` requests of sequence
@@ -164,20 +144,8 @@ class StepInputs:
         device["slot_mapping"].fill_(-1)
         device["seq_lens"].fill_(1)
         device["state_slots"].fill_(0)
-        seq_lens = device["seq_lens"][:num_seqs]
-        return ForwardBatch(
-            input_ids=device["input_ids"][:num_tokens],
-            positions=device["positions"][:num_tokens],
-            attention=AttentionBatch(
-                query_start_loc=device["query_start_loc"][: num_seqs + 1],
-                seq_lens=seq_lens,
-                block_tables=torch.zeros_like(seq_lens)[:, None],
-                slot_mapping=device["slot_mapping"][:num_tokens],
-                state_slots=device["state_slots"][:num_seqs],
-                max_query_len=-(-num_tokens // num_seqs),
-                max_seq_len=max_seq_len,
-            ),
-        )
+        tables = torch.zeros_like(device["seq_lens"][:num_seqs])[:, None]
+        return _batch(device, num_tokens, num_seqs, tables, cdiv(num_tokens, num_seqs), max_seq_len)
 
     def fill_decode(
         self, batch: InputBatch, rows: np.ndarray, starts: np.ndarray, size: int
@@ -197,7 +165,7 @@ class StepInputs:
         for name, values in host.items():
             values[num_seqs:size] = -1 if name == "slot_mapping" else 0
         self._decode.upload()
-        used = -(-(int(starts.max(initial=0)) + 1) // block_size)
+        used = cdiv(int(starts.max(initial=0)) + 1, block_size)
         tables = self._stage_tables(batch.block_table[:, :used], rows)
         for planner in self.planners:
             one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, tables)
@@ -218,21 +186,35 @@ class StepInputs:
 
     def decode_batch(self, size: int) -> ForwardBatch:
         """Inputs at fixed addresses for `size` requests of one token."""
-        device = self._decode.device
+        device, max_seq_len = self._decode.device, self._max_blocks * self._block_size
+        batch = _batch(device, size, size, self._block_tables[:size], 1, max_seq_len)
         sampled = self.sampled[device["sampled_at"][:size]]
-        return ForwardBatch(
-            input_ids=torch.where(device["is_sampled"][:size], sampled, device["input_ids"][:size]),
-            positions=device["positions"][:size],
-            attention=AttentionBatch(
-                query_start_loc=self._one_each[: size + 1],
-                seq_lens=device["seq_lens"][:size],
-                block_tables=self._block_tables[:size],
-                slot_mapping=device["slot_mapping"][:size],
-                state_slots=device["state_slots"][:size],
-                max_query_len=1,
-                max_seq_len=self._max_blocks * self._block_size,
-            ),
-        )
+        batch.input_ids = torch.where(device["is_sampled"][:size], sampled, batch.input_ids)
+        return batch
+
+
+def _batch(
+    device: dict[str, Tensor],
+    num_tokens: int,
+    num_seqs: int,
+    block_tables: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+) -> ForwardBatch:
+    """The first tokens and requests of the buffers `device`."""
+    return ForwardBatch(
+        input_ids=device["input_ids"][:num_tokens],
+        positions=device["positions"][:num_tokens],
+        attention=AttentionBatch(
+            query_start_loc=device["query_start_loc"][: num_seqs + 1],
+            seq_lens=device["seq_lens"][:num_seqs],
+            block_tables=block_tables,
+            slot_mapping=device["slot_mapping"][:num_tokens],
+            state_slots=device["state_slots"][:num_seqs],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        ),
+    )
 
 
 def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:

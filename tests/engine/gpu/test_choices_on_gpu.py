@@ -1,6 +1,7 @@
 """What `explain` predicts for a Hopper chip without a GPU is what the engine builds on it."""
 
 import gc
+import inspect
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tiny_models import build_model
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.backends import shared
 from vllm.kernels.report.question import GPUS
 from vllm.kernels.select.decision import NoKernelError
 from vllm.model_executor.layers.linear import Linear
@@ -88,7 +90,12 @@ def files_of(kernel) -> set[str]:
         own = [part for _, part in inner] if name == "parts" else [inner]
         if inner and own[0].__module__.startswith("vllm."):
             return set().union(*map(files_of, own))
-    return {kernel.__module__.rpartition(".")[2]}
+    module = kernel.__module__
+    if module == shared.__name__:
+        gemm = inspect.getclosurevars(kernel).nonlocals["gemm"]
+        is_wrapped = gemm.__module__.startswith("vllm.kernels.backends.")
+        return {gemm.__module__.rpartition(".")[2] if is_wrapped else gemm.__name__.split("_")[0]}
+    return {module.rpartition(".")[2] if "flashinfer" not in module else "flashinfer"}
 
 
 def built(llm: LLM) -> dict[str, set[str]]:

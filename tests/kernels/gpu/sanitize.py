@@ -27,7 +27,17 @@ import torch
 from torch import Tensor
 
 from vllm import _custom_ops as quant
-from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.fp4_ops import (
+    scaled_fp4_quant_grouped,
+    silu_and_mul_scaled_fp4_quant,
+    silu_and_mul_scaled_fp4_quant_grouped,
+)
+from vllm.ops.fp8_quant import (
+    ScaleLayout,
+    per_token_group_fp8_quant,
+    rms_norm_group_quant,
+    silu_and_mul_group_quant,
+)
 from vllm.platforms import native
 
 FP8 = torch.float8_e4m3fn
@@ -60,12 +70,12 @@ def fp8_quant() -> None:
         quant.scaled_fp8_quant(x, torch.ones(1, device="cuda"))
         quant.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
         for layout in ScaleLayout:
-            quant.per_token_group_fp8_quant(x, layout=layout)
-            quant.silu_and_mul_group_quant(randn(m, 2 * k), layout=layout)
+            per_token_group_fp8_quant(x, layout=layout)
+            silu_and_mul_group_quant(randn(m, 2 * k), layout=layout)
             weight = torch.ones(k, device="cuda")
-            quant.rms_norm_group_quant(x, weight, 1e-6, randn(m, k), layout=layout)
+            rms_norm_group_quant(x, weight, 1e-6, randn(m, k), layout=layout)
     # Several rows to a block.
-    quant.rms_norm_group_quant(randn(1100, 4096), torch.ones(4096, device="cuda"), 1e-6)
+    rms_norm_group_quant(randn(1100, 4096), torch.ones(4096, device="cuda"), 1e-6)
 
 
 def nvfp4_quant() -> None:
@@ -74,11 +84,11 @@ def nvfp4_quant() -> None:
         offsets = torch.tensor([0, 0, m // 2, m // 2, m], device="cuda", dtype=torch.int32)
         for is_swizzled in (False, True):
             quant.scaled_fp4_quant(randn(m, k), scale, is_swizzled)
-            quant.silu_and_mul_scaled_fp4_quant(randn(m, 2 * k), scale, is_swizzled)
-        quant.scaled_fp4_quant_grouped(randn(m, k), scales, offsets)
+            silu_and_mul_scaled_fp4_quant(randn(m, 2 * k), scale, is_swizzled)
+        scaled_fp4_quant_grouped(randn(m, k), scales, offsets)
         pairs = torch.randperm(m, device="cuda", dtype=torch.int32)
-        quant.scaled_fp4_quant_grouped(randn(-(-m // 3), k), scales, offsets, pairs, 3)
-        quant.silu_and_mul_scaled_fp4_quant_grouped(randn(m, 2 * k), scales, offsets)
+        scaled_fp4_quant_grouped(randn(-(-m // 3), k), scales, offsets, pairs, 3)
+        silu_and_mul_scaled_fp4_quant_grouped(randn(m, 2 * k), scales, offsets)
 
 
 def layers() -> None:

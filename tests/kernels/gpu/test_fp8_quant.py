@@ -16,7 +16,12 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     per_token_group_quant_fp8_packed_for_deepgemm,
 )
 from vllm.ops import torch_ops
-from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.fp8_quant import (
+    ScaleLayout,
+    per_token_group_fp8_quant,
+    rms_norm_group_quant,
+    silu_and_mul_group_quant,
+)
 from vllm.utils.fp8 import FP8, MIN_AMAX, fp8_scales, round_to_fp8
 from vllm.utils.math_utils import cdiv, round_up
 
@@ -335,7 +340,7 @@ def check_norm(norm: Norm, residual: Tensor) -> None:
     q, scales = empty_q(*shape), empty_scales(*shape, 128, ScaleLayout.COLUMN_MAJOR)
     normed = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
     norm.run(residual, normed)(q.tensor, scales.tensor, 128, MIN_AMAX, False)
-    again = ops.per_token_group_fp8_quant(normed)
+    again = per_token_group_fp8_quant(normed)
     assert_same_codes(q.read(), again[0].cpu())
     assert_same_scales(scales.read(), again[1].cpu())
     total, _ = norm.reference()
@@ -387,9 +392,9 @@ def test_graphs_replay_on_new_inputs():
             *ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True),
         ]
         results += ops.scaled_fp8_quant(x, weight[:1])
-        results += ops.per_token_group_fp8_quant(x, layout=ScaleLayout.PACKED_UE8M0)
-        results += ops.silu_and_mul_group_quant(x, layout=ScaleLayout.TMA_ALIGNED)
-        results += ops.rms_norm_group_quant(x, weight, 1e-6, residual.clone())
+        results += per_token_group_fp8_quant(x, layout=ScaleLayout.PACKED_UE8M0)
+        results += silu_and_mul_group_quant(x, layout=ScaleLayout.TMA_ALIGNED)
+        results += rms_norm_group_quant(x, weight, 1e-6, residual.clone())
         return results
 
     quantise()  # loads the kernels, which a capture must not do
@@ -457,8 +462,8 @@ def test_ops_describe_themselves_to_torch_compile():
     x, weight = wide_range((5, 512), torch.bfloat16), torch.rand(512, device=DEVICE)
 
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        norm = ops.rms_norm_group_quant(x, weight, 1e-6, residual, layout=ScaleLayout.TMA_ALIGNED)
-        return *norm, *ops.silu_and_mul_group_quant(x), *ops.scaled_fp8_quant(x)
+        norm = rms_norm_group_quant(x, weight, 1e-6, residual, layout=ScaleLayout.TMA_ALIGNED)
+        return *norm, *silu_and_mul_group_quant(x), *ops.scaled_fp8_quant(x)
 
     residual = wide_range((5, 512), torch.bfloat16)
     first, second = residual.clone(), residual.clone()

@@ -10,13 +10,13 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import bench_serve
-from vllm.errors import ConfigError
+from vllm.entrypoints.demo import demo_model_path
 
 _PERCENTILES = (10, 50, 90, 99)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="Measure latency, throughput or a server.")
+    parser = subparsers.add_parser("bench")
     kinds = parser.add_subparsers(dest="bench_kind", metavar="KIND", required=True)
     serve = kinds.add_parser("serve", help="Load on a running server.")
     bench_serve.add_flags(serve)
@@ -87,9 +87,8 @@ class _Batch:
         from vllm import LLM, SamplingParams
 
         _check(args)
-        model = _demo_model() if args.model is None else args.model
-        engine_args = EngineArgs.from_cli_args(args, model)
-        self._llm = LLM(**vars(engine_args))
+        model = str(demo_model_path()) if args.model is None else args.model
+        self._llm = LLM(**vars(EngineArgs.from_cli_args(args, model)))
         self._params = SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False
         )
@@ -109,20 +108,11 @@ class _Batch:
 
 
 def _check(args: argparse.Namespace) -> None:
-    given = vars(args)
-    for name in ("batch_size", "num_iters", "num_prompts", "input_len", "output_len"):
-        if given.get(name, 1) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: it takes 1 or more")
-    if given.get("num_iters_warmup", 0) < 0:
-        raise ConfigError(f"--num-iters-warmup {args.num_iters_warmup}: it takes 0 or more")
+    counts = ("batch_size", "num_iters", "num_prompts", "input_len", "output_len")
+    bench_serve.check_numbers(args, "1 or more", lambda n: n >= 1, *counts)
+    bench_serve.check_numbers(args, "0 or more", lambda n: n >= 0, "num_iters_warmup")
     if args.output_json:
         bench_serve.check_writable("--output-json", args.output_json)
-
-
-def _demo_model() -> str:
-    from vllm.entrypoints.demo import demo_model_path
-
-    return str(demo_model_path())
 
 
 def _write(path: str | None, result: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import random
 import statistics
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -106,19 +106,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not 0 <= args.random_range_ratio < 1:
-        raise ConfigError(f"--random-range-ratio {args.random_range_ratio}: it takes 0 to below 1")
-    for name in ("num_prompts", "random_input_len", "random_output_len", "max_concurrency"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: it takes 1 or more")
-    for name in ("request_rate", "burstiness"):
-        if not getattr(args, name) > 0:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: it takes a number above 0"
-            )
+    check_numbers(args, "0 to below 1", lambda n: 0 <= n < 1, "random_range_ratio")
+    counts = ("num_prompts", "random_input_len", "random_output_len", "max_concurrency")
+    check_numbers(args, "1 or more", lambda n: n >= 1, *counts)
+    check_numbers(args, "a number above 0", lambda n: n > 0, "request_rate", "burstiness")
     if args.result_filename:
         check_writable("--result-filename", args.result_filename)
+
+
+def check_numbers(
+    args: argparse.Namespace, takes: str, is_taken: Callable[[float], bool], *names: str
+) -> None:
+    """ConfigError for the first of these flags that was given a number it does not take."""
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None and not is_taken(value):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: it takes {takes}")
 
 
 def check_writable(flag: str, path: str) -> None:
@@ -131,27 +134,23 @@ async def _run(args: argparse.Namespace) -> tuple[list[Timing], float, str]:
     base_url = args.base_url or f"http://{args.host}:{args.port}"
     api_key = args.api_key or envs.VLLM_API_KEY
     async with HttpClient(base_url, api_key, keeps_connections=True) as client:
-        return await _drive(client, args)
+        model = args.model or await client.first_model()
+        jobs = _jobs(args, await _token_pool(client, model, args.seed))
+        fields = {"model": model, "temperature": args.temperature, "ignore_eos": args.ignore_eos}
+        # One request first: a wrong address or name ends here, and nothing is timed cold.
+        first = await _time(client, args.endpoint, fields, Job(jobs[0].prompt, 2, 0.0))
+        if first.error is not None:
+            raise HttpError(first.error)
+        slots = asyncio.Semaphore(args.max_concurrency or len(jobs))
+        start = time.perf_counter()
 
+        async def do(job: Job) -> Timing:
+            await asyncio.sleep(max(0.0, start + job.delay - time.perf_counter()))
+            async with slots:
+                return await _time(client, args.endpoint, fields, job)
 
-async def _drive(client: HttpClient, args: argparse.Namespace) -> tuple[list[Timing], float, str]:
-    model = args.model or await client.first_model()
-    jobs = _jobs(args, await _token_pool(client, model, args.seed))
-    fields = {"model": model, "temperature": args.temperature, "ignore_eos": args.ignore_eos}
-    # One request first: a wrong address or name ends here, and nothing is timed cold.
-    first = await _time(client, args.endpoint, fields, Job(jobs[0].prompt, 2, 0.0))
-    if first.error is not None:
-        raise HttpError(first.error)
-    slots = asyncio.Semaphore(args.max_concurrency or len(jobs))
-    start = time.perf_counter()
-
-    async def do(job: Job) -> Timing:
-        await asyncio.sleep(max(0.0, start + job.delay - time.perf_counter()))
-        async with slots:
-            return await _time(client, args.endpoint, fields, job)
-
-    timings = await asyncio.gather(*map(do, jobs))
-    return timings, time.perf_counter() - start, model
+        timings = await asyncio.gather(*map(do, jobs))
+        return timings, time.perf_counter() - start, model
 
 
 async def _token_pool(client: HttpClient, model: str, seed: int) -> list[int]:
@@ -237,7 +236,7 @@ def summarise(
         "e2el": [t.e2el for t in done],
     }
     for name in metrics:
-        ms = sorted(1e3 * value for value in values[name])
+        ms = [1e3 * value for value in values[name]]
         result[f"mean_{name}_ms"] = statistics.fmean(ms) if ms else None
         result[f"median_{name}_ms"] = percentile(ms, 50)
         result[f"std_{name}_ms"] = statistics.pstdev(ms) if ms else None
@@ -246,14 +245,11 @@ def summarise(
     return result
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Value below which `percent` of `ordered` (ascending) lie, interpolated linearly."""
-    if not ordered:
-        return None
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Value below which `percent` of `values` lie, interpolated linearly; None of nothing."""
+    import numpy as np
+
+    return float(np.percentile(values, percent)) if values else None
 
 
 def _percentiles_of(text: str) -> list[float]:

@@ -16,32 +16,27 @@ _READ_TIMEOUT_S = 600.0
 
 def add_parser(subparsers: Any) -> None:
     chat = subparsers.add_parser(
-        "chat",
-        help="Chat with a running server.",
-        description="Chat with a running server; an empty line or Ctrl-D ends.",
+        "chat", description="Chat with a running server; an empty line or Ctrl-D ends."
     )
     _add_flags(chat, "Send this one message and print the answer.")
     chat.add_argument("--system-prompt", help="System message of the conversation.")
     chat.set_defaults(run=run_chat)
     complete = subparsers.add_parser(
-        "complete",
-        help="Let a running server continue texts.",
-        description="Let a running server continue texts; an empty line or Ctrl-D ends.",
+        "complete", description="Let a running server continue texts; an empty line or Ctrl-D ends."
     )
     _add_flags(complete, "Continue this one text and print it.")
     complete.set_defaults(run=run_complete)
 
 
 def _add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
-    parser.add_argument("--url", default="http://localhost:8000/v1",
-                        help="URL of the API (default: http://localhost:8000/v1).")  # fmt: skip
-    parser.add_argument(
-        "--model-name", help="Model name; default: the first that the server lists."
-    )
-    parser.add_argument("--api-key", default=None, help="API key; default: VLLM_API_KEY.")
-    parser.add_argument("--max-tokens", type=int, help="Maximum tokens of an answer.")
-    parser.add_argument("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help=quick_help)
+    flag = parser.add_argument
+    flag("--url", default="http://localhost:8000/v1",
+         help="URL of the API (default: http://localhost:8000/v1).")  # fmt: skip
+    flag("--model-name", help="Model name; default: the first that the server lists.")
+    flag("--api-key", help="API key; default: VLLM_API_KEY.")
+    flag("--max-tokens", type=int, help="Maximum tokens of an answer.")
+    flag("--temperature", type=float, help="Sampling temperature; 0 is greedy.")
+    flag("-q", "--quick", metavar="TEXT", help=quick_help)
 
 
 def run_chat(args: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 """`vllm collect-env`: what a bug report needs to know about this machine."""
 
 import argparse
-import os
 import platform
 import re
 import subprocess
@@ -29,7 +28,6 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "collect-env",
-        help="Describe this machine for a report.",
         description="Describe this machine for a report: versions, processor, memory, native "
         "library, GPUs, kernel libraries and VLLM_* variables (secrets hidden).",
     )
@@ -63,26 +61,22 @@ def _system() -> dict[str, str]:
 
 
 def _processor() -> dict[str, str]:
-    from vllm.platforms.cpu import available_memory
+    from vllm.platforms.cpu import available_memory, num_cores
 
     info = Path("/proc/cpuinfo")
     flags = set((_field(info, r"(?:flags|Features)\s*:\s*(.*)") or "").split())
     total = _field(Path("/proc/meminfo"), r"MemTotal:\s*(\d+)")
     return {
         "model": _field(info, r"model name\s*:\s*(.*)") or platform.machine(),
-        "threads usable": str(_num_usable_threads()),
+        "threads usable": str(num_cores()),
         "features": " ".join(f for f in _CPU_FEATURES if f in flags) or "unknown",
         "memory total": f"{int(total) / 2**20:.1f} GiB" if total else "unknown",
         "memory available": f"{available_memory() / 2**30:.1f} GiB",
     }
 
 
-def _num_usable_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _native() -> dict[str, str]:
-    from vllm.platforms import native as native
+    from vllm.platforms import native
 
     status = native.status()
     rows = {"state": status.state, "detail": status.text}

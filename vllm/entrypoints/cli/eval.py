@@ -4,15 +4,16 @@ import argparse
 import json
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.entrypoints.demo import demo_model_path
 from vllm.errors import ConfigError, did_you_mean
 from vllm.evals import gsm8k, gsm8k_data
 from vllm.evals.numbers import last_number
-from vllm.evals.paired import Answers, Budget, Comparison, compare, compare_answers
+from vllm.evals.paired import Budget, Comparison, compare, compare_answers
 
 if TYPE_CHECKING:
     from vllm.evals.measure import Configuration, Job, TokenIds
@@ -21,7 +22,7 @@ _SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("eval", help="Score a server, or compare two configurations.")
+    parser = subparsers.add_parser("eval")
     kinds = parser.add_subparsers(dest="eval_kind", metavar="KIND", required=True)
     score = kinds.add_parser("gsm8k", help="GSM8K questions to a running server.")
     gsm8k.add_flags(score)
@@ -46,22 +47,14 @@ def _add_paired_flags(parser: argparse.ArgumentParser) -> None:
     texts.add_argument("--prompts", type=Path, metavar="FILE", help="Texts, one per line.")
     texts.add_argument("--gsm8k", type=Path, metavar="DIR",
                        help="Folder of GSM8K: questions with their worked answers.")  # fmt: skip
-    flag(
-        "--num-questions",
-        type=int,
-        default=100,
-        help="Number of questions of --gsm8k (default: 100).",
-    )
+    flag("--num-questions", type=int, default=100,
+         help="Number of questions of --gsm8k (default: 100).")  # fmt: skip
     flag("--answers", action="store_true",
          help="With --gsm8k: both answer, 5-shot, for McNemar's test.")  # fmt: skip
     flag("--no-checksum", action="store_true", help="Accept data other than the published files.")
     flag("--max-tokens", type=int, default=256, help="Maximum tokens of an answer.")
-    flag(
-        "--top-k",
-        type=int,
-        default=100,
-        help="Number of likeliest tokens to compare (default: 100).",
-    )
+    flag("--top-k", type=int, default=100,
+         help="Number of likeliest tokens to compare (default: 100).")  # fmt: skip
     flag("--max-kl", type=float, metavar="NATS", help="Budget: mean KL(A || B) per token.")
     flag("--min-top1", type=float, metavar="SHARE", help="Budget: top-1 agreement, 0 to 1.")
     flag("--min-p", type=float, metavar="P",
@@ -88,10 +81,11 @@ def run_paired(args: argparse.Namespace) -> int:
     over = comparison.over_budget(budget)
     if args.json:
         verdict = {"a": args.a, "b": args.b, "budget": vars(budget), "over_budget": over}
-        print(json.dumps({**verdict, **comparison.to_json()}, indent=1))
+        print(json.dumps({**verdict, **asdict(comparison)}, indent=1))
     else:
         print(_page(comparison))
-        print("\n".join(f"OVER BUDGET: {text}" for text in over) or _kept(budget))
+        kept = "No budget was given" if budget == Budget() else "Within budget"
+        print("\n".join(f"OVER BUDGET: {text}" for text in over) or kept)
     return 1 if over else 0
 
 
@@ -139,14 +133,8 @@ def _configuration(flag: str, text: str) -> "Configuration":
         flags = subparsers.choices["serve"]._option_string_actions
         hint = did_you_mean(unknown[0].partition("=")[0], flags)
         raise ConfigError(f"{flag}: `vllm serve` does not take {unknown[0]}{hint}")
-    engine_args = EngineArgs.from_cli_args(args, args.model or _demo_model())
+    engine_args = EngineArgs.from_cli_args(args, args.model or str(demo_model_path()))
     return Configuration(flag, replace(engine_args, skip_tokenizer_init=True), tuple(variables))
-
-
-def _demo_model() -> str:
-    from vllm.entrypoints.demo import demo_model_path
-
-    return str(demo_model_path())
 
 
 def _common_tokenizer(a: "Configuration", b: "Configuration") -> Any:
@@ -180,8 +168,8 @@ def _job(args: argparse.Namespace, tokenizer: Any) -> "tuple[Job, list[gsm8k_dat
         texts = [f"Question: {item.question}\nAnswer: {item.solution}" for item in items]
     questions = [gsm8k_data.prompt_of(item.question, shots) for item in items]
     job = Job(
-        texts=[_ids(tokenizer, text) for text in texts],
-        questions=[_ids(tokenizer, text) for text in questions] if args.answers else [],
+        texts=tokenizer(texts)["input_ids"],
+        questions=tokenizer(questions)["input_ids"] if args.answers else [],
         max_tokens=args.max_tokens,
         num_logprobs=args.top_k,
     )
@@ -196,10 +184,6 @@ def _lines(path: Path) -> list[str]:
     if not (texts := [line for line in lines if line.strip()]):
         raise ConfigError(f"--prompts {path} is empty; it takes one text per line")
     return texts
-
-
-def _ids(tokenizer: Any, text: str) -> "TokenIds":
-    return list(tokenizer(text)["input_ids"])
 
 
 def _correct(
@@ -220,17 +204,11 @@ def _page(result: Comparison) -> str:
         f"Top-1 agreement            {result.top1:.4f} (95 %: {low:.4f} to {high:.4f})",
         f"Mean logprob, B less A     {result.logprob_difference:+.6f} nats",
     ]
-    return "\n".join(lines + (_answer_lines(result.answers) if result.answers else []))
-
-
-def _answer_lines(found: Answers) -> list[str]:
-    return [
-        f"Correct answers            A {found.num_correct_a}, B {found.num_correct_b} "
-        f"of {found.num_questions}",
-        f"Only A, only B             {found.num_only_a}, {found.num_only_b} "
-        f"(McNemar's exact p {found.p:.4g})",
-    ]
-
-
-def _kept(budget: Budget) -> str:
-    return "No budget was given" if budget == Budget() else "Within budget"
+    if found := result.answers:
+        lines += [
+            f"Correct answers            A {found.num_correct_a}, B {found.num_correct_b} "
+            f"of {found.num_questions}",
+            f"Only A, only B             {found.num_only_a}, {found.num_only_b} "
+            f"(McNemar's exact p {found.p:.4g})",
+        ]
+    return "\n".join(lines)

@@ -14,23 +14,19 @@ from vllm.kernels.report import question
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("kernels", help="List kernels and explain how one is chosen.")
     kinds = parser.add_subparsers(dest="kernels_kind", metavar="KIND", required=True)
-    _add_list(kinds)
+    listing = kinds.add_parser("list", help="List kernels with their chips and requirements.")
+    listing.add_argument("--family", help=f"Only one of {', '.join(registry.FAMILIES)}.")
+    listing.add_argument(
+        "--device", metavar="CHIP", help="Only kernels that run on this chip, such as sm_100."
+    )
+    listing.add_argument("--json", action="store_true", help="As JSON, with all details.")
+    listing.set_defaults(run=run_list)
     kernels_explain.add_parser(kinds)
     kernels_tune.add_parsers(kinds)
     kernels_precompile.add_parser(kinds)
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
     docs.set_defaults(run=run_docs)
-
-
-def _add_list(kinds: Any) -> None:
-    parser = kinds.add_parser("list", help="List kernels with their chips and requirements.")
-    parser.add_argument("--family", help=f"Only one of {', '.join(registry.FAMILIES)}.")
-    parser.add_argument(
-        "--device", metavar="CHIP", help="Only kernels that run on this chip, such as sm_100."
-    )
-    parser.add_argument("--json", action="store_true", help="As JSON, with all details.")
-    parser.set_defaults(run=run_list)
 
 
 def run_list(args: argparse.Namespace) -> None:
@@ -48,7 +44,7 @@ def run_list(args: argparse.Namespace) -> None:
     device = question.device_of(args.device) if args.device else None
     found = [entry for family in families for entry in catalog.entries(family, device)]
     if args.json:
-        print(json.dumps([entry.to_json() for entry in found], indent=1))
+        print(json.dumps(found, indent=1))
     else:
         print(catalog.text(found, kernels_explain.text_width()) or f"no kernel runs on {device}")
         print("\n" + catalog.native_text(native_lib(), kernels_explain.text_width()))

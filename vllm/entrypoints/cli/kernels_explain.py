@@ -1,6 +1,7 @@
 """`vllm kernels explain`: which kernel would serve each layer of a model on a chip, and why."""
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -8,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.config.emulate import emulate, not_emulated
-from vllm.config.kernel import ON_UNMET, KernelConfig
-from vllm.config.policy import make_policy
+from vllm.config.kernel import KernelConfig
+from vllm.config.selection import selection_for
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.evidence.tables import find_tables, missing_note
-from vllm.kernels.registry import FLAGS
+from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report
 from vllm.kernels.report.report import Report
 from vllm.kernels.select.decision import NoKernelError
@@ -21,11 +20,15 @@ from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
+from vllm.utils.hub import read_json_object
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
+_PREFERENCES = [f.name for f in dataclasses.fields(KernelConfig) if f.name != "dump_decisions"]
 
 
 def add_parser(kinds: Any) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
     parser = kinds.add_parser(
         "explain",
         help="Show which kernel serves each layer, and the reasons against the others.",
@@ -35,11 +38,8 @@ def add_parser(kinds: Any) -> None:
     )
     text = parser.add_argument
     text("model", nargs="?", metavar="MODEL", help="Folder, config.json or built-in name.")
-    text(
-        "--layer",
-        action="append",
-        help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.",
-    )
+    text("--layer", action="append",
+         help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.")  # fmt: skip
     text("--diff", nargs=2, metavar=("A.json", "B.json"),
          help="Compare two files of --json or --dump-decisions; the exit code is 1 if a layer "
          "differs.")  # fmt: skip
@@ -57,30 +57,13 @@ def add_parser(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    _add_preferences(parser.add_argument_group("preferences, the flags of vllm serve"))
+    EngineArgs.add_cli_args(parser, "preferences, the flags of vllm serve", _PREFERENCES)
     shown = parser.add_argument_group("output")
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
                        "their number of layers, what decided, and notes.")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="The JSON of GET /kernels.")
     shown.add_argument("--html", type=Path, metavar="FILE", help="Also write a page for a browser.")
     parser.set_defaults(run=run_explain)
-
-
-def _add_preferences(group: Any) -> None:
-    text = group.add_argument
-    text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
-         help="Backend of the layers whose name matches; repeatable.")  # fmt: skip
-    for family, flag in FLAGS.items():
-        text(flag, metavar="BACKEND", help=f"Backend of {family} layers.")
-    text("--on-unmet", choices=ON_UNMET, default="error",
-         help="If a requested backend cannot run: stop, or use the next one.")  # fmt: skip
-    text(
-        "--require-native",
-        action="store_true",
-        help="Refuse weight-only and emulated kernels for quantised weights.",
-    )
-    text("--max-requant-error", type=float, metavar="ERROR",
-         help="Maximum relative error of re-quantising a weight at load.")  # fmt: skip
 
 
 def run_explain(args: argparse.Namespace) -> int:
@@ -95,8 +78,8 @@ def run_explain(args: argparse.Namespace) -> int:
         print(json.dumps(json_report.report(*report), indent=1))
     else:
         if args.device and args.libs is None:
-            print("note: with the libraries installed here; --libs all assumes all of them",
-                  file=sys.stderr)  # fmt: skip
+            note = "note: with the libraries installed here; --libs all assumes all of them"
+            print(note, file=sys.stderr)
         print(text_report.page(report, text_width(), sys.stdout.isatty(), args.brief))
     if args.html:
         from vllm.kernels.report.html_report import html_page
@@ -114,21 +97,14 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
     device = question.device_of(args.device) if args.device else installed_device()
     libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
     problems, model_type, quant_config = _problems(args, device)
-    config = KernelConfig(
-        kernel=tuple(args.kernel),
-        on_unmet=args.on_unmet,
-        require_native=args.require_native,
-        max_requant_error=args.max_requant_error,
-        **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
-    )
+    asked = {name: getattr(args, name) for name in _PREFERENCES}
+    config = KernelConfig(**{**asked, "kernel": tuple(args.kernel or ())})
     preferences = config.preferences(quant_config).for_device(model_type, device)
     variables = envs.kernel_variables()
-    policy = make_policy(not_emulated(preferences), variables)
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
-    selection = Selection(device, libs, policy, find_tables(chip))
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    emulate(selection, preferences, variables, model_type)
+    selection = selection_for(device, chip, libs, preferences, variables, model_type)
     for name, problem in problems:
         selection.decide(name, problem)
     return selection, json_report.variable_texts(variables)
@@ -173,12 +149,15 @@ def model_problems(
     """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
     tp, ep and, where the command has it, kv_cache_dtype."""
     from vllm.architectures.registry import model_type, text_config
+    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
     from vllm.kernels.problems import layer_problems
 
     config = question.read_model(model)
     text = text_config(config)
     dtype = question.dtype_of(args.dtype, text, device)
-    quant_config = _quantization(config, text, model)
+    stored = config.get("quantization_config") or text.get("quantization_config")
+    stored = stored or modelopt_file(Path(model).expanduser())
+    quant_config = resolve_quantization(stored, None, model)
     problems = layer_problems(
         config,
         quant_config,
@@ -188,14 +167,6 @@ def model_problems(
         ep=args.ep,
     )
     return problems, model_type(config), quant_config
-
-
-def _quantization(config: dict[str, Any], text: dict[str, Any], model: str) -> Any:
-    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
-
-    stored = config.get("quantization_config") or text.get("quantization_config")
-    stored = stored or modelopt_file(Path(model).expanduser())
-    return resolve_quantization(stored, None, model)
 
 
 def _refusal(selection: Selection) -> str:
@@ -214,7 +185,10 @@ def _refusal(selection: Selection) -> str:
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> int:
-    old, new = _read(before), _read(after)
+    old, new = (
+        json_report.parse_report(read_json_object(path, ConfigError), str(path))
+        for path in (before, after)
+    )
     found = diff.changes(old, new, (str(before), str(after)))
     if as_json:
         print(json.dumps([change.to_json() for change in found], indent=1))
@@ -223,21 +197,12 @@ def _compare(before: Path, after: Path, as_json: bool) -> int:
     return 1 if found else 0
 
 
-def _read(path: Path) -> Report:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    return json_report.parse_report(content, str(path))
-
-
 # ---------------------------------------------------------------- output
 
 
 def text_width() -> int:
-    return min(
-        _MAX_WIDTH, max(_MIN_WIDTH, shutil.get_terminal_size((text_report.WIDTH, 24)).columns)
-    )
+    columns = shutil.get_terminal_size((text_report.WIDTH, 24)).columns
+    return min(_MAX_WIDTH, max(_MIN_WIDTH, columns))
 
 
 def write_text(path: Path, text: str) -> None:

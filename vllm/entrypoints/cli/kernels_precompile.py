@@ -120,13 +120,8 @@ def _model_folder(model: str, folder: Path) -> str:
 def _compile(engine_args: Any, staging: Path) -> int:
     """Runs an engine whose caches are in `staging`; returns the number of kernels that requests
     compiled after the start."""
-    for name in OWN_VARIABLES:
-        envs.set_for_children(name, None)
-    for name, value in (
-        ("VLLM_KERNEL_CACHE", str(staging)),
-        ("VLLM_KERNEL_BUNDLE", None),
-        ("VLLM_KERNEL_COMPILE_SECONDS", "86400"),
-    ):
+    own = {"VLLM_KERNEL_CACHE": str(staging), "VLLM_KERNEL_COMPILE_SECONDS": "86400"}
+    for name, value in {**dict.fromkeys((*OWN_VARIABLES, "VLLM_KERNEL_BUNDLE")), **own}.items():
         envs.set_for_children(name, value)
 
     from vllm import SamplingParams

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.report import json_report, question, text_report
+from vllm.kernels.report import question, text_report
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.selection import Selection
@@ -93,7 +94,8 @@ def run_tune(args: argparse.Namespace) -> int:
         for job in jobs:
             print(f"{job}  M = {', '.join(map(str, job.tokens))}")
         return 0
-    run = tune.Run(device, table, path, _limits(args, jobs, device), _say)
+    say = partial(print, flush=True)
+    run = tune.Run(device, table, path, _limits(args, jobs, device), say)
     left: Sequence[Job] = ()
     try:
         left = run.carry_out(jobs)
@@ -107,10 +109,6 @@ def run_tune(args: argparse.Namespace) -> int:
         print(f"{len(left)} kernels were left out for want of time or of room in memory; the same "
               "command goes on")  # fmt: skip
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
@@ -165,7 +163,7 @@ def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: 
         decision = selection.decide(str(problem), problem)
         choice = text_report.expectation_of(decision)
         if choice is not None:
-            lines.append(json_report.outcome(decision).partition(" (")[0])
+            lines.append(text_report.outcome(decision).partition(" (")[0])
             lines.append(f"    {text_report.expectation_text(choice)}")
     return "\n".join(lines)
 
@@ -179,8 +177,7 @@ def run_quarantine(args: argparse.Namespace) -> None:
         found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
         name = next(filter(None, found), None)
         if name is None:
-            every = map(registry.backend_names, registry.FAMILIES)
-            known = dict.fromkeys(chain.from_iterable(every))
+            known = dict.fromkeys(chain(*map(registry.backend_names, registry.FAMILIES)))
             what = f"--backend {args.backend!r}"
             raise registry.unknown_backend(what, args.backend, tuple(known))
     if args.clear:

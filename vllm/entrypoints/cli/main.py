@@ -43,28 +43,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2 for what the user can correct."""
     words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
-    try:  # before a command's modules read variables for themselves
-        warnings = envs.check_all() if words and words[0] in SUBCOMMANDS else []
-    except VllmError as error:
-        print(f"vllm: error: {error}", file=sys.stderr)
-        return 2
-    parser = _parser(words[0] if words else None)
-    if words and not words[0].startswith("-") and words[0] not in SUBCOMMANDS:
-        hint = did_you_mean(words[0], SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
-        parser.error(f"unknown command {words[0]!r}{hint}")
-    if words and words[0] == "serve":
-        try:
-            words = ["serve", *with_file(words[1:], _subparser(parser, "serve"))]
-        except VllmError as error:
-            print(f"vllm: error: {error}", file=sys.stderr)
-            return 2
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser, args.command)}\n")
     try:
-        for warning in warnings:
-            get_logger(__name__).warning("%s", warning)
-        return args.run(args) or 0
+        return _run(words)
     except VllmError as error:
         if _wants_traceback():
             traceback.print_exc()
@@ -77,7 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser(command: str | None) -> Parser:
+def _run(words: list[str]) -> int:
+    command = words[0] if words else ""
+    # Before a command's modules read variables for themselves.
+    warnings = envs.check_all() if command in SUBCOMMANDS else []
+    parser = _parser(command)
+    if words and not command.startswith("-") and command not in SUBCOMMANDS:
+        hint = did_you_mean(command, SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
+        parser.error(f"unknown command {command!r}{hint}")
+    if command == "serve":
+        words = ["serve", *with_file(words[1:], _subparser(parser, "serve"))]
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser)}\n")
+    for warning in warnings:
+        get_logger(__name__).warning("%s", warning)
+    return args.run(args) or 0
+
+
+def _parser(command: str) -> Parser:
     parser = Parser(prog="vllm", description="Serve large language models.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -103,23 +101,22 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value if is_flag else word
 
 
-def _describe(unknown: Sequence[str], parser: Parser, command: str) -> str:
+def _describe(unknown: Sequence[str], parser: Parser) -> str:
     """One sentence for arguments that nothing takes."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         return f"too many arguments: {' '.join(unknown)}"
-    known = _flags_of(parser, command)
+    known = _flags_of(parser)
     return "; ".join(f"unknown flag {flag}{did_you_mean(flag, known)}" for flag in flags)
 
 
-def _flags_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """With those of its subcommands."""
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            children = [action.choices[command]] if command in action.choices else []
-            for child in children or action.choices.values():
-                flags += _flags_of(child, command)
+            flags += [flag for child in action.choices.values() for flag in _flags_of(child)]
     return flags
 
 

@@ -10,7 +10,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     options = [known.quantize for known in quantizable().values() if known.quantize]
     parser = subparsers.add_parser(
         "quantize",
-        help="write a quantised copy of a checkpoint",
         description="Quantises the linear layers and experts of a checkpoint and writes a new one.",
     )
     parser.add_argument("source", help="folder or hub name of a checkpoint in bf16, fp16 or fp32")

@@ -4,16 +4,21 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.demo import demo_model_path
 from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.utils.startup import begin_report, current_report, process_start
-
-Number = TypeVar("Number", int, float)
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -21,7 +26,6 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
-        help="Start an OpenAI-compatible server.",
         description="Serve MODEL, a folder or a name on the Hugging Face hub, over HTTP. Without "
         "MODEL a small demo model is served.",
     )
@@ -36,7 +40,8 @@ def _add_server_flags(group: Any) -> None:
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
-    text("--port", type=_port, default=8000, help="Port; 0: any free port (default: 8000).")
+    text("--port", type=_number(int, 0, 65535, "a port from 0 to 65535"), default=8000,
+         help="Port; 0: any free port (default: 8000).")  # fmt: skip
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
@@ -45,14 +50,13 @@ def _add_server_flags(group: Any) -> None:
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
          help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
-    text(
-        "--max-waiting",
-        type=_count,
-        help="Maximum waiting sequences; more get 503 (default: no limit).",
-    )
-    text("--max-body-size", type=_positive, default=8 << 20, metavar="BYTES",
+    text("--max-waiting", type=_number(int, 0, 2**31, "a count of 0 or more"),
+         help="Maximum waiting sequences; more get 503 (default: no limit).")  # fmt: skip
+    text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
+         default=8 << 20, metavar="BYTES",
          help="Largest request body (default: 8 MiB).")  # fmt: skip
-    text("--shutdown-timeout", type=_seconds, default=120.0, metavar="SECONDS",
+    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
+         default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
@@ -61,12 +65,8 @@ def _add_server_flags(group: Any) -> None:
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
-    text(
-        "--uvicorn-log-level",
-        choices=_LOG_LEVELS,
-        default="warning",
-        help="Log level of the web server.",
-    )
+    text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
+         help="Log level of the web server.")  # fmt: skip
     text("--disable-log-requests", "--disable-uvicorn-access-log", action="store_true",
          help="Do not log a line per request.")  # fmt: skip
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         scheme = "https" if settings.ssl_certfile else "http"
         url = f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
         report.log(who="Server")
-        print(_greeting(url, model_name, report.total, bool(settings.api_keys)))
+        print(_greeting(url, model_name, report.total, bool(settings.api_key)))
         sys.stdout.flush()
 
     try:
@@ -96,29 +96,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    from vllm.entrypoints.openai.prompts import read_chat_template
-
     _check_certificate(args.ssl_keyfile, args.ssl_certfile)
-    keys = (*args.api_key, envs.VLLM_API_KEY)
-    return ServerSettings(
-        api_keys=tuple(key for key in keys if key),
-        chat_template=read_chat_template(args.chat_template) if args.chat_template else None,
-        trusts_request_templates=args.trust_request_chat_template,
-        uses_model_defaults=args.generation_config == "auto",
-        response_role=args.response_role,
-        max_waiting=args.max_waiting,
-        max_body_size=args.max_body_size,
-        shutdown_timeout=args.shutdown_timeout,
-        allowed_origins=args.allowed_origins,
-        allowed_methods=args.allowed_methods,
-        allowed_headers=args.allowed_headers,
-        allow_credentials=args.allow_credentials,
-        root_path=args.root_path,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        uvicorn_log_level=args.uvicorn_log_level,
-        logs_requests=not args.disable_log_requests,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
+    given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
+    given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
+    return ServerSettings(**given)
+
+
+def _read_template(given: str) -> str:
+    """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, ValueError):  # a whole template is no file name
+        is_file = False
+    if is_file:
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {given}: {error}") from error
+    if any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
 
 
 def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
@@ -140,8 +138,6 @@ def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
 def _model(args: argparse.Namespace) -> str:
     if args.model is not None:
         return str(args.model)
-    from vllm.entrypoints.demo import demo_model_path
-
     with current_report().phase("demo model"):
         path = demo_model_path()
     args.served_model_name = args.served_model_name or [path.name]
@@ -174,30 +170,16 @@ def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str
     )
 
 
-def _port(text: str) -> int:
-    return _number(int, text, 0, 65535, "a port from 0 to 65535")
+def _number(kind: type[float], low: float, high: float, accepts: str) -> Callable[[str], float]:
+    """The type of a flag that takes a number from low to high."""
 
-
-def _count(text: str) -> int:
-    return _number(int, text, 0, 2**31, "a count of 0 or more")
-
-
-def _positive(text: str) -> int:
-    return _number(int, text, 1, 2**40, "a number of bytes of 1 or more")
-
-
-def _seconds(text: str) -> float:
-    return _number(float, text, 0, 1e9, "a number of seconds of 0 or more")
-
-
-def _number(kind: type[Number], text: str, low: float, high: float, accepts: str) -> Number:
-    try:
-        value: Number | None = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not low <= value <= high:
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
-    return value
+
+    return parse
 
 
 def _text(text: str) -> str:
@@ -214,9 +196,7 @@ def _path_prefix(text: str) -> str:
 
 def _texts(text: str) -> tuple[str, ...]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON list of texts such as ["*"]')
-    return tuple(value)
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except (msgspec.DecodeError, ValueError):
+        message = f'{text!r} is not a JSON list of texts such as ["*"]'
+        raise argparse.ArgumentTypeError(message) from None

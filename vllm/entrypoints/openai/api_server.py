@@ -7,30 +7,21 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
-from vllm.entrypoints.openai.errors import (
-    ApiError,
-    as_api_error,
-    invalid_fields,
-    status_error,
-)
+from vllm.entrypoints.openai.errors import ApiError, as_api_error, invalid_fields, status_error
 from vllm.entrypoints.openai.generation import Service, json_response
-from vllm.entrypoints.openai.http import (
-    ClientDisconnected,
-    Gate,
-    GateMiddleware,
-    read_json,
-    until_disconnect,
-)
+from vllm.entrypoints.openai.http import Gate, GateMiddleware, read_json, until_disconnect
 from vllm.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
@@ -39,6 +30,7 @@ from vllm.errors import VllmError
 from vllm.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
+Generation = TypeVar("Generation", bound=GenerationRequest)
 
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
@@ -49,9 +41,10 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_generation_paths(app, service, settings.max_body_size)
     _add_tokenizer_paths(app, service, settings.max_body_size)
     _add_error_handlers(app)
-    paths = [str(getattr(route, "path", "")) for route in app.routes]
+    paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")
-    gated = GateMiddleware(app, gate, metrics, paths, root_path, settings.logs_requests)
+    logs_requests = not settings.disable_log_requests
+    gated = GateMiddleware(app, gate, metrics, paths, root_path, logs_requests)
     return CORSMiddleware(
         gated,
         allow_origins=settings.allowed_origins,
@@ -111,13 +104,15 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 def _add_generation_paths(app: FastAPI, service: Service, max_body_size: int) -> None:
     def add(
         path: str,
-        kind: type[Body],
-        create: Callable[[Service, Body, str], Coroutine[Any, Any, Response]],
+        kind: type[Generation],
+        create: Callable[[Service, Generation, str], Coroutine[Any, Any, Response]],
     ) -> None:
         async def endpoint(request: Request) -> Response:
             body = validated(kind, await read_json(request, max_body_size))
+            service.check_model(body.model)
+            body.check()
             work = create(service, body, request.state.request_id)
-            return await until_disconnect(request, work)
+            return await until_disconnect(request.receive, work)
 
         app.post(path, openapi_extra=_described(kind))(endpoint)
 
@@ -182,6 +177,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return as_api_error(error).response()
 
     app.add_exception_handler(HTTPException, routing)  # type: ignore[arg-type]
-    app.add_exception_handler(ClientDisconnected, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
     for kind in (ApiError, VllmError, Exception):
         app.add_exception_handler(kind, other)

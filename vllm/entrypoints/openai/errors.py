@@ -23,6 +23,12 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 _MAX_GIVEN_CHARS = 80
+# By pydantic's type of error, where its own words do not fit.
+_ACCEPTED = {
+    "too_short": "takes at least 1 item",
+    "too_long": "must be empty",
+    "model_type": "should be an object",
+}
 
 
 @dataclass
@@ -37,22 +43,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         type_ = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": type_,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        error = {"message": self.message, "type": type_, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body()),
-            self.status,
-            dict(self.headers),
-            "application/json",
-        )
+        content = msgspec.json.encode(self.body())
+        return Response(content, self.status, dict(self.headers), "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -74,9 +70,8 @@ def as_api_error(error: Exception) -> ApiError:
         case VllmError():
             return ApiError(400, str(error))
     logger.error("a request failed unexpectedly", exc_info=error)
-    return ApiError(
-        500, f"internal error ({type(error).__name__}); the server's log has the details"
-    )
+    message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return ApiError(500, message)
 
 
 def status_error(status: int, method: str, path: str) -> ApiError:
@@ -100,33 +95,23 @@ def invalid_fields(error: ValidationError, model: type[BaseModel]) -> ApiError:
 
 def _sentence(problem: dict[str, Any], model: type[BaseModel]) -> str:
     name = ".".join(map(str, problem["loc"])) or "the body"
-    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, problem["loc"][:-1])
         return f"unknown field {name}" + did_you_mean(str(problem["loc"][-1]), known)
-    given = _shorten(problem["input"])
-    if problem["type"] == "too_short":
-        return f"{name} takes at least 1 item, not {given}"
-    if problem["type"] == "too_long":
-        return f"{name} must be empty, not {given}"
-    if problem["type"] == "model_type":
-        return f"{name} should be an object, not {given}"
-    if message.startswith("Input "):
-        return f"{name} {message.removeprefix('Input ')}, not {given}"
-    return f"{name} {message}, not {given}"
+    told = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{name} {_ACCEPTED.get(problem['type'], told)}, not {_shorten(problem['input'])}"
 
 
 def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
     """Names of the fields accepted at `location`, which may lead into nested models."""
     for part in location:
-        if not isinstance(part, str) or part not in model.model_fields:
-            continue
-        inner = _types_in(model.model_fields[part].annotation)
-        if not inner:
-            return []
-        model = inner[0]
+        if part in model.model_fields:
+            inner = _types_in(model.model_fields[str(part)].annotation)
+            if not inner:
+                return []
+            model = inner[0]
     return [f.alias or name for name, f in model.model_fields.items()]
 
 

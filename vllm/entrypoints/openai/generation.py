@@ -1,12 +1,13 @@
-"""What completions and chat completions share: the served model, outputs, usage, responses."""
+"""What completions and chat completions share: the served model, outputs, responses."""
 
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -14,10 +15,14 @@ from fastapi import Response
 from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
+from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import LogprobDict, RequestOutput
+from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
+from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
+
+Json = dict[str, Any]
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Service:
     """The served model as the endpoints see it.
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
-    chat answers.
+    chat answers. numbers: of requests to the engine.
     """
 
     engine: AsyncLLM
@@ -33,7 +38,7 @@ class Service:
     sampling_defaults: Mapping[str, Any]
     response_role: str = "assistant"
     created: int = field(default_factory=lambda: int(time.time()))
-    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -47,59 +52,129 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 unless `name` is None or a name of the served model."""
         if name is not None and name not in self.model_names:
-            raise ApiError(
-                404,
-                f"model {name!r} is not served here; served: {', '.join(self.model_names)}",
-                "model",
-                "model_not_found",
-            )
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        request_id: str,
-        shortens: bool = False,
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts in order of arrival, each with the index of its prompt. shortens:
-        max_tokens is a default, and is cut to what the context leaves."""
-        self.engine.check_queue(len(prompts) * params.n)
-        # Clients may send the same id twice; the engine's ids are unique.
-        streams = [
-            self.engine.generate(
-                prompt,
-                self._shortened(params, len(prompt)) if shortens else params,
-                f"{request_id}-{next(self._numbers)}",
-            )
-            for prompt in prompts
-        ]
-        return _merged(streams)
-
-    def _shortened(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        room = self.max_model_len - num_prompt
-        if params.max_tokens is None or not params.min_tokens <= room < params.max_tokens:
-            return params
-        return msgspec.structs.replace(params, max_tokens=max(room, 1))
+            served = ", ".join(self.model_names)
+            message = f"model {name!r} is not served here; served: {served}"
+            raise ApiError(404, message, "model", "model_not_found")
 
 
 @dataclass
-class Usage:
-    """Token counts of one HTTP request."""
+class Answer(ABC):
+    """A response being generated, whole or as events.
 
-    num_prompt_tokens: int
-    num_completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    request_id: as the client sees it. token_ids: of each prompt. kind, chunk_kind: `object` of the
+    response and of an event. cached_tokens: prompt tokens found in the prefix cache, by prompt.
+    extra: what a response that is not streamed has beside its choices.
+    """
 
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Counts an output of prompt `index`: what is new in it."""
-        self.num_completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self.cached_tokens[index] = output.num_cached_tokens
+    service: Service
+    request: GenerationRequest
+    request_id: str
+    token_ids: list[list[int]]
+    created: int = field(init=False, default_factory=lambda: int(time.time()))
+    num_completion_tokens: int = field(init=False, default=0)
+    cached_tokens: dict[int, int] = field(init=False, default_factory=dict)
+    extra: Json = field(init=False, default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @abstractmethod
+    async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
+        """The JSON of one choice to prompt `index`, of a response that is not streamed."""
+
+    async def chunks(
+        self, index: int, output: RequestOutput, new: CompletionOutput
+    ) -> list[tuple[Json, Json]]:
+        """What is new of one choice: the choice of each event, and fields of the event itself."""
+        return [(await self.choice(index, output, new), {})]
+
+    def core(self, index: int, new: CompletionOutput, content: Json, shape: Json | None) -> Json:
+        """What every choice has. content: its text, by name. shape: its log-probabilities."""
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": shape,
+            "finish_reason": new.finish_reason,
+            "stop_reason": new.stop_reason,
+        }
+        return {**choice, "token_ids": new.token_ids} if self.request.return_token_ids else choice
+
+    async def prompt_fields(self, output: RequestOutput) -> Json:
+        """What the request wants to know of its prompt."""
+        extra: Json = {}
+        places = output.prompt_logprobs
+        if self.request.prompt_logprobs is not None and places is not None:
+            extra["prompt_logprobs"] = await built([places], prompt_logprobs_json, places)
+        if self.request.return_token_ids:
+            extra["prompt_token_ids"] = output.prompt_token_ids
+        return extra
+
+    def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """Of one prompt, out of those of the request."""
+        return params
+
+    async def response(self) -> Response:
+        if not self.request.stream:
+            return json_response(await self._whole())
+        events = self._events()
+        # The first event is waited for, so that a refused request gets an error status.
+        return EventStream(await anext(events), events)
+
+    async def _whole(self) -> Json:
+        choices: list[Json] = []
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                choices += [await self.choice(index, output, new) for new in output.outputs]
+        choices.sort(key=lambda choice: int(choice["index"]))
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self.extra}
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        head = self._head(self.chunk_kind)
+        options = self.request.stream_options or StreamOptions()
+        usage: Json = {"usage": None} if options.include_usage else {}
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                if options.include_usage and options.continuous_usage_stats:
+                    usage = {"usage": self._usage()}
+                for new in output.outputs:
+                    for choice, extra in await self.chunks(index, output, new):
+                        yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
+        if options.include_usage:
+            yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        engine = self.service.engine
+        params = self.request.sampling_params(self.service.sampling_defaults)
+        engine.check_queue(len(self.token_ids) * params.n)
+        # Clients may send the same id twice; the engine's ids are unique.
+        streams = [
+            engine.generate(
+                prompt,
+                self.params_of(prompt, params),
+                f"{self.request_id}-{next(self.service.numbers)}",
+            )
+            for prompt in self.token_ids
+        ]
+        async with aclosing(_merged(streams)) as outputs:
+            async for index, output in outputs:
+                self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
+                self.cached_tokens[index] = output.num_cached_tokens
+                yield index, output
+
+    def _head(self, kind: str) -> Json:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model or self.service.model_names[0],
+        }
+
+    def _usage(self) -> Json:
+        num_prompt_tokens = sum(map(len, self.token_ids))
+        return {
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
 
@@ -123,11 +198,6 @@ async def built(
 
 def json_response(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-async def stream_response(events: AsyncGenerator[bytes, None]) -> Response:
-    """Waits for the first event, so that a refused request gets an error status."""
-    return EventStream(await anext(events), events)
 
 
 _Item = tuple[int, RequestOutput | Exception | None]

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
@@ -12,6 +12,8 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import Request, Response
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics import Metrics
@@ -26,6 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered without an API key, while loading and while shutting down."""
 
 _REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
+_METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _JSON_TYPES = ("application/json", "text/json")
 _MAX_DEPTH = 128
 _BODY_TIMEOUT_S = 120.0
@@ -34,10 +37,6 @@ _SEND_TIMEOUT_S = 60.0
 # connection of a client that is still sending, and it would never see the answer.
 _DISCARD_BYTES = 256 << 20
 _DISCARD_S = 20.0
-
-
-class ClientDisconnected(Exception):
-    """The client went away before its answer was ready."""
 
 
 @dataclass
@@ -57,18 +56,16 @@ class Gate:
         if scope["path"] in OPEN_PATHS:
             return
         if self.api_keys and not self._has_key(scope):
-            raise ApiError(
-                401,
-                "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "a valid API key is needed: send the header 'Authorization: Bearer KEY'"
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self.refusal is not None:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        given = Headers(scope=scope).get("authorization", "")
+        scheme, _, key = given.encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer":
             return False
         # Every key is compared in full, so that the time taken tells nothing about any of them.
@@ -76,31 +73,20 @@ class Gate:
         return any(matches)
 
 
+@dataclass
 class GateMiddleware:
     """Request ids, admission, handling of unexpected errors, request counts and the access log."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        gate: Gate,
-        metrics: Metrics,
-        known_paths: Iterable[str],
-        root_path: str,
-        logs_requests: bool,
-    ):
-        self._app = app
-        self._gate = gate
-        self._metrics = metrics
-        self._known_paths = frozenset(known_paths)
-        self._root_path = root_path
-        self._logs_requests = logs_requests
+    app: ASGIApp
+    gate: Gate
+    metrics: Metrics
+    known_paths: frozenset[str]
+    root_path: str
+    logs_requests: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = _request_id(scope)
-        scope["root_path"] = self._root_path
+        scope["root_path"] = self.root_path
         scope.setdefault("state", {})["request_id"] = request_id
         start, status = time.monotonic(), 499  # the client left before an answer
 
@@ -112,18 +98,19 @@ class GateMiddleware:
             await send(message)
 
         is_open = scope["path"] in OPEN_PATHS
-        self._gate.num_active += not is_open
+        self.gate.num_active += not is_open
         try:
-            self._gate.check(scope)
-            await self._app(scope, receive, send_tagged)
+            self.gate.check(scope)
+            await self.app(scope, receive, send_tagged)
         except Exception as error:
             if status == 499:
                 await as_api_error(error).response()(scope, receive, send_tagged)
         finally:
-            self._gate.num_active -= not is_open
-            path = scope["path"] if scope["path"] in self._known_paths else "other"
-            self._metrics.record_http(path, _known_method(scope["method"]), status)
-            if self._logs_requests and not is_open:
+            self.gate.num_active -= not is_open
+            path = scope["path"] if scope["path"] in self.known_paths else "other"
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self.metrics.record_http(path, method, status)
+            if self.logs_requests and not is_open:
                 elapsed = time.monotonic() - start
                 logger.info(
                     "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
@@ -132,8 +119,7 @@ class GateMiddleware:
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body; ApiError if it is too large, too slow or something else."""
-    content_type = _header(request.scope, b"content-type").decode("latin-1")
-    media_type = content_type.partition(";")[0].strip().lower()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _JSON_TYPES and not media_type.endswith("+json"):
         given = f"not {media_type!r}" if media_type else "which is missing"
         raise ApiError(415, f"send the header Content-Type: application/json, {given}")
@@ -141,40 +127,29 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             body = await _read_body(request, max_bytes)
     except TimeoutError:
-        raise ApiError(
-            408,
-            f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s",
-            headers={"Connection": "close"},
-        ) from None
+        message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
     return _parse_object(body)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    too_large = ApiError(
-        413,
-        f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets",
-        headers={"Connection": "close"},
-    )
-    body, size = bytearray(), 0
+    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
+    too_large = ApiError(413, message, headers={"Connection": "close"})
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
             raise too_large
+    body, size = bytearray(), 0
     deadline = time.monotonic() + _DISCARD_S
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        size += len(message.get("body", b""))
+    async for piece in request.stream():
+        size += len(piece)
         if size <= max_bytes:
-            body += message.get("body", b"")
+            body += piece
         else:
             body.clear()
-        if not message.get("more_body", False):
-            break
-        if size > max_bytes and (size > _DISCARD_BYTES or time.monotonic() > deadline):
-            break
+            if size > _DISCARD_BYTES or time.monotonic() > deadline:
+                break
     if size > max_bytes:
         raise too_large
     return body
@@ -216,17 +191,23 @@ def _is_deeper(value: dict[str, Any], limit: int) -> bool:
     return True
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (ClientDisconnected)."""
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (ClientDisconnect)."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return task.result()
     finally:
-        await _cancel(task, watcher)
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class _SlowClient(Exception):
+    """The client takes no events."""
 
 
 class EventStream(Response):
@@ -245,16 +226,13 @@ class EventStream(Response):
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send_all(send))
-        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-        except ClientDisconnected:
+            await until_disconnect(receive, self._send_all(send))
+        except _SlowClient:
             logger.warning("a client took nothing for %.0f s; its stream ends", _SEND_TIMEOUT_S)
+        except ClientDisconnect:
+            pass
         finally:
-            await _cancel(sender, watcher)
             await self._rest.aclose()
 
     async def _send_all(self, send: Send) -> None:
@@ -263,7 +241,7 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await _send_event(send, event)
-        except ClientDisconnected:
+        except _SlowClient:
             raise
         except Exception as error:
             await _send_event(send, msgspec.json.encode(as_api_error(error).body()))
@@ -272,16 +250,13 @@ class EventStream(Response):
 
 
 async def _send_event(send: Send, data: bytes) -> None:
-    message: Message = {
-        "type": "http.response.body",
-        "body": b"data: " + data + b"\n\n",
-        "more_body": True,
-    }
+    body = b"data: %b\n\n" % data
+    message: Message = {"type": "http.response.body", "body": body, "more_body": True}
     try:
         async with asyncio.timeout(_SEND_TIMEOUT_S):
             await send(message)
     except TimeoutError:
-        raise ClientDisconnected from None
+        raise _SlowClient from None
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -289,20 +264,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _request_id(scope: Scope) -> str:
-    given = _header(scope, b"x-request-id").decode("latin-1")
+    given = Headers(scope=scope).get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _known_method(method: str) -> str:
-    return method if method in ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE") else "other"

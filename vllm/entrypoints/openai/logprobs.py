@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.outputs import LogprobDict
+from vllm.outputs import Logprob, LogprobDict
 
 # JSON has no minus infinity; a token that a grammar or bias rules out gets this instead.
 _LOWEST = -9999.0
@@ -41,10 +41,10 @@ def completion_logprobs(
     tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
     offset = first_offset
     for token_id, logprobs in places:
-        text = token_text(token_id, logprobs) if logprobs is not None else first_text
+        text = first_text if logprobs is None else _text(token_id, logprobs[token_id])
         top: dict[str, float] = {}
         for other_id, logprob in _likeliest_first(logprobs):
-            top.setdefault(_text(other_id, logprob.decoded_token), _finite(logprob.logprob))
+            top.setdefault(_text(other_id, logprob), _finite(logprob.logprob))
         tokens.append(text)
         token_logprobs.append(None if logprobs is None else _finite(logprobs[token_id].logprob))
         top_logprobs.append(None if logprobs is None else top)
@@ -64,57 +64,43 @@ def chat_logprobs(places: Sequence[Position], num_top: int, prompts: Prompts) ->
     for token_id, logprobs in places:
         assert logprobs is not None
         top = [
-            _chat_entry(other_id, logprob.decoded_token, logprob.logprob, prompts)
+            _chat_entry(other_id, logprob, prompts)
             for other_id, logprob in _likeliest_first(logprobs)[:num_top]
         ]
-        taken = logprobs[token_id]
-        entry = _chat_entry(token_id, taken.decoded_token, taken.logprob, prompts)
+        entry = _chat_entry(token_id, logprobs[token_id], prompts)
         content.append({**entry, "top_logprobs": top})
     return {"content": _encoded(content), "refusal": None}
 
 
-def prompt_logprobs_json(
-    prompt_logprobs: Sequence[LogprobDict | None],
-) -> msgspec.Raw:
+def prompt_logprobs_json(prompt_logprobs: Sequence[LogprobDict | None]) -> msgspec.Raw:
     """Per prompt token `{token id: {logprob, rank, decoded_token}}`, None for the first."""
-    places = [
-        None
-        if place is None
-        else {
-            str(token_id): {
-                "logprob": _finite(logprob.logprob),
-                "rank": logprob.rank,
-                "decoded_token": logprob.decoded_token,
-            }
-            for token_id, logprob in place.items()
-        }
-        for place in prompt_logprobs
-    ]
-    return _encoded(places)
+    return _encoded([place and _finite_place(place) for place in prompt_logprobs])
 
 
-def token_text(token_id: int, logprobs: LogprobDict) -> str:
-    return _text(token_id, logprobs[token_id].decoded_token)
+def _finite_place(place: LogprobDict) -> LogprobDict:
+    return {
+        token_id: msgspec.structs.replace(entry, logprob=_finite(entry.logprob))
+        for token_id, entry in place.items()
+    }
 
 
-def _text(token_id: int, decoded: str | None) -> str:
-    return f"token_id:{token_id}" if decoded is None else decoded
+def _text(token_id: int, logprob: Logprob) -> str:
+    text = logprob.decoded_token
+    return f"token_id:{token_id}" if text is None else text
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-def _likeliest_first(logprobs: LogprobDict | None) -> list[tuple[int, Any]]:
+def _likeliest_first(logprobs: LogprobDict | None) -> list[tuple[int, Logprob]]:
     return sorted((logprobs or {}).items(), key=lambda item: -item[1].logprob)
 
 
-def _chat_entry(
-    token_id: int, decoded: str | None, logprob: float, prompts: Prompts
-) -> dict[str, Any]:
-    text = _text(token_id, decoded)
+def _chat_entry(token_id: int, logprob: Logprob, prompts: Prompts) -> dict[str, Any]:
+    text = _text(token_id, logprob)
     return {
         "token": text,
-        "logprob": _finite(logprob),
+        "logprob": _finite(logprob.logprob),
         "bytes": prompts.token_bytes(token_id, text),
     }

@@ -6,8 +6,8 @@ A long prompt takes seconds to tokenise; the threads release the interpreter loc
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.entrypoints.openai.protocol import TemplateFields
@@ -31,6 +31,7 @@ _RESERVED = frozenset(
 )  # fmt: skip
 
 
+@dataclass
 class Prompts:
     """The tokenizer and chat template of the served model.
 
@@ -38,29 +39,24 @@ class Prompts:
     the tokenizer's own. trusts_requests: whether a request may bring a template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        max_model_len: int,
-        chat_template: str | None = None,
-        trusts_requests: bool = False,
-    ):
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._chat_template = chat_template
-        self._trusts_requests = trusts_requests
+    tokenizer: Any
+    max_model_len: int
+    chat_template: str | None = None
+    trusts_requests: bool = False
+
+    def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def check_chat_template(self) -> None:
         """Raises ConfigError if --chat-template is not a Jinja template."""
         from jinja2 import TemplateSyntaxError
 
-        if self._chat_template is None or self._tokenizer is None:
+        if self.chat_template is None or self.tokenizer is None:
             return
         probe = [{"role": "user", "content": ""}]
         try:
-            self._tokenizer.apply_chat_template(
-                probe, chat_template=self._chat_template, tokenize=False
+            self.tokenizer.apply_chat_template(
+                probe, chat_template=self.chat_template, tokenize=False
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from error
@@ -71,10 +67,10 @@ class Prompts:
         """Token ids of `text`; RequestError if it cannot fit the context, told without work."""
         tokenizer = self._needed("a prompt given as text")
         least = len(text) / self._max_chars_per_token
-        if least > self._max_model_len:
+        if least > self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(text)} characters, which is at least {int(least)} tokens; "
-                f"the context holds {self._max_model_len}",
+                f"the context holds {self.max_model_len}",
                 "prompt",
             )
         return await self._in_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -126,24 +122,21 @@ class Prompts:
 
     def token_bytes(self, token_id: int, text: str) -> list[int]:
         """UTF-8 bytes of a token; `text` cannot tell where a token holds part of a character."""
-        if self._tokenizer is None or not (0 <= token_id < len(self._tokenizer)):
-            return list(text.encode())
-        if "\ufffd" not in text:
-            return list(text.encode())
-        return _bytes_of_spelling(self._tokenizer.convert_ids_to_tokens(token_id)) or list(
-            text.encode()
-        )
+        spelling = None
+        if "\ufffd" in text and self.tokenizer is not None and token_id < len(self.tokenizer):
+            spelling = self.tokenizer.convert_ids_to_tokens(token_id)
+        return _bytes_of_spelling(spelling) or list(text.encode())
 
     def _template(self, request: TemplateFields) -> str:
         if request.chat_template is not None:
-            if not self._trusts_requests:
+            if not self.trusts_requests:
                 raise RequestError(
                     "chat_template in a request needs a server started with "
                     "--trust-request-chat-template",
                     "chat_template",
                 )
             return request.chat_template
-        template = self._chat_template or getattr(self._tokenizer, "chat_template", None)
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
         if not template:
@@ -155,17 +148,17 @@ class Prompts:
         return str(template)
 
     def _needed(self, purpose: str) -> Any:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError(
                 f"{purpose} needs a tokenizer; this server runs with --skip-tokenizer-init and "
                 f"takes token ids"
             )
-        return self._tokenizer
+        return self.tokenizer
 
     @cached_property
     def _max_chars_per_token(self) -> float:
         """Upper bound, infinite for tokenizers where no bound follows from the vocabulary."""
-        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         model = getattr(backend, "model", None)
         if type(model).__name__ != "BPE":
             return float("inf")
@@ -173,27 +166,11 @@ class Prompts:
             return float("inf")
         # Unicode normalisation joins at most four characters into one.
         factor = 1 if backend.normalizer is None else 4
-        return factor * max(map(len, self._tokenizer.get_vocab()))
+        return factor * max(map(len, self.tokenizer.get_vocab()))
 
     async def _in_thread(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
-
-
-def read_chat_template(given: str) -> str:
-    """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # a whole template is no file name
-        is_file = False
-    if is_file:
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {given}: {error}") from error
-    if any(mark in given for mark in ("{{", "{%", "\n")):
-        return given
-    raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
 
 
 def _bytes_of_spelling(spelling: str | None) -> list[int] | None:
@@ -208,12 +185,8 @@ def _bytes_of_spelling(spelling: str | None) -> list[int] | None:
         return None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes are themselves, others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()
+# GPT-2's alphabet: printable Latin-1 bytes are themselves, others follow from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}

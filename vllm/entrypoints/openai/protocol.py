@@ -6,32 +6,19 @@ that say nothing about the text (IGNORED_FIELDS) are dropped.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 IGNORED_FIELDS = frozenset(
     {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
+        "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_retention",
     }
-)
+)  # fmt: skip
 """Accepted at the top level of a request and without effect."""
 
 MAX_PROMPTS = 2048
@@ -40,14 +27,6 @@ DEFAULT_MAX_TOKENS = 16
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 10
 _GUIDED = ("json", "regex", "choice", "grammar")
-
-# Fields that SamplingParams has under the same name.
-_SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "skip_special_tokens",
-    "spaces_between_special_tokens",
-)  # fmt: skip
 
 
 def _is_token_id(value: Any) -> bool:
@@ -94,9 +73,8 @@ def _message_text(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            named = (
-                f"; {kind!r} is not supported" if isinstance(kind, str) and kind != "text" else ""
-            )
+            is_other = isinstance(kind, str) and kind != "text"
+            named = f"; {kind!r} is not supported" if is_other else ""
             raise ValueError(f'takes parts {{"type": "text", "text": "..."}} only{named}')
     return "\n".join(part["text"] for part in content)
 
@@ -190,40 +168,26 @@ class GenerationRequest(_Strict):
     def num_choices(self) -> int:
         return self.n if self.n is not None else 1
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def includes_usage_always(self) -> bool:
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
-
     def check(self) -> None:
         """What no single field can tell; raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
 
-    def max_output_tokens(self) -> int | None:
-        """Most tokens to generate; None for as many as the context leaves."""
-        raise NotImplementedError
-
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report per position; None for no logprobs."""
+    def own_params(self) -> dict[str, Any]:
+        """Of SamplingParams, max_tokens and what concerns logprobs."""
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's parameters; `defaults` fill what the request leaves open."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        chosen = {**defaults, **{k: v for k, v in given.items() if v is not None}}
-        return SamplingParams(
-            **chosen,
-            max_tokens=self.max_output_tokens(),
-            logprobs=self.num_logprobs(),
-            logit_bias=self._logit_bias(),
-            structured_outputs=self._structured_outputs(),
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-        )
+        known = SamplingParams.__struct_fields__
+        given = {name: value for name, value in self if name in known and value is not None}
+        own = {
+            **self.own_params(),
+            "logit_bias": self._logit_bias(),
+            "structured_outputs": self._structured_outputs(),
+            "output_kind": RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+        }
+        return SamplingParams(**{**defaults, **given, **own})
 
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -235,8 +199,11 @@ class GenerationRequest(_Strict):
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         """The one grammar asked for, under whichever name."""
-        asked = {f"guided_{kind}": {kind: getattr(self, f"guided_{kind}")} for kind in _GUIDED}
-        asked = {name: grammar for name, grammar in asked.items() if None not in grammar.values()}
+        asked = {
+            f"guided_{kind}": {kind: grammar}
+            for kind in _GUIDED
+            if (grammar := getattr(self, f"guided_{kind}")) is not None
+        }
         if self.structured_outputs is not None:
             grammar = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             asked["structured_outputs"] = grammar
@@ -277,17 +244,13 @@ class CompletionRequest(GenerationRequest):
                 "prompt",
             )
 
-    def max_output_tokens(self) -> int | None:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        params = super().sampling_params(defaults)
-        if self.echo and params.prompt_logprobs is None:
-            params.prompt_logprobs = self.logprobs
-        return params
+    def own_params(self) -> dict[str, Any]:
+        shown = self.logprobs if self.echo else None
+        return {
+            "max_tokens": DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": shown if self.prompt_logprobs is None else self.prompt_logprobs,
+        }
 
 
 class ChatMessage(_Strict):
@@ -305,12 +268,8 @@ class ChatMessage(_Strict):
 
     def for_template(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        return message
+        kept = {"content", "name", "reasoning_content"}
+        return {"role": role, **self.model_dump(include=kept, exclude_none=True)}
 
 
 class TemplateFields(_Strict):
@@ -324,12 +283,11 @@ class TemplateFields(_Strict):
 
     @property
     def opens_answer(self) -> bool:
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
 
     def check_template_fields(self) -> None:
-        if self.continue_final_message and self.opens_answer:
+        if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "add_generation_prompt and continue_final_message exclude each other",
                 "continue_final_message",
@@ -346,18 +304,12 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     function_call: Any = None
     modalities: list[str] | None = None
 
-    _UNSUPPORTED_CALLS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("tools", "tool_choice"),
-        ("functions", "function_call"),
-    )
-
     def check(self) -> None:
         super().check()
         self.check_template_fields()
-        for offered, choice in self._UNSUPPORTED_CALLS:
-            if (getattr(self, offered) and getattr(self, choice) != "none") or getattr(
-                self, choice
-            ) not in (None, "none", "auto"):
+        for offered, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+            wish = getattr(self, choice)
+            if wish not in (None, "none", "auto") or (getattr(self, offered) and wish != "none"):
                 raise RequestError(
                     f'{offered} are not supported: leave them out or set {choice} to "none"',
                     offered,
@@ -372,13 +324,12 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 "top_logprobs",
             )
 
-    def max_output_tokens(self) -> int | None:
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def own_params(self) -> dict[str, Any]:
+        most = self.max_completion_tokens
+        return {
+            "max_tokens": self.max_tokens if most is None else most,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 class TokenizeTextRequest(_Strict):

@@ -40,10 +40,9 @@ class Server:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self._engine = engine
         self._settings = settings
-        self._gate = Gate(tuple(key.encode() for key in settings.api_keys))
+        self._gate = Gate(tuple(key.encode() for key in settings.api_key))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        assert engine.metrics is not None
         service = _make_service(engine, settings)
         app = build_app(service, self._gate, engine.metrics, settings)
         self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
@@ -163,10 +162,11 @@ def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
         engine.tokenizer,
         model.max_model_len,
         settings.chat_template,
-        settings.trusts_request_templates,
+        settings.trust_request_chat_template,
     )
     prompts.check_chat_template()
-    defaults = generation_defaults(model.generation) if settings.uses_model_defaults else {}
+    is_auto = settings.generation_config == "auto"
+    defaults = generation_defaults(model.generation) if is_auto else {}
     # How many tokens is for the request to say: the rest of the context may be less than this.
     defaults.pop("max_tokens", None)
     if defaults:

@@ -5,23 +5,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """max_body_size in bytes; shutdown_timeout in seconds: what running requests get to finish
-    after SIGTERM; chat_template: Jinja text. The allowed_* are those of CORS."""
+    """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    api_keys: tuple[str, ...] = ()
-    chat_template: str | None = None
-    trusts_request_templates: bool = False
-    uses_model_defaults: bool = True
-    response_role: str = "assistant"
-    max_waiting: int | None = None
-    max_body_size: int = 8 << 20
-    shutdown_timeout: float = 120.0
-    allowed_origins: tuple[str, ...] = ("*",)
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    root_path: str = ""
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    uvicorn_log_level: str = "warning"
-    logs_requests: bool = True
+    chat_template: Jinja text. max_body_size in bytes. shutdown_timeout in seconds: what running
+    requests get to finish after SIGTERM. The allowed_* are those of CORS.
+    """
+
+    api_key: tuple[str, ...]
+    chat_template: str | None
+    trust_request_chat_template: bool
+    generation_config: str
+    response_role: str
+    max_waiting: int | None
+    max_body_size: int
+    shutdown_timeout: float
+    allowed_origins: tuple[str, ...]
+    allowed_methods: tuple[str, ...]
+    allowed_headers: tuple[str, ...]
+    allow_credentials: bool
+    root_path: str
+    ssl_keyfile: str | None
+    ssl_certfile: str | None
+    uvicorn_log_level: str
+    disable_log_requests: bool

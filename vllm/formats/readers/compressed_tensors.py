@@ -15,6 +15,12 @@ from vllm.formats.weight_format import WeightFormat
 _FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
+# By the strategy of scales, and whether they are computed when inputs are there.
+_FP8_INPUTS = {
+    ("tensor", False): (ActScheme.STATIC_TENSOR,),
+    ("token", True): (ActScheme.DYNAMIC_TOKEN,),
+    ("tensor", True): (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
+}
 _NVFP4_NAMES = TensorNames(
     "weight_packed",
     input_scale="input_global_scale",
@@ -133,14 +139,15 @@ def _parse_group(
 _Args = Mapping[str, Any]
 
 
-def _is(args: _Args, num_bits: int, kind: str) -> bool:
-    return args.get("num_bits") == num_bits and args.get("type") == kind
+def _is(args: _Args, num_bits: int, kind: str, *strategies: str) -> bool:
+    is_type = args.get("num_bits") == num_bits and args.get("type") == kind
+    return is_type and args.get("strategy") in strategies
 
 
 def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     def is_fp4(args: _Args) -> bool:
-        is_group = args.get("strategy") in ("tensor_group", "group")
-        return _is(args, 4, "float") and is_group and args.get("group_size") == nvfp4.GROUP
+        is_group = _is(args, 4, "float", "tensor_group", "group")
+        return is_group and args.get("group_size") == nvfp4.GROUP
 
     if not is_fp4(weights) or weights.get("dynamic"):
         return None
@@ -148,67 +155,51 @@ def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     if inputs is None:
         return StoredLayer(weight, (ActScheme.NONE,), _NVFP4_NAMES)
     # "local": scales of groups are computed, the global one is in the checkpoint.
-    if not is_fp4(inputs) or inputs.get("dynamic") != "local":
-        return None
-    return StoredLayer(weight, nvfp4.FORMAT.act, _NVFP4_NAMES)
+    is_local = is_fp4(inputs) and inputs.get("dynamic") == "local"
+    return StoredLayer(weight, nvfp4.FORMAT.act, _NVFP4_NAMES) if is_local else None
 
 
 def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
-    strategy, block = str(weights.get("strategy")), weights.get("block_structure")
     is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
-    if not _is(weights, 8, "float") or not is_plain:
+    if not is_plain or not _is(weights, 8, "float", "block", *_FP8):
         return None
-    if strategy == "block":
-        if not isinstance(block, list) or len(block) != 2:
+    if weights["strategy"] == "block":
+        block = fp8_block.as_block(weights.get("block_structure"))
+        if block is None:
             return None
-        if not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
-            return None
-        weight = WeightFormat.of(fp8_block.FORMAT.kind, (block[0], block[1]))
-    elif strategy in _FP8:
-        weight = WeightFormat.of(_FP8[strategy].kind)
+        weight = WeightFormat.of(fp8_block.FORMAT.kind, block)
     else:
-        return None
-    if inputs is None:
-        return StoredLayer(weight, (ActScheme.NONE,))
-    if not _is(inputs, 8, "float") or not inputs.get("symmetric", True):
-        return None
-    quantised = _fp8_inputs(weight, inputs)
-    return StoredLayer(weight, (*quantised, ActScheme.NONE)) if quantised else None
+        weight = WeightFormat.of(_FP8[weights["strategy"]].kind)
+    quantised = () if inputs is None else _fp8_inputs(weight, inputs)
+    is_known = inputs is None or bool(quantised)
+    return StoredLayer(weight, (*quantised, ActScheme.NONE)) if is_known else None
 
 
 def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
-    strategy, group = inputs.get("strategy"), inputs.get("group_size")
+    """() for those that are not supported."""
+    strategy, is_dynamic = str(inputs.get("strategy")), bool(inputs.get("dynamic"))
+    if not _is(inputs, 8, "float", strategy) or not inputs.get("symmetric", True):
+        return ()
     if weight.scale == "block":
-        is_group = strategy == "group" and group == _DYNAMIC_GROUP and inputs.get("dynamic")
-        return (ActScheme.DYNAMIC_GROUP128,) if is_group else ()
-    if not inputs.get("dynamic"):
-        return (ActScheme.STATIC_TENSOR,) if strategy == "tensor" else ()
-    return {
-        "token": (ActScheme.DYNAMIC_TOKEN,),
-        "tensor": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
-    }.get(str(strategy), ())
+        is_group = strategy == "group" and inputs.get("group_size") == _DYNAMIC_GROUP
+        return (ActScheme.DYNAMIC_GROUP128,) if is_group and is_dynamic else ()
+    return _FP8_INPUTS.get((strategy, is_dynamic), ())
 
 
 def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
-    order = weights.get("actorder")
-    is_grouped = weights.get("strategy") == "group" and group in int4.GROUPS
     # Activation order within groups only: others shuffle the columns.
-    is_ordered = order in (None, False, "weight", "static")
-    is_static = not weights.get("dynamic")
-    if not (_is(weights, 4, "int") and is_grouped and is_ordered and is_static):
+    is_ordered = weights.get("actorder") in (None, False, "weight", "static")
+    is_grouped = _is(weights, 4, "int", "group") and group in int4.GROUPS
+    if not is_grouped or not is_ordered or weights.get("dynamic"):
         return None
-    if inputs is not None and not _is_fp8_token(inputs):
-        return None
-    act = (ActScheme.NONE,) if inputs is None else (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
     weight = WeightFormat.of(int4.FORMAT.kind, (1, int(group)))
+    quantised = () if inputs is None else _fp8_inputs(weight, inputs)
+    if inputs is not None and quantised != (ActScheme.DYNAMIC_TOKEN,):
+        return None
+    act = (*quantised, ActScheme.NONE)
     has_zero_points = not weights.get("symmetric", True)
     return StoredLayer(weight, act, _INT4_NAMES, has_zero_points=has_zero_points)
-
-
-def _is_fp8_token(inputs: _Args) -> bool:
-    is_token = inputs.get("strategy") == "token" and bool(inputs.get("dynamic"))
-    return _is(inputs, 8, "float") and is_token and bool(inputs.get("symmetric", True))
 
 
 def _short(args: object) -> str:

@@ -43,7 +43,11 @@ class Fp8Config(QuantizationConfig):
         self.use_deep_gemm = use_deep_gemm
         self.ignored_layers = tuple(ignored_layers or ())
         self._ignored = LayerNames(self.ignored_layers)
-        self.weight_block_size = _check_block(weight_block_size)
+        self.weight_block_size = fp8_block.as_block(weight_block_size)
+        if weight_block_size is not None and self.weight_block_size is None:
+            raise CheckpointError(
+                f"weight_block_size {weight_block_size!r} is not two positive sizes"
+            )
         self.can_use_deep_gemm = self.weight_block_size is not None
         if use_deep_gemm not in (None, True, False):
             raise CheckpointError(f"use_deep_gemm {use_deep_gemm!r}: it takes true, false or null")
@@ -92,12 +96,3 @@ class Fp8Config(QuantizationConfig):
             name = name.replace(".weight_scale_inv", ".weight_scale")
             name = name.replace(".activation_scale", ".input_scale")
         return super().slot_name(name)
-
-
-def _check_block(block: Sequence[int] | None) -> tuple[int, int] | None:
-    if block is None:
-        return None
-    is_pair = isinstance(block, list | tuple) and len(block) == 2
-    if not is_pair or not all(isinstance(b, int) and 0 < b <= 1 << 16 for b in block):
-        raise CheckpointError(f"weight_block_size {block!r} is not two positive sizes")
-    return (block[0], block[1])

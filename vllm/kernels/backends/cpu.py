@@ -3,6 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -11,7 +12,7 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
 
@@ -21,13 +22,11 @@ if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
-_FLOATS = frozenset({"fp32", "bf16", "fp16"})
-_WEIGHTS = _FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
 _Spec = partial(
     KernelSpec,
     backend="cpu",
     devices=frozenset({"cpu"}),
-    dtypes=_FLOATS,
+    dtypes=shared.FLOATS,
     libs=((NATIVE, ""),),
     guarantees=frozenset({"batch-invariant"}),
 )
@@ -35,17 +34,16 @@ _Spec = partial(
 
 def _head_size(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem | KVQuantProblem)
-    if problem.head_dim % 8 or problem.head_dim > 256:
-        text = f"head_dim = {problem.head_dim} is not a multiple of 8 up to 256"
-        return [Reason(Why.SHAPE, text)]
-    return []
+    is_refused = problem.head_dim % 8 > 0 or problem.head_dim > 256
+    text = f"head_dim = {problem.head_dim} is not a multiple of 8 up to 256"
+    return shared.shape_reasons((is_refused, text))
 
 
 SPECS = (
-    _Spec(family="linear", formats=_WEIGHTS, native=("cpu_linear",)),
-    _Spec(family="moe", formats=_WEIGHTS, native=("cpu_linear",)),
-    _Spec(family="attention", formats=_FLOATS | {"fp8"}, check=_head_size),
-    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, check=_head_size),
+    _Spec(family="linear", formats=shared.WEIGHTS, native=("cpu_linear",)),
+    _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",)),
+    _Spec(family="attention", formats=shared.CACHES, check=_head_size),
+    _Spec(family="kv_quant", formats=shared.CACHES, check=_head_size),
 )
 
 

@@ -4,8 +4,8 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
+from vllm.kernels.backends import shared
 from vllm.kernels.jit.nvcc_cache import CompiledCall
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
@@ -17,9 +17,9 @@ from vllm.platforms.libraries import LibraryTrial
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.activations import InputQuant
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
-    from vllm.machine import Device
+
+    Weight = tuple[Tensor, Tensor]
 
 _Spec = partial(
     KernelSpec,
@@ -29,12 +29,10 @@ _Spec = partial(
     carries=(("sm_12x", "deep_gemm", "sm120"),),
     libs=(("deep_gemm", ""),),
     compiles="nvcc",
-    formats=frozenset({"fp8-block"}),
-    blocks=frozenset({(128, 128)}),
-    scales=(("sm_9x", Scales.FLOAT32), ("sm_10x", Scales.UE8M0), ("sm_12x", Scales.UE8M0)),
-    act=frozenset({ActScheme.DYNAMIC_GROUP128}),
     dtypes=frozenset({"bf16"}),
     k_align=128,
+    **shared.FP8_BLOCKS
+    | {"scales": (("sm_9x", Scales.FLOAT32), ("sm_10x", Scales.UE8M0), ("sm_12x", Scales.UE8M0))},
 )
 
 LINEAR = _Spec(family="linear", n_align=64)
@@ -60,9 +58,14 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     """Lays the weight out once; each call quantises x [M, K] and runs one GEMM."""
     import torch
 
-    from vllm.kernels.activations import QuantizedInput, QuantizingKernel
+    from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
     from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
     from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    is_packed = winner.scales == Scales.UE8M0
+    layout = ScaleLayout.PACKED_UE8M0 if is_packed else ScaleLayout.TMA_ALIGNED
+    quant = InputQuant(layout, winner.scales == Scales.FLOAT32_CEIL_UE8M0)
 
     def make(tensors: "LinearTensors") -> "LinearKernel":
         weight, bias = prepare(tensors, winner), tensors.bias
@@ -73,7 +76,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
                 fp8_gemm_nt((x.q, x.scales), weight, out)
             return out if bias is None else out.add_(bias)
 
-        return QuantizingKernel(_input_quant(winner), multiply)
+        return QuantizingKernel(quant, multiply)
 
     return fitted_kernel(tensors, winner.fit, make)
 
@@ -89,17 +92,15 @@ def prepare(
 
     from vllm.ops.fp8 import deepgemm_post_process_fp8_weight_block, requantised_ue8m0
 
-    weight, scales = tensors.weight, tensors.scales
-    assert scales is not None
-    if scales.dtype == torch.int32:  # exponents, laid out before
-        return weight, scales
+    assert tensors.scales is not None
+    if tensors.scales.dtype == torch.int32:  # exponents, laid out before
+        return tensors.weight, tensors.scales
     if winner.rescales:
         tensors = requantised_ue8m0(tensors)
-        weight, scales = tensors.weight, tensors.scales
-    assert scales is not None
+    assert tensors.scales is not None
     # Already re-quantised, in tensors of their own.
     return deepgemm_post_process_fp8_weight_block(
-        weight, scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
+        tensors.weight, tensors.scales, (_BLOCK, _BLOCK), use_e8m0=False, arch=arch
     )
 
 
@@ -118,51 +119,35 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     num_experts = tensors.num_experts
     gate_up, down = (prepare(stack, winner) for stack in tensors.all_experts())
 
-    def masked(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
-        # Whole tiles: the library writes whole ones, over whatever comes after an expert's rows.
-        size = round_up(x.shape[0], library.get_mk_alignment_for_contiguous_layout()[0])
-        rows = moe_rows.sort(ids, num_experts, rows_per_expert=size)
-        layout = moe_rows.Rows(num_experts * size, size, winner.scales)
-        expected = -(-ids.numel() // num_experts)
-
-        def multiply(q: "Tensor", scales: "Tensor", weight: "tuple[Tensor, Tensor]") -> "Tensor":
-            out = x.new_empty(num_experts, size, weight[0].shape[1])
-            a = (q.view(num_experts, size, -1), scales)
-            library.fp8_m_grouped_gemm_nt_masked(a, weight, out, rows.ends[1:], expected)
-            return out.view(num_experts * size, -1)
-
-        between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
-        out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
-        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
-
-    def contiguous(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
-        tile = library.get_mk_alignment_for_contiguous_layout()[0]
-        rows = moe_rows.sort(ids, num_experts, block_m=tile, is_aligned=True)
-        layout = moe_rows.Rows(rows.num_blocks * tile, scales=winner.scales)
-
-        def multiply(q: "Tensor", scales: "Tensor", weight: "tuple[Tensor, Tensor]") -> "Tensor":
-            out = x.new_empty(layout.num_rows, weight[0].shape[1])
-            library.m_grouped_fp8_gemm_nt_contiguous((q, scales), weight, out, rows.expert_of_row)
-            return out
-
-        between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
-        out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
-        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
-
     def unadded(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
-        return (masked if x.shape[0] <= _MASKED_TOKENS else contiguous)(x, weights, ids)
+        tile = library.get_mk_alignment_for_contiguous_layout()[0]
+        if x.shape[0] <= _MASKED_TOKENS:
+            # Whole tiles: the library writes whole ones, over what comes after an expert's rows.
+            size = round_up(x.shape[0], tile)
+            rows = moe_rows.sort(ids, num_experts, rows_per_expert=size)
+            layout = moe_rows.Rows(num_experts * size, size, winner.scales)
+            expected = -(-ids.numel() // num_experts)
+
+            def multiply(q: "Tensor", scales: "Tensor", weight: "Weight") -> "Tensor":
+                out = x.new_empty(num_experts, size, weight[0].shape[1])
+                a = (q.view(num_experts, size, -1), scales)
+                library.fp8_m_grouped_gemm_nt_masked(a, weight, out, rows.ends[1:], expected)
+                return out.view(num_experts * size, -1)
+        else:
+            rows = moe_rows.sort(ids, num_experts, block_m=tile, is_aligned=True)
+            layout = moe_rows.Rows(rows.num_blocks * tile, scales=winner.scales)
+
+            def multiply(q: "Tensor", scales: "Tensor", weight: "Weight") -> "Tensor":
+                out = x.new_empty(layout.num_rows, weight[0].shape[1])
+                a = (q, scales)
+                library.m_grouped_fp8_gemm_nt_contiguous(a, weight, out, rows.expert_of_row)
+                return out
+
+        between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
+        out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
+        return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
     return moe_rows.KernelOfRows(unadded)
-
-
-def _input_quant(winner: Candidate) -> "InputQuant":
-    """x [M, K] -> float8_e4m3fn [M, K] and scales of 1x128 groups, laid out for the chip."""
-    from vllm.kernels.activations import InputQuant
-    from vllm.ops.fp8_quant import ScaleLayout
-
-    if winner.scales == Scales.UE8M0:
-        return InputQuant(ScaleLayout.PACKED_UE8M0)
-    return InputQuant(ScaleLayout.TMA_ALIGNED, winner.scales == Scales.FLOAT32_CEIL_UE8M0)
 
 
 # ---------------------------------------------------------------- what it compiles
@@ -174,17 +159,15 @@ def compiled_calls(
     """The GEMMs of `linear` or `moe` for so many tokens, over memory that holds nothing."""
     if isinstance(problem, LinearProblem):
         n, k = winner.fit.sizes if winner.fit is not None else (problem.n, problem.k)
-        sizes = _row_sizes(*m_range)
         name = f"fp8_gemm_nt {n}x{k} {winner.scales}"
-        return [CompiledCall(name, sizes, partial(_dense_call, n, k))]
+        return [CompiledCall(name, _row_sizes(*m_range), partial(_dense_call, n, k))]
     assert isinstance(problem, MoEProblem)
     inner, hidden = winner.fit.sizes if winner.fit is not None else (
         problem.intermediate, problem.hidden
     )  # fmt: skip
     calls = []
     for n, k in ((2 * inner, hidden), (hidden, inner)):
-        calls += _masked_calls(problem, n, k, winner.scales, m_range)
-        calls += _contiguous_calls(problem, n, k, winner.scales, m_range)
+        calls += _expert_calls(problem, n, k, winner.scales, m_range)
     return calls
 
 
@@ -204,77 +187,57 @@ def _dense_call(n: int, k: int, num_rows: int) -> None:
     fp8_gemm_nt(a, b, _bf16(num_rows, n))
 
 
-def _masked_calls(
+def _expert_calls(
     problem: MoEProblem, n: int, k: int, scales: str, m_range: tuple[int, int]
 ) -> list[CompiledCall]:
-    """By the mean number of rows of an expert, for each number of rows that it has room for."""
+    """For few tokens by the mean number of rows of an expert, for each number of rows that it has
+    room for; for more by the number of rows, with those that fill up tiles."""
+    from vllm.kernels.triton.moe_rows import max_blocks
     from vllm.utils import deep_gemm as library
     from vllm.utils.math_utils import cdiv, round_up
 
     num_experts = problem.num_experts // problem.cut_experts
+    tile = library.get_mk_alignment_for_contiguous_layout()[0]
 
-    def run(size: int, expected: int) -> None:
-        q, weight = _fp8(num_experts, size, k), _fp8(num_experts, n, k)
-        a, b = (q, _ones(size, k, 1, num_experts)), (weight, _ones(n, k, _BLOCK, num_experts))
-        out, counts = _bf16(num_experts, size, n), _int32(num_experts)
-        library.fp8_m_grouped_gemm_nt_masked(a, b, out, counts, expected)
+    def weight() -> "Weight":
+        return _fp8(num_experts, n, k), _ones(n, k, _BLOCK, num_experts)
+
+    def masked(size: int, expected: int) -> None:
+        a = _fp8(num_experts, size, k), _ones(size, k, 1, num_experts)
+        out, counts = _bf16(num_experts, size, n), _empty("int32", num_experts).zero_()
+        library.fp8_m_grouped_gemm_nt_masked(a, weight(), out, counts, expected)
+
+    def contiguous(num_rows: int) -> None:
+        a = _fp8(num_rows, k), _ones(num_rows, k, 1)
+        out, experts = _bf16(num_rows, n), _empty("int32", num_rows).zero_()
+        library.m_grouped_fp8_gemm_nt_contiguous(a, weight(), out, experts)
 
     calls = []
     low, high = m_range[0], min(m_range[1], _MASKED_TOKENS)
     while low <= high:
-        size = round_up(low, library.get_mk_alignment_for_contiguous_layout()[0])
+        size = round_up(low, tile)
         most = min(size, high)
         means = range(cdiv(low * problem.top_k, num_experts),
                       cdiv(most * problem.top_k, num_experts) + 1)  # fmt: skip
         name = f"m_grouped_fp8_gemm_nt_masked {num_experts}x{n}x{k} {scales} of {size}"
-        calls.append(CompiledCall(name, tuple(means), partial(run, size)))
+        calls.append(CompiledCall(name, tuple(means), partial(masked, size)))
         low = most + 1
+    if m_range[1] > _MASKED_TOKENS:
+        tokens = max(m_range[0], _MASKED_TOKENS + 1), m_range[1]
+        fewest, most = (max_blocks(t * problem.top_k, num_experts, tile) for t in tokens)
+        sizes = tuple(range(fewest * tile, (most + 1) * tile, tile))
+        name = f"m_grouped_fp8_gemm_nt_contiguous {num_experts}x{n}x{k} {scales}"
+        calls.append(CompiledCall(name, sizes, contiguous))
     return calls
 
 
-def _contiguous_calls(
-    problem: MoEProblem, n: int, k: int, scales: str, m_range: tuple[int, int]
-) -> list[CompiledCall]:
-    """By the number of rows, with those that fill up tiles."""
-    from vllm.kernels.triton.moe_rows import max_blocks
-    from vllm.utils import deep_gemm as library
-
-    num_experts, low = problem.num_experts // problem.cut_experts, m_range[0]
-    if m_range[1] <= _MASKED_TOKENS:
-        return []
-    tile = library.get_mk_alignment_for_contiguous_layout()[0]
-    fewest, most = (
-        max_blocks(tokens * problem.top_k, num_experts, tile)
-        for tokens in (max(low, _MASKED_TOKENS + 1), m_range[1])
-    )
-
-    def run(num_rows: int) -> None:
-        a = _fp8(num_rows, k), _ones(num_rows, k, 1)
-        b = _fp8(num_experts, n, k), _ones(n, k, _BLOCK, num_experts)
-        out, experts = _bf16(num_rows, n), _int32(num_rows)
-        library.m_grouped_fp8_gemm_nt_contiguous(a, b, out, experts)
-
-    name = f"m_grouped_fp8_gemm_nt_contiguous {num_experts}x{n}x{k} {scales}"
-    sizes = tuple(blocks * tile for blocks in range(fewest, most + 1))
-    return [CompiledCall(name, sizes, run)]
-
-
-def _fp8(*shape: int) -> "Tensor":
+def _empty(dtype: str, *shape: int) -> "Tensor":
     import torch
 
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
 
 
-def _bf16(*shape: int) -> "Tensor":
-    import torch
-
-    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-
-
-def _int32(size: int) -> "Tensor":
-    import torch
-
-    return torch.zeros(size, dtype=torch.int32, device="cuda")
+_fp8, _bf16 = partial(_empty, "float8_e4m3fn"), partial(_empty, "bfloat16")
 
 
 def _ones(rows: int, k: int, block_rows: int, num_groups: int | None = None) -> "Tensor":

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Rounding = Callable[[Tensor], Tensor]
     """x [M, K] -> the values that a kernel multiplies in its place, float32."""
 
-_GROUP = 128  # columns of an activation that share one scale
 _Spec = partial(
     KernelSpec,
     family="linear",
@@ -87,14 +86,13 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
 def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -> "LinearKernel":
     from vllm.ops import torch_ops
-    from vllm.ops.packed_weights import element_values
+    from vllm.ops.packed_weights import pack_with
     from vllm.ops.scale_rounding import requantised
 
     rounded = rounding(winner, tensors)
     if winner.rescales:
         tensors = requantised(tensors, winner.scales, dtype)
-    values = element_values(tensors) if tensors.is_packed else tensors.weight
-    stored = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
+    stored = pack_with(torch_ops.pack_linear, tensors)
     packed = torch_ops.pack_linear(stored.dequantize(), bias=tensors.bias)
 
     def apply(x: "Tensor") -> "Tensor":
@@ -105,13 +103,13 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
 
 def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
     """How the winner quantises activations, and what its products see of them."""
+    from vllm.ops import nvfp4
     from vllm.ops.fp8 import quantise_groups
     from vllm.utils import fp8
 
-    def tensor_scale(x: "Tensor") -> "Tensor":
-        return fp8.fp8_scales(x.float().abs().max().clamp(min=fp8.MIN_AMAX))
-
-    def per_tensor(x: "Tensor", scale: "Tensor") -> "Tensor":
+    def per_tensor(x: "Tensor", scale: "Tensor | None" = None) -> "Tensor":
+        if scale is None:
+            scale = fp8.fp8_scales(x.float().abs().max().clamp(min=fp8.MIN_AMAX))
         return fp8.round_to_fp8(x, scale).float() * scale
 
     def per_group(x: "Tensor", group: int) -> "Tensor":
@@ -120,24 +118,17 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
 
     match winner.act:
         case ActScheme.DYNAMIC_GROUP128:
-            return lambda x: per_group(x, _GROUP)
+            return lambda x: per_group(x, 128)
         case ActScheme.DYNAMIC_TOKEN:
             return lambda x: per_group(x, x.shape[1])
         case ActScheme.DYNAMIC_TENSOR:
-            return lambda x: per_tensor(x, tensor_scale(x))
+            return per_tensor
         case ActScheme.STATIC_TENSOR:
-            scale = tensors.input_scale
-            assert scale is not None
-            return lambda x: per_tensor(x, scale)
+            assert tensors.input_scale is not None
+            return partial(per_tensor, scale=tensors.input_scale)
         case ActScheme.NVFP4_GROUP16:
-            return _nvfp4_rounding(tensors)
+            assert tensors.input_scale is not None
+            divisor = tensors.input_scale.float().reciprocal().reshape(1)
+            return lambda x: nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, divisor), divisor)
         case _:
             return lambda x: x.float()
-
-
-def _nvfp4_rounding(tensors: "LinearTensors") -> "Rounding":
-    from vllm.ops import nvfp4
-
-    assert tensors.input_scale is not None
-    divisor = tensors.input_scale.float().reciprocal().reshape(1)
-    return lambda x: nvfp4.nvfp4_dequantize(*nvfp4.nvfp4_quantize(x, divisor), divisor)

@@ -8,45 +8,34 @@ and TensorRT-LLM's experts in NVFP4, which take tokens of one scale for all expe
 """
 
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm.formats.act_scheme import ActScheme
-from vllm.formats.scales import Scales
+from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _SM90, _SM100, _SM12X = frozenset({"sm_90"}), frozenset({"sm_100", "sm_103"}), frozenset({"sm_12x"})
 _READ = "0.6.13"  # the version whose functions were read
-_LIBS = (("flashinfer", _READ),)
+_ANY_06 = (("flashinfer", "0.6"),)
+_DEEPGEMM, _CUTLASS, _TRTLLM = "flashinfer-deepgemm", "flashinfer-cutlass", "flashinfer-trtllm"
 # TensorRT-LLM's kernels come as binaries, which the library would fetch from the net at a first
 # call. Nothing is fetched while we serve (`vllm.kernels.jit.flashinfer`): a package brings them.
-_CUBIN_LIBS = (("flashinfer", _READ), ("flashinfer_cubin", _READ))
+_BY_TRTLLM: dict[str, Any] = {
+    "backend": _TRTLLM,
+    "devices": _SM100,
+    "libs": (("flashinfer", _READ), ("flashinfer_cubin", _READ)),
+}
 _Spec = partial(
-    KernelSpec,
-    libs=_LIBS,
-    compiles="flashinfer",
-    dtypes=frozenset({"bf16", "fp16"}),
+    KernelSpec, libs=(("flashinfer", _READ),), compiles="flashinfer", dtypes=shared.HALF
 )
-_Block = partial(
-    _Spec,
-    formats=frozenset({"fp8-block"}),
-    act=frozenset({ActScheme.DYNAMIC_GROUP128}),
-    blocks=frozenset({(128, 128)}),
-    scales=(("*", Scales.FLOAT32),),
-    dtypes=frozenset({"bf16"}),
-    k_align=128,
-)
-_Nvfp4 = partial(_Spec, formats=frozenset({"nvfp4"}), act=frozenset({ActScheme.NVFP4_GROUP16}))
-_DEEPGEMM, _CUTLASS, _TRTLLM = "flashinfer-deepgemm", "flashinfer-cutlass", "flashinfer-trtllm"
+_Block = partial(_Spec, dtypes=frozenset({"bf16"}), k_align=128, **shared.FP8_BLOCKS)
+_Nvfp4 = partial(_Spec, **shared.NVFP4)
 
 # Modules of `cutlass_fused_moe`: more than a hundred sources of CUTLASS each, which nobody waits
 # for at a first call. They come prebuilt (`python -m vllm.kernels.jit.flashinfer fused_moe_90`).
@@ -62,57 +51,32 @@ _TRTLLM_MOST_EXPERTS_OF_A_TOKEN = 32
 
 def _head_size(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
-    if problem.head_dim not in _HEAD_SIZES:
-        text = f"head_dim = {problem.head_dim}: the wrappers take {_HEAD_SIZES}"
-        return [Reason(Why.SHAPE, text)]
-    return []
-
-
-def _nvfp4_parts(align: int, problem: Problem) -> list[Reason]:
-    """Merged parts have global scales of their own, and so may become products of their own."""
-    assert isinstance(problem, LinearProblem)
-    cut = [size for size in problem.parts if size % align]
-    text = f"part of {cut[0]} rows is not a multiple of {align}" if cut else ""
-    return [Reason(Why.SHAPE, text)] if cut else []
+    text = f"head_dim = {problem.head_dim}: the wrappers take {_HEAD_SIZES}"
+    return shared.shape_reasons((problem.head_dim not in _HEAD_SIZES, text))
 
 
 def _least_k(problem: Problem) -> list[Reason]:
     assert isinstance(problem, LinearProblem)
-    return [Reason(Why.SHAPE, f"K = {problem.k} is less than 256")] if problem.k < 256 else []
+    return shared.shape_reasons((problem.k < 256, f"K = {problem.k} is less than 256"))
 
 
 def _routing(problem: Problem) -> list[Reason]:
     """What TensorRT-LLM's routing kernels ask of numbers, on each rank."""
     assert isinstance(problem, MoEProblem)
     num_experts, top_k = problem.num_experts // problem.cut_experts, problem.top_k
-    reasons = []
-    if num_experts % 4:
-        reasons.append(Reason(Why.SHAPE, f"{num_experts} experts are not a multiple of 4"))
     most = min(num_experts - 1, _TRTLLM_MOST_EXPERTS_OF_A_TOKEN)
-    if top_k > most:
-        reasons.append(Reason(Why.SHAPE, f"a token has {top_k} experts, and it takes up to {most}"))
-    return reasons
+    return shared.shape_reasons(
+        (num_experts % 4 > 0, f"{num_experts} experts are not a multiple of 4"),
+        (top_k > most, f"a token has {top_k} experts, and it takes up to {most}"),
+    )
 
 
 SPECS = (
     # fp8_blockscale_gemm_sm90: quantises bf16 activations itself, swaps A and B for few tokens
-    _Block(
-        backend=_DEEPGEMM,
-        family="linear",
-        devices=_SM90,
-        libs=(("flashinfer", "0.6"),),
-        n_align=64,
-    ),
+    _Block(backend=_DEEPGEMM, family="linear", devices=_SM90, libs=_ANY_06, n_align=64),
     # gemm_fp8_nt_groupwise
     _Block(backend=_CUTLASS, family="linear", devices=_SM100 | _SM12X, n_align=128),
-    _Block(
-        backend=_TRTLLM,
-        family="linear",
-        devices=_SM100,
-        libs=_CUBIN_LIBS,
-        n_align=128,
-        check=_least_k,
-    ),
+    _Block(family="linear", n_align=128, check=_least_k, **_BY_TRTLLM),
     # mm_fp4
     _Nvfp4(
         backend=_CUTLASS,
@@ -120,18 +84,16 @@ SPECS = (
         devices=_SM100 | _SM12X,
         n_align=32,
         k_align=32,
-        check=partial(_nvfp4_parts, 32),
+        check=partial(shared.nvfp4_parts, 32),
     ),
     _Nvfp4(
-        backend=_TRTLLM,
         family="linear",
-        devices=_SM100,
-        libs=_CUBIN_LIBS,
         dtypes=frozenset({"bf16"}),
         n_align=128,
         k_align=64,
         repacks=True,
-        check=partial(_nvfp4_parts, 128),
+        check=partial(shared.nvfp4_parts, 128),
+        **_BY_TRTLLM,
     ),
     # cutlass_fused_moe: block scales on Hopper only
     _Block(backend=_CUTLASS, family="moe", devices=_SM90, prebuilt=_MOE_SM90, repacks=True),
@@ -144,21 +106,14 @@ SPECS = (
         repacks=True,
     ),
     # trtllm_fp8_block_scale_routed_moe
-    _Block(
-        backend=_TRTLLM,
-        family="moe",
-        devices=_SM100,
-        libs=_CUBIN_LIBS,
-        repacks=True,
-        check=_routing,
-    ),
+    _Block(family="moe", repacks=True, check=_routing, **_BY_TRTLLM),
     # Batch{Prefill,Decode}WithPagedKVCacheWrapper: FlashAttention 3 for prompts, 2 for the rest.
     # Heads of 64 and of 256 were not run (tests/kernels/gpu/test_flashinfer_attention.py).
     _Spec(
         backend="flashinfer",
         family="attention",
         devices=_SM90,
-        libs=(("flashinfer", "0.6"),),
+        libs=_ANY_06,
         formats=frozenset({"bf16", "fp8"}),
         dtypes=frozenset({"bf16"}),
         check=_head_size,
@@ -174,25 +129,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     from vllm.ops.block_fit import fitted_kernel
 
     watch_flashinfer()
+    make = linear.nvfp4_kernel if problem.format == "nvfp4" else linear.block_kernel
     path = winner.backend.removeprefix("flashinfer-")
-    if problem.format == "nvfp4":
-        return linear.nvfp4_kernel(tensors, path)
-    if path != "deepgemm":
-        make = partial(linear.block_kernel, path=path)
-        return fitted_kernel(tensors, winner.fit, make)
-    gemm = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
-
-    def make_deepgemm(tensors: "LinearTensors") -> "LinearKernel":
-        weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
-        assert scales is not None
-
-        def apply(x: "Tensor") -> "Tensor":
-            out: Tensor = gemm(x, weight, None, scales, out_dtype=x.dtype)
-            return out if bias is None else out.add_(bias)
-
-        return apply
-
-    return fitted_kernel(tensors, winner.fit, make_deepgemm)
+    return fitted_kernel(tensors, winner.fit, partial(make, path=path))
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":

@@ -13,9 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm.formats.scales import Scales
+from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 from vllm.platforms.libraries import LibraryTrial, find_nvcc
 
@@ -32,18 +33,17 @@ _LEAST_GROUP = 32
 def _columns_per_scale(problem: Problem) -> list[Reason]:
     assert isinstance(problem, LinearProblem)
     columns = problem.weight.block[1]
-    if problem.format == "int4-group" and (columns < _LEAST_GROUP or columns & (columns - 1)):
-        text = f"groups of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
-        return [Reason(Why.SHAPE, text)]
-    return []
+    is_taken = columns >= _LEAST_GROUP and columns & (columns - 1) == 0
+    text = f"groups of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
+    return shared.shape_reasons((problem.format == "int4-group" and not is_taken, text))
 
 
 _Spec = partial(
     KernelSpec,
     backend="humming",
     family="linear",
-    devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
-    dtypes=frozenset({"bf16", "fp16"}),
+    devices=shared.FROM_SM80,
+    dtypes=shared.HALF,
     libs=(("humming", "0.1.19"),),
     compiles="humming",
     n_align=128,  # of its tiles on sm_90; 64 elsewhere
@@ -116,71 +116,41 @@ def describe(
     """
     import torch
 
+    from vllm.ops.packed_weights import pack_int32
+    from vllm.ops.scale_rounding import unit_of
+
     packed = tensors.weight.contiguous().view(torch.uint8)
     stored = {"weight": packed.view(torch.int32)}
+    rows, columns = tensors.format.block
+    description: dict[str, Any]
     if tensors.format.element == "nvfp4":
-        return _nvfp4(tensors, dtype, stored)
+        assert tensors.scales is not None
+        stored["weight_scale"] = tensors.scales.contiguous()
+        description = {"b_dtype": "float4e2m1", "bs_dtype": "float8e4m3"}
+        description |= {"weight_scale_type": "group", "weight_scale_group_size": 16}
+        description["weight_scale_2_type"], stored["weight_scale_2"] = _global(tensors, dtype)
+        return description, stored
     if tensors.format.element == "int4":
-        return _int4(tensors, dtype, stored)
-    if bool(((packed & _E4M3_NAN) == _E4M3_NAN).any()):
-        raise ValueError("the weight holds NaN; the checkpoint is corrupt, fetch it again")
-    description: dict[str, Any] = {"b_dtype": "float8e4m3"}
+        description = {"b_dtype": "uint4", "weight_scale_type": "group"}
+        description["weight_scale_group_size"] = columns
+        if tensors.zero_points is not None:  # packed along rows; without, codes are less 8
+            description["has_zero_point"] = True
+            stored["zero_point"] = pack_int32(tensors.zero_points.T.contiguous()).T.contiguous()
+    else:
+        if bool(((packed & _E4M3_NAN) == _E4M3_NAN).any()):
+            raise ValueError("the weight holds NaN; the checkpoint is corrupt, fetch it again")
+        description = {"b_dtype": "float8e4m3", "weight_scale_type": "channel"}
     if tensors.format.scale == "block":
         assert tensors.scales is not None
-        rows, columns = tensors.format.block
         description |= {"weight_scale_type": "block", "weight_scale_group_size_n": rows}
         description["weight_scale_group_size"] = columns
         return description, stored | {"weight_scale": tensors.scales.contiguous()}
     scales = tensors.row_scales()
     assert scales is not None
-    if bool((scales == scales[0]).all()):
+    if description["weight_scale_type"] == "channel" and bool((scales == scales[0]).all()):
         description["weight_scale_type"] = "tensor"
         return description, stored | {"weight_scale": scales[0].contiguous()}
-    return _with_scales(scales, dtype, description | {"weight_scale_type": "channel"}, stored)
-
-
-def _int4(
-    tensors: "LinearTensors", dtype: "torch.dtype", stored: "dict[str, Tensor]"
-) -> "tuple[dict[str, Any], dict[str, Tensor]]":
-    """Codes less their zero point, which is packed along rows, or less 8."""
-    from vllm.ops.packed_weights import pack_int32
-
-    assert tensors.scales is not None
-    description: dict[str, Any] = {"b_dtype": "uint4", "weight_scale_type": "group"}
-    description["weight_scale_group_size"] = tensors.format.block[1]
-    if tensors.zero_points is not None:
-        description["has_zero_point"] = True
-        stored["zero_point"] = pack_int32(tensors.zero_points.T.contiguous()).T.contiguous()
-    return _with_scales(tensors.scales, dtype, description, stored)
-
-
-def _nvfp4(
-    tensors: "LinearTensors", dtype: "torch.dtype", stored: "dict[str, Tensor]"
-) -> "tuple[dict[str, Any], dict[str, Tensor]]":
-    """With one global scale in float32 for all shards, or one per row in `dtype`."""
-    import torch
-
-    factors = tensors.global_scales
-    assert tensors.scales is not None and factors is not None
-    description: dict[str, Any] = {"b_dtype": "float4e2m1", "bs_dtype": "float8e4m3"}
-    description |= {"weight_scale_type": "group", "weight_scale_group_size": 16}
-    stored["weight_scale"] = tensors.scales.contiguous()
-    if bool((factors == factors[0]).all()):
-        description["weight_scale_2_type"] = "tensor"
-        stored["weight_scale_2"] = factors[:1].float().contiguous()
-    else:
-        shards = torch.tensor(tensors.shard_rows, device=factors.device)
-        description["weight_scale_2_type"] = "channel"
-        stored["weight_scale_2"] = factors.repeat_interleave(shards).to(dtype)
-    return description, stored
-
-
-def _with_scales(
-    scales: "Tensor", dtype: "torch.dtype", description: dict[str, Any], stored: "dict[str, Tensor]"
-) -> "tuple[dict[str, Any], dict[str, Tensor]]":
-    """Scales [N, groups] in `dtype`; what all are multiples of is a second scale, in float32."""
-    from vllm.ops.scale_rounding import unit_of
-
+    # In `dtype`; what all are multiples of is a second scale, in float32.
     unit = unit_of(scales, dtype)
     stored["weight_scale"] = (scales / unit).to(dtype).contiguous()
     description["bs_dtype"] = str(dtype).removeprefix("torch.")
@@ -188,6 +158,19 @@ def _with_scales(
         description["weight_scale_2_type"] = "tensor"
         stored["weight_scale_2"] = scales.new_full((1,), unit)
     return description, stored
+
+
+def _global(tensors: "LinearTensors", dtype: "torch.dtype") -> "tuple[str, Tensor]":
+    """The type of NVFP4's second scale, and it: one in float32 for all shards, or one per row in
+    `dtype`."""
+    import torch
+
+    factors = tensors.global_scales
+    assert factors is not None
+    if bool((factors == factors[0]).all()):
+        return "tensor", factors[:1].float().contiguous()
+    shards = torch.tensor(tensors.shard_rows, device=factors.device)
+    return "channel", factors.repeat_interleave(shards).to(dtype)
 
 
 # ---------------------------------------------------------------- trial

@@ -11,13 +11,13 @@ backend asks for them.
 """
 
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING
 
 from vllm.formats.act_scheme import ActScheme
+from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
 
@@ -50,30 +50,21 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     assert isinstance(problem, LinearProblem | MoEProblem)
     columns = problem.weight.block[1]
     if problem.weight.scale == "block":  # a cut leaves steps that every shard can begin with
-        if isinstance(problem, LinearProblem):
-            size, cut = problem.k, problem.cut_k
-        else:
-            size, cut = problem.intermediate, problem.cut
-        columns = gcd(columns, size) if cut > 1 else columns
-    if columns and (columns < _LEAST_GROUP or columns & (columns - 1)):
-        text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
-        return [Reason(Why.SHAPE, text)]
-    return []
+        columns = shared.cut_columns(problem).refined(columns)
+    is_refused = columns > 0 and (columns < _LEAST_GROUP or columns & (columns - 1) > 0)
+    text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
+    return shared.shape_reasons((is_refused, text))
 
 
 _Spec = partial(
     KernelSpec,
     backend="marlin",
-    devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
+    devices=shared.FROM_SM80,
     formats=frozenset({"fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group"}),
-    dtypes=frozenset({"bf16", "fp16"}),
+    dtypes=shared.HALF,
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),
-    # Code for 8.0 runs on every later chip of its major version; the others need their own.
-    native_archs=frozenset(
-        {"80", "86", "87", "89", "90", "90a", "100", "100a", "100f", "103a", "110", "110a", "110f"}
-        | {"120", "120a", "120f", "121a"}
-    ),
+    native_archs=shared.NATIVE_FROM_SM80,
     k_align=16,
     repacks=True,
     check=_columns_per_scale,
@@ -118,20 +109,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Packs every expert; each call sorts the pairs of token and expert, and multiplies blocks of
     their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
+    from vllm.kernels import cuda_ops
     from vllm.kernels.triton import moe_rows
     from vllm.ops import torch_ops
     from vllm.ops.weight_only_layout import pack_experts
     from vllm.ops.weight_only_ops import multiply_experts
 
     num_experts, by_fp8 = tensors.num_experts, winner.act is ActScheme.DYNAMIC_TOKEN
-    pairs = [tensors.expert(index) for index in range(num_experts)]
-    gate_up = pack_experts((pair[0] for pair in pairs), num_experts, by_fp8)
-    down = pack_experts((pair[1] for pair in pairs), num_experts, by_fp8)
-    silu_and_mul = torch_ops.silu_and_mul
-    if tensors.down.is_cuda:
-        from vllm.kernels import cuda_ops
-
-        silu_and_mul = cuda_ops.silu_and_mul
+    stacks = zip(*(tensors.expert(index) for index in range(num_experts)))
+    gate_up, down = (pack_experts(stack, num_experts, by_fp8) for stack in stacks)
+    ops = cuda_ops if tensors.down.is_cuda else torch_ops
 
     def apply(
         x: "Tensor", weights: "Tensor", ids: "Tensor", block_rows: int | None = None
@@ -139,22 +126,17 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         if x.shape[0] == 0:
             return x.clone()
         num_pairs, top_k = ids.numel(), ids.shape[1]
-        block_rows = block_rows or _block_rows(num_pairs / num_experts)
+        if block_rows is None:
+            share = num_pairs / num_experts
+            block_rows = next((size for size in _BLOCK_ROWS if share <= size), _BLOCK_ROWS[-1])
         rows = moe_rows.sort(ids.contiguous(), num_experts, block_m=block_rows)
-        inner = multiply_experts(
-            x, gate_up, rows.blocks, block_rows, num_pairs, rows.order, top_k
-        )  # fmt: skip
-        out = multiply_experts(silu_and_mul(inner), down, rows.blocks, block_rows, num_pairs)
+        inner = multiply_experts(x, gate_up, rows.blocks, block_rows, num_pairs, rows.order, top_k)
+        out = multiply_experts(ops.silu_and_mul(inner), down, rows.blocks, block_rows, num_pairs)
         return moe_rows.combine(out, weights, rows.positions, num_experts)
 
     if tensors.down.is_cuda:
         _warm_up(apply, problem, tensors.down.device)
     return apply
-
-
-def _block_rows(share: float) -> int:
-    """Rows of an expert that are multiplied together, for so many an expert on average."""
-    return next((size for size in _BLOCK_ROWS if share <= size), _BLOCK_ROWS[-1])
 
 
 def _warm_up(

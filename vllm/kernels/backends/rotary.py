@@ -6,8 +6,9 @@ Whoever rotates asks an attention layer where its keys go (`PagedAttention.targe
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm.kernels.backends import shared
 from vllm.kernels.select.problem import KVQuantProblem, Problem
-from vllm.kernels.select.reason import Reason, Why
+from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
 
@@ -17,12 +18,10 @@ if TYPE_CHECKING:
 
 def _head_size(problem: Problem) -> list[Reason]:
     assert isinstance(problem, KVQuantProblem)
-    if problem.head_dim > 256:
-        return [Reason(Why.SHAPE, f"head_dim = {problem.head_dim} is more than 256")]
-    return []
+    text = f"head_dim = {problem.head_dim} is more than 256"
+    return shared.shape_reasons((problem.head_dim > 256, text))
 
 
-_FLOATS = ("bf16", "fp16", "fp32")
 _Spec = partial(
     KernelSpec,
     backend="rotary",
@@ -30,18 +29,14 @@ _Spec = partial(
     devices=frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_12x"}),
     libs=((NATIVE, ""),),
     native=("cuda_layers",),
-    # Code for 8.0 runs on every later chip of its major version; the others need their own.
-    native_archs=frozenset(
-        {"80", "86", "87", "89", "90", "90a", "100", "100a", "100f", "103a"}
-        | {"120", "120a", "120f", "121a"}
-    ),
+    native_archs=shared.NATIVE_FROM_SM80,
     check=_head_size,
 )
 
 SPECS = (
     # It casts to E4M3 alone.
-    *(_Spec(formats=frozenset({name}), dtypes=frozenset({name})) for name in _FLOATS),
-    _Spec(formats=frozenset({"fp8"}), dtypes=frozenset(_FLOATS)),
+    *(_Spec(formats=frozenset({name}), dtypes=frozenset({name})) for name in sorted(shared.FLOATS)),
+    _Spec(formats=frozenset({"fp8"}), dtypes=shared.FLOATS),
 )
 
 

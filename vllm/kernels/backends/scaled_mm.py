@@ -3,7 +3,7 @@ serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 
 from typing import TYPE_CHECKING
 
-from vllm.kernels.backends import channel_scales
+from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.spec import KernelSpec
@@ -18,12 +18,11 @@ SPECS = (
         backend="scaled_mm",
         family="linear",
         devices=frozenset({"sm_89", "sm_9x", "sm_10x", "sm_12x"}),
-        formats=channel_scales.FORMATS,
         # Scales per row give bfloat16 only.
         dtypes=frozenset({"bf16"}),
-        act=channel_scales.ACTS,
         n_align=16,
         k_align=16,
+        **shared.FP8_ROWS,
     ),
 )
 
@@ -38,7 +37,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     from vllm._custom_ops import cutlass_scaled_mm
 
     weight, bias = tensors.weight, tensors.bias
-    quantise = channel_scales.input_quantiser(tensors, winner)
+    quantise = shared.input_quantiser(tensors, winner)
     scales = tensors.row_scales()
     assert scales is not None
     scales = scales.reshape(1, -1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.kernels.backends.shared import CACHES, FLOATS, WEIGHTS
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.select.spec import KernelSpec
@@ -15,13 +16,11 @@ if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
-_FLOATS = frozenset({"fp32", "bf16", "fp16"})
-_WEIGHTS = _FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
 _Spec = partial(
     KernelSpec,
     backend="torch",
     devices=frozenset({"cpu", "sm_7x", "sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"}),
-    dtypes=_FLOATS,
+    dtypes=FLOATS,
 )
 
 
@@ -37,10 +36,10 @@ class DenseKernel:
 
 
 SPECS = (
-    _Spec(family="linear", formats=_WEIGHTS),
-    _Spec(family="moe", formats=_WEIGHTS),
-    _Spec(family="attention", formats=_FLOATS | {"fp8"}, waits=True),
-    _Spec(family="kv_quant", formats=_FLOATS | {"fp8"}, waits=True),
+    _Spec(family="linear", formats=WEIGHTS),
+    _Spec(family="moe", formats=WEIGHTS),
+    _Spec(family="attention", formats=CACHES, waits=True),
+    _Spec(family="kv_quant", formats=CACHES, waits=True),
 )
 
 
@@ -77,10 +76,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     from vllm.ops import torch_ops
     from vllm.ops.packed_weights import pack_with
 
-    pairs = (tensors.expert(index) for index in range(tensors.num_experts))
     experts = [
         (pack_with(torch_ops.pack_linear, gate_up), pack_with(torch_ops.pack_linear, down))
-        for gate_up, down in pairs
+        for gate_up, down in map(tensors.expert, range(tensors.num_experts))
     ]
     return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
 

@@ -1,9 +1,8 @@
 """Kernels that failed when they were tried on this machine: a file, and what of it holds now.
 
 `vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, a start
-of the engine one that does not end its first call; the selector then rejects it with that reason,
-for the same problem, chip and versions of libraries.
-Installing another version, or `vllm kernels quarantine --clear`, lifts it.
+of the engine one that does not end its first call; the selector then rejects it for the same
+problem, chip and versions, until another is installed or `vllm kernels quarantine --clear` runs.
 """
 
 import fcntl
@@ -11,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -67,8 +65,7 @@ def write_failures(failures: Iterable[Failure]) -> None:
 
 
 def add_failure(failure: Failure) -> None:
-    """Enters it; it replaces an earlier one of the same kernel and problem. ConfigError where the
-    file cannot be read or written."""
+    """In place of an earlier one of this kernel and problem; ConfigError for a file that fails."""
     with _alone():
         kept = [f for f in read_failures() if _place(f) != _place(failure)]
         write_failures([*kept, failure])
@@ -86,8 +83,7 @@ def forget(backend: str | None) -> list[Failure]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Ranks and servers may enter something at the same time; where the file system has no locks,
-    one of them may be lost."""
+    """One process at a time, where the file system has locks."""
     path = path_of_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +103,9 @@ def _place(failure: Failure) -> tuple[str, str, str]:
 def with_quarantine(libs: Libs, device: Device) -> Libs:
     """`libs` with what the file says of this chip and these versions."""
     found = frozenset(
-        Quarantined(f.backend, f.size_key, f.why, _text(f))
+        Quarantined(
+            f.backend, f.size_key, f.why, f"quarantined on {f.date}: {f.reason} ({LIFT} lifts it)"
+        )
         for f in read_failures()
         if f.release == __version__
         and Device.parse(f.device).arch == device.arch
@@ -116,13 +114,9 @@ def with_quarantine(libs: Libs, device: Device) -> Libs:
     return replace(libs, quarantined=found) if found else libs
 
 
-def _text(failure: Failure) -> str:
-    return f"quarantined on {failure.date}: {failure.reason} ({LIFT} lifts it)"
-
-
 def _versions(backend: str, libs: Libs, device: Device) -> set[str]:
-    specs = chain.from_iterable(map(registry.specs, registry.FAMILIES))
-    return {version_of(spec, libs, device) for spec in specs if spec.backend == backend}
+    own = (spec for spec in registry.all_specs() if spec.backend == backend)
+    return {version_of(spec, libs, device) for spec in own}
 
 
 def text(failures: Sequence[Failure]) -> str:

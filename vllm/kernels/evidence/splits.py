@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, inf, log
+from operator import itemgetter
 
-from vllm.kernels.select.decision import Evidence, Parts
+from vllm.kernels.select.decision import Able, Evidence, Parts
 
 MAX_PARTS = 5
 # A backend this close to the fastest counts as fast: nothing is split for noise.
@@ -23,70 +24,46 @@ PART_COST = 0.045
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """What was measured for one problem on one kind of chip.
+class Timings(Evidence):
+    """Measurements that choose."""
 
-    us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
-    says; None where that was not measured. source: which table says so, and how old it is. stale:
-    (backend, what was measured, what is here) where that is another version or build.
-    """
+    __slots__ = ()
 
-    source: str
-    tokens: tuple[int, ...]
-    us: tuple[tuple[str, tuple[float | None, ...]], ...]
-    stale: tuple[tuple[str, str, str], ...] = ()
-
+    @lru_cache(maxsize=1024)  # noqa: B019 - they are few and small
     def best_split(
         self,
-        able: "Able",
+        able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
         alone: tuple[str, ...] = (),
     ) -> Parts:
-        """See `best_split` below."""
-        return best_split(self, able, m_range, compiling, alone)
+        """At most MAX_PARTS ranges of M with the least regret; () where too little was measured.
 
-
-Able = tuple[tuple[str, int | None], ...]
-"""Backends that can run, in the default order, each with the most tokens it takes in a call."""
-
-
-@lru_cache(maxsize=1024)
-def best_split(
-    timings: Timings,
-    able: Able,
-    m_range: tuple[int, int],
-    compiling: tuple[str, ...] = (),
-    alone: tuple[str, ...] = (),
-) -> Parts:
-    """At most MAX_PARTS ranges of M with the least regret; () where too little of it was measured.
-
-    Limits are measured token counts, which are sizes of captured graphs. Among equals the fewest
-    parts win, then the earlier in `able`. The last range has no limit, so its backend takes any
-    number of tokens. compiling: backends that compile at run time, the dearest first: each is left
-    out where that costs little (MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT). alone:
-    backends with a layout of their own: one serves all M or none, since a part of it beside a part
-    of another would hold the weight twice.
-    """
-    parts = _fastest_split(timings, able, m_range, alone)
-    names = [name for name, _ in able]
-    left = able
-    for name in compiling:
-        fewer = tuple(one for one in left if one[0] != name)
-        others = _fastest_split(timings, fewer, m_range, alone)
-        cost = expected(timings, others, names, m_range) if others else None
-        if (
-            cost is not None
-            and cost.mean_regret <= MEAN_COST_OF_LEAVING_OUT
-            and cost.worst_regret <= WORST_COST_OF_LEAVING_OUT
-        ):
-            left, parts = fewer, others
-    return parts
+        Limits are measured token counts, which are sizes of captured graphs. Among equals the
+        fewest parts win, then the earlier in `able`. The last range has no limit, so its backend
+        takes any number of tokens. compiling: backends that compile at run time, the dearest
+        first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
+        WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
+        none, since a part of it beside a part of another would hold the weight twice.
+        """
+        parts = _fastest_split(self, able, m_range, alone)
+        names = [name for name, _ in able]
+        left = able
+        for name in compiling:
+            fewer = tuple(one for one in left if one[0] != name)
+            others = _fastest_split(self, fewer, m_range, alone)
+            cost = expected(self, others, names, m_range) if others else None
+            if (
+                cost is not None
+                and cost.mean_regret <= MEAN_COST_OF_LEAVING_OUT
+                and cost.worst_regret <= WORST_COST_OF_LEAVING_OUT
+            ):
+                left, parts = fewer, others
+        return parts
 
 
 def _fastest_split(
-    timings: Timings, able: Able, m_range: tuple[int, int], alone: Collection[str]
+    timings: Evidence, able: Able, m_range: tuple[int, int], alone: Collection[str]
 ) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
         return ()
@@ -121,8 +98,7 @@ def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
-    """Measured token counts that a call of `m_range` may run with: up to the first that holds its
-    most, as calls are padded upwards."""
+    """Of token counts that calls of `m_range` run with: padded up to the first that holds them."""
     low, high = m_range
     tokens = timings.tokens
     upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)
@@ -164,10 +140,7 @@ def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]
 
 
 _Path = tuple[float, tuple[int, ...]]
-
-
-def _first(path: _Path) -> float:
-    return path[0]
+_first = itemgetter(0)
 
 
 def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:

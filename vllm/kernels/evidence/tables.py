@@ -8,7 +8,7 @@ checkpoint: it is rewritten whole after every kernel that was measured.
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ class Table:
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
-        """What it says of `problem`; None where nobody measured that, or where a shard cuts scale
-        blocks, which kernels pay for differently. versions: by backend, what is here."""
+        """What it says of `problem`; None where nobody measured that, or where a shard has partial
+        scale blocks, which kernels pay for differently. versions: by backend, what is here."""
         if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
@@ -124,6 +124,11 @@ class Table:
             stale,
         )
 
+    def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
+        """What was measured of this version of the backend."""
+        known = self.rows.get(size_key, {}).get(backend)
+        return known if known is not None and known.version == version else None
+
     def with_entry(self, size_key: str, backend: str, entry: Entry) -> "Table":
         row = {**self.rows.get(size_key, {}), backend: entry}
         return replace(self, rows={**self.rows, size_key: row})
@@ -146,11 +151,10 @@ def timings_of(
     Later rows of the same standing and chip fill it up: who measures one kernel, or a few token
     counts, does not lose what this build knows of the others.
     """
-    found = [(table, table.timings(problem, versions)) for table in tables]
     known = [
         ((table.is_near, bool(own.stale)), table.chip, own)
-        for table, own in found
-        if own is not None
+        for table in tables
+        if (own := table.timings(problem, versions)) is not None
     ]
     if not known:
         return None
@@ -193,13 +197,11 @@ def _known(times: Iterable[tuple[int, float | None]]) -> dict[int, float]:
 
 def user_folder() -> Path:
     """Where `vllm kernels tune` writes."""
-    folder: Path = envs.VLLM_CACHE_ROOT
-    return folder / "kernel_tables"
+    return Path(envs.VLLM_CACHE_ROOT, "kernel_tables")
 
 
 def find_tables(chip: Chip) -> tuple[Table, ...]:
-    """Tables for this chip, the user's before those of this build, then those of chips that differ
-    in memory alone; ConfigError for a broken file of a chip of its architecture."""
+    """Of this chip, the user's first, then of chips with other memory; ConfigError if broken."""
     every = list(_tables_of_architecture(chip))
     own = [table for table in every if table.chip.is_like(chip)]
     any_memory = replace(chip, memory_gb_per_s=0)
@@ -208,8 +210,7 @@ def find_tables(chip: Chip) -> tuple[Table, ...]:
 
 
 def missing_note(chip: Chip) -> str:
-    """That what was measured is of other chips of the architecture; "" where something is of this
-    one, or nothing of any."""
+    """That all that was measured is of other chips of the architecture; "" where it is not so."""
     tables = find_tables(chip)
     if any(not table.is_near for table in tables):
         return ""
@@ -230,8 +231,7 @@ def _tables_of_architecture(chip: Chip) -> Iterator[Table]:
 def read_table(path: Path) -> Table:
     """ConfigError names the file and what is wrong with it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        table = _parse(content)
+        table = _parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no table of measured kernels ({type(error).__name__}: {error}): delete it "
@@ -275,13 +275,7 @@ def write_table(path: Path, table: Table) -> None:
         f"  {json.dumps(size_key)}: {{\n{_row_text(row)}\n  }}"
         for size_key, row in sorted(table.rows.items(), key=_by_size)
     )
-    chip = table.chip
-    head = {
-        "device": str(chip.device),
-        "num_sms": chip.num_sms,
-        "memory_gb_per_s": chip.memory_gb_per_s,
-        "name": table.name,
-    }
+    head = {**asdict(table.chip), "device": str(table.chip.device), "name": table.name}
     text = f'{json.dumps(head)[:-1]},\n "rows": {{\n{rows}\n }}}}\n'
     write_whole(path, text)
 
@@ -294,23 +288,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _row_text(row: Mapping[str, Entry]) -> str:
-    return ",\n".join(
-        f"   {json.dumps(backend)}: {json.dumps(_entry_json(entry))}"
-        for backend, entry in sorted(row.items())
-    )
+    entries = sorted(row.items())
+    return ",\n".join(f"   {json.dumps(name)}: {json.dumps(_entry_json(e))}" for name, e in entries)
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
+    """Times with four digits: more would be noise."""
     content: dict[str, Any] = {"version": entry.version, "date": entry.date}
     for name in ("us", "quantised_us"):
         if times := getattr(entry, name):
-            content[name] = {m: _short(us) for m, us in times}
+            content[name] = {m: float(f"{us:.4g}") for m, us in times}
     return content
-
-
-def _short(us: float) -> float:
-    """Four digits: more would be noise."""
-    return float(f"{us:.4g}")
 
 
 def _by_size(item: tuple[str, Any]) -> tuple[str, list[int]]:

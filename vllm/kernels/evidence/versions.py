@@ -37,8 +37,7 @@ def _builds(lib: Lib, spec: KernelSpec, device: Device) -> Iterable[str]:
 
 
 def is_same(measured: str, here: str) -> bool:
-    """Whether two texts of `version_of` name one code, as far as `here` tells: a library without a
-    version, or a version without a build id, may be any."""
+    """Whether both name one code; a version or build id that `here` leaves out may be any."""
     parts = measured.split(", ")
     return all(
         any(part == known or part.startswith(f"{known} ") for part in parts)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm.kernels.jit.flashinfer import watch_flashinfer
 from vllm.kernels.select.problem import AttentionProblem
 from vllm.ops.paged_attention import (
-    CACHE_DTYPES,
     AttentionBatch,
     CacheWriter,
     GraphShape,
@@ -21,7 +20,9 @@ from vllm.ops.paged_attention import (
     PagedAttention,
 )
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import dtype_of
 
+_bytes = partial(torch.empty, dtype=torch.uint8, device="cuda")
 _WORKSPACE_BYTES = 128 << 20  # what the library's documentation recommends, and at times too few
 
 
@@ -48,11 +49,6 @@ def _no_attend(*_: object) -> Tensor:
     raise AssertionError("FlashInferAttention attends by its planner")
 
 
-@cache
-def _planner(problem: AttentionProblem) -> "Planner":
-    return Planner(problem)
-
-
 class Planner:
     """FlashInfer's wrappers for one problem: for prompts, for decoding, and for captured graphs.
 
@@ -68,7 +64,7 @@ class Planner:
         self._library: Any = import_module("flashinfer")
         properties = torch.get_device_module("cuda").get_device_properties()
         self._num_sms: int = properties.multi_processor_count
-        self._workspace = _workspace(workspace_bytes(problem, self._num_sms))
+        self._workspace = _bytes(workspace_bytes(problem, self._num_sms))
         self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend=_prefill_kind(problem)
         )
@@ -101,7 +97,7 @@ class Planner:
     def _plan(self, wrapper: Any, host: HostBatch, block_size: int) -> None:
         # The library's pinned buffer may still be read by the copy of the plan before.
         self._copied.synchronize()
-        indptr, indices, last = (_pinned(x) for x in ragged_pages(host, block_size))
+        indptr, indices, last = map(_pinned, ragged_pages(host, block_size))
         pages = indptr, indices.to("cuda", non_blocking=True), last
         queries = (_pinned(host.query_start_loc),) if wrapper is self._prefill else ()
         options = _plan_options(self._problem)
@@ -115,11 +111,14 @@ class Planner:
             # The largest graph comes first; smaller ones share what it needed.
             needed = workspace_bytes(self._problem, self._num_sms, shape[0])
             if needed > self._workspace.numel():
-                self._workspace = _workspace(needed)
+                self._workspace = _bytes(needed)
             self._copied.synchronize()
             self._graphs[shape] = _GraphedDecode(self._problem, self._workspace, shape)
             self._copied.record()
         return self._graphs[shape]
+
+
+_planner = cache(Planner)
 
 
 class _GraphedDecode:
@@ -183,10 +182,6 @@ def workspace_bytes(problem: AttentionProblem, num_sms: int, graph_size: int = 0
     return max(_WORKSPACE_BYTES, parts + 32)  # each of the two is aligned to 16 bytes
 
 
-def _workspace(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-
-
 def ragged_pages(host: HostBatch, page: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pages of each request begin [R + 1], all pages, and the keys in each last page."""
     counts = -(-host.seq_lens // page)
@@ -207,8 +202,8 @@ def _sizes(problem: AttentionProblem) -> tuple[int, int, int]:
 def _plan_options(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "window_left": problem.sliding_window - 1 if problem.sliding_window else -1,
-        "q_data_type": CACHE_DTYPES[problem.dtype],
-        "kv_data_type": CACHE_DTYPES[problem.format],
+        "q_data_type": dtype_of(problem.dtype),
+        "kv_data_type": dtype_of(problem.format),
         "sm_scale": problem.head_dim**-0.5,
     }
 
@@ -224,7 +219,7 @@ def _prefill_kind(problem: AttentionProblem) -> str:
 def _load_modules(problem: AttentionProblem) -> None:
     """Compiles what is not in the cache: half a minute to a minute and a half, side by side."""
     load: Any = import_module("flashinfer.prefill").get_batch_prefill_module
-    query, cached = CACHE_DTYPES[problem.dtype], CACHE_DTYPES[problem.format]
+    query, cached = dtype_of(problem.dtype), dtype_of(problem.format)
     has_window = problem.sliding_window > 0
     sizes = problem.head_dim, problem.head_dim
     options = query, cached, query, torch.int32, *sizes, 0, has_window, False, False

@@ -19,6 +19,7 @@ from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKerne
 from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.ops.fp8_quant import ScaleLayout
 from vllm.ops.nvfp4 import swizzle_scales
+from vllm.utils.flashinfer import flashinfer_fp8_blockscale_gemm
 
 # `gemm_fp8_nt_groupwise` asks for whole multiples of so many rows.
 _ROWS = 4
@@ -30,65 +31,53 @@ _SHUFFLED_TILE = 128
 
 
 def block_kernel(tensors: LinearTensors, path: str) -> LinearKernel:
-    """path: cutlass or trtllm.
+    """path: deepgemm, which quantises x itself, cutlass or trtllm.
 
     On 12.x, 0.6.13 raises nothing where its kernel refuses a size, and leaves the output as it was.
     N and K are whole blocks here, and M is whole fours: what it documents that it takes.
     """
-    gemm: Any = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise
-    arguments = {"cutlass": block_arguments, "trtllm": trtllm_block_arguments}[path]
+    gemm: Any = getattr(import_module("flashinfer.gemm"), "gemm_fp8_nt_groupwise", None)
     layout = ScaleLayout.ROW_MAJOR if path == "cutlass" else ScaleLayout.COLUMN_MAJOR
-    num_columns, bias = tensors.weight.shape[0], tensors.bias
+    weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+    assert scales is not None
+
+    def apply(x: Tensor) -> Tensor:
+        out = flashinfer_fp8_blockscale_gemm(x, weight, None, scales, x.dtype)
+        return out if bias is None else out.add_(bias)
 
     def multiply(x: QuantizedInput) -> Tensor:
         num_tokens = x.shape[0]
         if num_tokens == 0:
-            return x.q.new_empty(0, num_columns, dtype=x.dtype)
-        out: Tensor = gemm(**arguments(x, tensors))[:num_tokens]
+            return x.q.new_empty(0, weight.shape[0], dtype=x.dtype)
+        out: Tensor = gemm(**block_arguments(x, tensors, path))[:num_tokens]
         return out if bias is None else out.add_(bias)
 
-    return QuantizingKernel(InputQuant(layout), multiply)
+    return apply if path == "deepgemm" else QuantizingKernel(InputQuant(layout), multiply)
 
 
-def block_arguments(x: QuantizedInput, tensors: LinearTensors) -> dict[str, Any]:
-    """Scales by rows (`K`): of tokens float32 [M, K / 128] and of the weight [N / 128, K / 128], as
-    they are stored. M is filled up with rows of zeros."""
-    q, scales = _whole_rows(x)
+def block_arguments(x: QuantizedInput, tensors: LinearTensors, path: str) -> dict[str, Any]:
+    """cutlass: scales by rows (`K`), of tokens float32 [M, K / 128] and of the weight [N / 128,
+    K / 128], as they are stored. trtllm: of tokens [M, K / 128] with stride 1 along M; those of the
+    weight as [K / 128, N / 128] with stride 1 along K, which is how they are stored.
+
+    M is filled up with rows of zeros.
+    """
+    q, scales, grid = x.q, x.scales, tensors.scales
+    assert grid is not None
+    if missing := -x.shape[0] % _ROWS:
+        q = pad(q.view(torch.uint8), (0, 0, 0, missing)).view(q.dtype)
+        scales = pad(scales, (0, 0, 0, missing))
+    is_by_rows = path == "cutlass"
     return {
         "a": q,
         "b": tensors.weight,
-        "a_scale": scales.contiguous(),
-        "b_scale": tensors.scales,
-        "scale_major_mode": "K",
+        "a_scale": scales.contiguous() if is_by_rows else scales.T.contiguous().T,
+        "b_scale": grid if is_by_rows else grid.T,
+        "scale_major_mode": "K" if is_by_rows else None,
         "scale_granularity_mnk": (1, 128, 128),
         "out_dtype": x.dtype,
-        "backend": "cutlass",
+        "backend": path,
     }
-
-
-def trtllm_block_arguments(x: QuantizedInput, tensors: LinearTensors) -> dict[str, Any]:
-    """Scales of tokens [M, K / 128] with stride 1 along M; those of the weight as [K / 128,
-    N / 128] with stride 1 along K, which is how they are stored."""
-    assert tensors.scales is not None
-    q, scales = _whole_rows(x)
-    return {
-        "a": q,
-        "b": tensors.weight,
-        "a_scale": scales.T.contiguous().T,
-        "b_scale": tensors.scales.T,
-        "scale_major_mode": None,
-        "scale_granularity_mnk": (1, 128, 128),
-        "out_dtype": x.dtype,
-        "backend": "trtllm",
-    }
-
-
-def _whole_rows(x: QuantizedInput) -> tuple[Tensor, Tensor]:
-    missing = -x.shape[0] % _ROWS
-    if not missing:
-        return x.q, x.scales
-    q = pad(x.q.view(torch.uint8), (0, 0, 0, missing)).view(x.q.dtype)
-    return q, pad(x.scales, (0, 0, 0, missing))
 
 
 # ---------------------------------------------------------------- NVFP4
@@ -156,19 +145,11 @@ def nvfp4_parts(
 ) -> list[Nvfp4Part]:
     """shuffle: of a matrix and the rows of a tile, its rows in another order; None to leave them.
     Scales belong to rows, and go with them."""
-    assert tensors.scales is not None and tensors.global_scales is not None
-    assert tensors.input_scale is not None
-    factors = tensors.global_scales.tolist()
+    assert tensors.scales is not None
     parts = []
-    start = stop = 0
-    for i, num_rows in enumerate(tensors.shard_rows):
-        stop += num_rows
-        if factors[i + 1 : i + 2] == factors[i : i + 1]:
-            continue
-        weight, scales = tensors.weight[start:stop], tensors.scales[start:stop].view(torch.uint8)
+    for rows, alpha in tensors.products():
+        weight, scales = tensors.weight[rows], tensors.scales[rows].view(torch.uint8)
         if shuffle is not None:
             weight, scales = shuffle(weight, _SHUFFLED_TILE), shuffle(scales, _SHUFFLED_TILE)
-        alpha = (tensors.input_scale * tensors.global_scales[i]).float().reshape(1)
         parts.append(Nvfp4Part(weight, swizzle_scales(scales), alpha, path))
-        start = stop
     return parts

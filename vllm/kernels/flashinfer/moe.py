@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm.kernels.activations import Activation, InputQuant, QuantizedInput
 from vllm.kernels.interface import MoETensors
 from vllm.ops.fp8_quant import ScaleLayout
-from vllm.ops.nvfp4 import TILE_ROWS, swizzle_scales
+from vllm.ops.nvfp4 import swizzle_scales
 
 # RoutingMethodType.TopK: weights are taken as they are, and not made from logits.
 _TOP_K_ALONE = 5
@@ -72,38 +71,26 @@ def nvfp4_weights(tensors: MoETensors) -> dict[str, Any]:
     divided by their ratio, and so does its product with gate: it is multiplied by the ratio when it
     is quantised. The same numbers are rounded then, but for roundings before them.
     """
-    scales, factors = (
-        (tensors.gate_up_scales, tensors.down_scales),
-        (tensors.gate_up_global_scales, tensors.down_global_scales),
-    )
-    first_input, second_input = tensors.gate_up_input_scales, tensors.down_input_scales
-    assert scales[0] is not None and scales[1] is not None
-    assert factors[0] is not None and factors[1] is not None
-    assert first_input is not None and second_input is not None
+    first, second = tensors.all_experts()
+    assert first.scales is not None and first.global_scales is not None
+    assert second.scales is not None and second.global_scales is not None
+    assert first.input_scale is not None and second.input_scale is not None
     # [E], as of `MoETensors.expert`.
-    first, second = (one.float().amax(1) for one in (first_input, second_input))
-    of_gate, of_up = factors[0].float().unbind(1)
+    of_first, of_second = (one.float().amax(1) for one in (first.input_scale, second.input_scale))
+    of_gate, of_up = first.global_scales.float().unbind(1)
     ratio = of_up / of_gate
     return {
         "fc1_expert_weights": up_first(tensors.gate_up).view(torch.int64),
         "fc2_expert_weights": tensors.down.contiguous().view(torch.int64),
         "quant_scales": [
-            first.reciprocal(),
-            swizzled_experts(up_first(scales[0])).view(torch.int32),
-            first * of_gate,
-            ratio / second,
-            swizzled_experts(scales[1]).view(torch.int32),
-            second * factors[1].float()[:, 0],
+            of_first.reciprocal(),
+            swizzle_scales(up_first(first.scales)).view(torch.int32),
+            of_first * of_gate,
+            ratio / of_second,
+            swizzle_scales(second.scales).view(torch.int32),
+            of_second * second.global_scales.float()[:, 0],
         ],
     }
-
-
-def swizzled_experts(scales: Tensor) -> Tensor:
-    """[E, N, K / 16] of 1-byte scales -> uint8 [E, N up to 128s, K / 16 up to 4s], each expert's
-    rows in tiles of their own."""
-    num_experts, num_rows, _ = scales.shape
-    padded = pad(scales.view(torch.uint8), (0, 0, 0, -num_rows % TILE_ROWS))
-    return swizzle_scales(padded.flatten(0, 1)).view(num_experts, padded.shape[1], -1)
 
 
 def up_first(gate_up: Tensor) -> Tensor:
@@ -154,9 +141,11 @@ def trtllm_block_weights(tensors: MoETensors) -> dict[str, Any]:
 
 
 def trtllm_tokens(x: QuantizedInput, weights: Tensor, ids: Tensor) -> dict[str, Any]:
-    """Scales [hidden / 128, T], and the router's choice."""
+    """Scales [hidden / 128, T]; and the router's choice, int32 [T, top_k]: an expert in the upper
+    half, its weight in bf16 in the lower."""
+    bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return {
-        "topk_ids": packed_choice(weights, ids),
+        "topk_ids": (ids.to(torch.int32) << 16) | bits,
         "routing_bias": None,
         "hidden_states": x.q,
         "hidden_states_scale": x.scales.T.contiguous(),
@@ -167,9 +156,3 @@ def trtllm_tokens(x: QuantizedInput, weights: Tensor, ids: Tensor) -> dict[str, 
         "routing_method_type": _TOP_K_ALONE,
         "do_finalize": True,
     }
-
-
-def packed_choice(weights: Tensor, ids: Tensor) -> Tensor:
-    """int32 [T, top_k]: an expert in the upper half, its weight in bf16 in the lower."""
-    bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
-    return (ids.to(torch.int32) << 16) | bits

@@ -57,11 +57,6 @@ def use_caches() -> NvccCache | None:
     return make_nvcc_cache(root / NVCC)
 
 
-def flashinfer_modules() -> Path:
-    """Folder of built FlashInfer modules, which are loaded from it without ninja."""
-    return cache_root() / FLASHINFER
-
-
 @cache
 def cache_root() -> Path:
     """VLLM_KERNEL_CACHE, or a temporary folder where that cannot be written."""

@@ -17,13 +17,10 @@ from typing import Any
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.kernels.jit.caches import FLASHINFER, flashinfer_modules, use_caches
+from vllm.kernels.jit.caches import FLASHINFER, cache_root, use_caches
 from vllm.kernels.jit.monitor import MONITOR, Compilation
 from vllm.platforms.libraries import FLASHINFER_LARGE_MODULES, find_nvcc
 from vllm.utils.files import write_atomically
-
-# Its own variables. It runs the second for its FP8 block products, and looks for none.
-_NO_DOWNLOAD, _NVCC = "FLASHINFER_NO_DOWNLOAD", "TRTLLM_DG_NVCC_COMPILER"
 
 
 @cache
@@ -35,7 +32,9 @@ def watch_flashinfer() -> None:
     folder only after ninja has checked all sources, which takes seconds. An installed package of
     prebuilt modules takes precedence.
     """
-    for name, value in ((_NO_DOWNLOAD, "1"), (_NVCC, find_nvcc())):
+    # It runs the second for its FP8 block products, and looks for none.
+    variables = {"FLASHINFER_NO_DOWNLOAD": "1", "TRTLLM_DG_NVCC_COMPILER": find_nvcc()}
+    for name, value in variables.items():
         if value and envs.foreign(name) is None:
             envs.set_for_children(name, value)
     env: Any = import_module("flashinfer.jit.env")
@@ -44,7 +43,7 @@ def watch_flashinfer() -> None:
         # Its name has the version and the chip; the CUDA runtime it is linked with, ninja looks at.
         kind = env.FLASHINFER_JIT_DIR.relative_to(env.FLASHINFER_CACHE_DIR)
         cuda: Any = import_module("flashinfer.jit.cpp_ext").get_cuda_version()
-        env.FLASHINFER_AOT_DIR = flashinfer_modules() / kind / f"cuda{cuda.major}"
+        env.FLASHINFER_AOT_DIR = cache_root() / FLASHINFER / kind / f"cuda{cuda.major}"
     build = core.JitSpec.build
 
     def watched(self: Any, *arguments: Any, **options: Any) -> None:
@@ -53,19 +52,15 @@ def watch_flashinfer() -> None:
         if _changed_at(self.jit_library_path) != before:
             seconds = time.perf_counter() - begin
             MONITOR.note(Compilation("flashinfer", self.name, seconds))
-        _publish(self.jit_library_path, self.aot_path)
+        if self.jit_library_path.exists() and not self.aot_path.exists():
+            with contextlib.suppress(OSError):  # the module serves without a copy
+                write_atomically(self.aot_path, self.jit_library_path.read_bytes(), mode=0o755)
 
     core.JitSpec.build = watched
 
 
 def _changed_at(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def _publish(built: Path, place: Path) -> None:
-    if built.exists() and not place.exists():
-        with contextlib.suppress(OSError):  # the module serves without a copy
-            write_atomically(place, built.read_bytes(), mode=0o755)
 
 
 # ---------------------------------------------------------------- large modules
@@ -88,9 +83,8 @@ def copy_large_modules(root: Path) -> None:
     kept: Path = envs.VLLM_KERNEL_CACHE / FLASHINFER
     for name in FLASHINFER_LARGE_MODULES:
         for file in kept.glob(f"**/{name}/{name}.so"):
-            write_atomically(
-                root / FLASHINFER / file.relative_to(kept), file.read_bytes(), mode=0o755
-            )
+            place = root / FLASHINFER / file.relative_to(kept)
+            write_atomically(place, file.read_bytes(), mode=0o755)
 
 
 def _spec_of(name: str) -> Any:

@@ -32,10 +32,7 @@ class Compilation:
 
 
 class Monitor:
-    """Counts compilations: those before `serve` belong to the start, each later one is a warning.
-
-    made: compilations before `serve`.
-    """
+    """Counts compilations: those before `serve` are `made`, each later one is a warning."""
 
     def __init__(self) -> None:
         self.made: list[Compilation] = []
@@ -102,11 +99,10 @@ class Monitor:
         if self._log is None:
             return
         # Not there before the first kernel, nor when temporary folders were tidied up.
+        lines = b""
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > self._position:
-                self._note_lines(self._log.read_bytes()[self._position :])
-
-    def _note_lines(self, lines: bytes) -> None:
+                lines = self._log.read_bytes()[self._position :]
         lines = lines[: lines.rfind(b"\n") + 1]
         self._position += len(lines)
         for line in lines.splitlines():

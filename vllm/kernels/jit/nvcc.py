@@ -76,10 +76,6 @@ def read_entry(store: Path, key: str) -> bytes | None:
     return made if hashlib.sha256(made).digest() == digest else None
 
 
-def write_entry(store: Path, key: str, made: bytes) -> None:
-    write_atomically(store / key, hashlib.sha256(made).digest() + made)
-
-
 @contextlib.contextmanager
 def _alone(store: Path, key: str) -> Iterator[None]:
     """A lock per key, released when its process dies. On a file system without locks (Lustre and
@@ -110,7 +106,7 @@ def compiled(
         if result.returncode:
             raise CompileError(f"{result.stdout}{result.stderr}".strip())
         made = (folder or Path()).joinpath(request.output).read_bytes()
-        write_entry(store, request.key, made)
+        write_atomically(store / request.key, hashlib.sha256(made).digest() + made)
         return made, time.monotonic() - begin
 
 

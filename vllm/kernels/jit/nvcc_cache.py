@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,9 @@ class NvccCache:
         """
         subject = json.dumps([library, self.version, call.name, call.sizes])
         path = self.folder / "plans" / f"{hashlib.sha256(subject.encode()).hexdigest()}.json"
-        known = _read_plan(path)
+        known: list[str] | None = None
+        with suppress(OSError, ValueError):
+            known = json.loads(path.read_text())
         if known is not None and all(not key or self._recipe(key).exists() for key in known):
             return dict(zip(call.sizes, known))
         with tempfile.TemporaryDirectory(prefix="vllm-plan-") as name, _planning(name):
@@ -153,26 +155,13 @@ def make_nvcc_cache(folder: Path) -> NvccCache | None:
     words = [sys.executable, "-I", "-S", "-c", _FRONT_CODE, real, version, str(folder)]
     text = _FRONT.format(real=real, words=shlex.join(words))
     front = folder / f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    # A machine that lost power may have kept an empty file, which would be run.
-    if _text_of(front) != text:
+    kept = ""
+    with suppress(OSError):
+        kept = front.read_text()
+    if kept != text:  # a machine that lost power may have kept an empty file, which would be run
         write_atomically(front, text.encode(), mode=0o755)
     envs.set_for_children("DG_JIT_NVCC_COMPILER", str(front))
     return cache
-
-
-def _read_plan(path: Path) -> list[str] | None:
-    try:
-        keys: list[str] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return keys
-
-
-def _text_of(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
 
 
 @contextmanager

@@ -66,18 +66,14 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
         return None
     if decision.is_emulated or compiler_of(decision, name) != NVCC:
         return None
-    return next(
-        (
-            candidate
-            for candidate in decision.candidates
-            if not candidate.reasons
-            and not candidate.parts
-            and candidate.act is own.act
-            and not candidate.rescales
-            and _is_built_ahead(decision, candidate.backend)
-        ),
-        None,
-    )
+    for other in decision.candidates:
+        can_serve = not other.reasons and not other.parts and other.act is own.act
+        if not can_serve or other.rescales:
+            continue
+        spec = registry.spec_of(decision, other.backend)
+        if spec is not None and not spec.compiles and not spec.is_emulation:
+            return other
+    return None
 
 
 def running(decision: Decision, num_tokens: int) -> str:
@@ -94,11 +90,6 @@ def compiler_of(decision: Decision, name: str) -> str:
     """The compiler of backend `name` for this problem; "" for a kernel built ahead of time."""
     spec = registry.spec_of(decision, name)
     return spec.compiles if spec is not None else ""
-
-
-def _is_built_ahead(decision: Decision, name: str) -> bool:
-    spec = registry.spec_of(decision, name)
-    return spec is not None and not spec.compiles and not spec.is_emulation
 
 
 def is_ready(decision: Decision, name: str) -> Callable[[int], bool]:
@@ -158,14 +149,12 @@ class WarmUp:
     nvcc_cache: NvccCache
     library: str
     compiled: list[Compilation] = field(default_factory=list)
-    _needed: list[Needed] = field(default_factory=list)
-    _plans: list[dict[int, str]] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
-    _done: set[str] = field(default_factory=set)
-    _failed: set[str] = field(default_factory=set)
-    _queued: set[str] = field(default_factory=set)
-    _queue: "SimpleQueue[str]" = field(default_factory=SimpleQueue)
+    _calls: list[tuple[Needed, dict[int, str]]] = field(default_factory=list)
     _late: list[tuple[Needed, dict[int, str]]] = field(default_factory=list)
+    _plans: list[tuple[str, dict[int, str]]] = field(default_factory=list)
+    _queue: "SimpleQueue[str]" = field(default_factory=SimpleQueue)
+    _keys: set[str] = field(default_factory=set)
+    _ended: dict[str, bool] = field(default_factory=dict)  # whether it is compiled
     _loaded: set[tuple[str, str]] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -173,19 +162,22 @@ class WarmUp:
         """Plans, and starts to compile; no call is ready until `finish`. Raises what the library
         raises for a call without a fallback."""
         # Calls without a fallback come first, then small sizes: CUDA graphs are captured of those.
-        self._needed = sorted(needed, key=lambda one: not one.must_wait)
-        self._plans = [self._plan(one) for one in self._needed]
-        self._names = [one.call.name for one in self._needed]
+        needed = sorted(needed, key=lambda one: not one.must_wait)
+        self._calls = [(one, self._plan(one)) for one in needed]
+        self._plans = [(one.call.name, plan) for one, plan in self._calls]
         order = sorted(
             (not one.must_wait, size, key)
-            for one, plan in zip(self._needed, self._plans)
+            for one, plan in self._calls
             for size, key in plan.items()
+            if key
         )
-        for _, _, key in order:
-            if key and key not in self._queued:
-                self._queued.add(key)
-                self._done.add(key) if self.nvcc_cache.has(key) else self._queue.put(key)
-        for name in self._names:
+        self._keys = {key for _, _, key in order}
+        for key in dict.fromkeys(key for _, _, key in order):
+            if self.nvcc_cache.has(key):
+                self._ended[key] = True
+            else:
+                self._queue.put(key)
+        for name, _ in self._plans:
             ready_sizes(name).set((), ())
         for _ in range(min(self._queue.qsize(), num_compilers(num_cores(), memory_limit()))):
             threading.Thread(target=self._compile_queued, name="nvcc", daemon=True).start()
@@ -205,22 +197,21 @@ class WarmUp:
         RuntimeError of the library for a kernel without a fallback that does not compile.
         """
         deadline = time.monotonic() + seconds
-        pairs = list(zip(self._needed, self._plans))
-        must = {key for one, plan in pairs if one.must_wait for key in plan.values()}
+        must = {key for one, plan in self._calls if one.must_wait for key in plan.values()}
         self._wait(must, None)
-        self._wait(self._queued, deadline)
-        for one, plan in pairs:
+        self._wait(self._keys, deadline)
+        for one, plan in self._calls:
             for size, key in plan.items():
-                if not key or key in self._done or one.must_wait:
+                if not key or self._ended.get(key) or one.must_wait:
                     self._load(one, size, key)
-        self._needed = []  # calls that are waited for hold memory of the GPU
-        self._late = [(one, plan) for one, plan in pairs if not one.must_wait]
+        self._late = [(one, plan) for one, plan in self._calls if not one.must_wait]
+        self._calls = []  # those that are waited for hold memory of the GPU
         self._let_serve()
-        if left := len(self._queued) - len(self._done) - len(self._failed):
+        if left := len(self._keys) - len(self._ended):
             logger.warning(
                 "%d of %d kernels are not compiled after %.0f s (VLLM_KERNEL_COMPILE_SECONDS): "
                 "fallbacks serve until then, and in captured graphs until the next start",
-                left, len(self._queued), seconds,
+                left, len(self._keys), seconds,
             )  # fmt: skip
 
     def promote(self) -> None:
@@ -228,18 +219,16 @@ class WarmUp:
 
         Call it between steps: the next step waits for the load.
         """
-        if not self._late:
-            return
         missing = [
             (one, size, key)
             for one, plan in self._late
             for size, key in plan.items()
-            if key not in self._failed and not self._is_loaded(one.call.name, key)
+            if self._ended.get(key, True) and not self._is_loaded(one.call.name, key)
         ]
         if not missing:
             self._late = []
             return
-        compiled = next((found for found in missing if found[2] in self._done), None)
+        compiled = next((found for found in missing if self._ended.get(found[2])), None)
         if compiled is not None:
             self._load(*compiled)
             self._let_serve()
@@ -249,12 +238,11 @@ class WarmUp:
 
     def _let_serve(self) -> None:
         ready: dict[str, dict[int, bool]] = {}
-        for name, plan in zip(self._names, self._plans):
-            sizes = ready.setdefault(name, {})
-            sizes.update({size: self._is_loaded(name, key) for size, key in plan.items()})
+        for name, plan in self._plans:
+            for size, key in plan.items():
+                ready.setdefault(name, {})[size] = self._is_loaded(name, key)
         for name, sizes in ready.items():
-            usable = (size for size, is_loaded in sizes.items() if is_loaded)
-            ready_sizes(name).set(sorted(sizes), usable)
+            ready_sizes(name).set(sorted(sizes), (size for size in sizes if sizes[size]))
 
     def _compile_queued(self) -> None:
         while True:
@@ -262,23 +250,23 @@ class WarmUp:
                 key = self._queue.get_nowait()
             except Empty:
                 return
-            made, ended = [], self._done
+            made, is_compiled = [], True
             try:
                 if spent := self.nvcc_cache.compile(key):
                     made = [Compilation(NVCC, self.nvcc_cache.name(key), spent)]
             except Exception as error:  # whatever it is: the start waits for this thread
-                ended = self._failed
+                is_compiled = False
                 text = str(error)[-500:] or type(error).__name__
                 logger.warning("a kernel does not compile: %s", text)
             with self._changed:
                 self.compiled += made
-                ended.add(key)
+                self._ended[key] = is_compiled
                 self._changed.notify_all()
 
     def _wait(self, keys: set[str], deadline: float | None) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: keys <= self._done | self._failed | {""},
+                lambda: keys <= self._ended.keys() | {""},
                 None if deadline is None else max(0.0, deadline - time.monotonic()),
             )
 
@@ -288,7 +276,8 @@ class WarmUp:
         Raises for a kernel without a fallback that does not compile.
         """
         name = one.call.name
-        if (name, key) in self._loaded or (key in self._failed and not one.must_wait):
+        has_failed = self._ended.get(key) is False
+        if (name, key) in self._loaded or (has_failed and not one.must_wait):
             return
         try:
             one.call.run(size)
@@ -298,8 +287,7 @@ class WarmUp:
                 raise
             logger.warning("%s of size %d is served by its fallback: %s", name, size, error)
             with self._changed:
-                self._done.discard(key)
-                self._failed.add(key)
+                self._ended[key] = False
 
 
 # cicc takes 0.47 GB for one of DeepGEMM's kernels (CUDA 13.0); the rest is a reserve, since a

@@ -1,7 +1,6 @@
 """What kernels exist, in words, as the specs declare: for `vllm kernels list` and the docs."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.kernels import registry
@@ -13,50 +12,28 @@ from vllm.machine import NATIVE, Device, Lib
 DECLARED_ONLY = "declared only"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One kernel of a backend. limits: what it asks of sizes. is_built: its code is in this build;
-    otherwise it is declared, so that choices can be explained, and never runs."""
-
-    family: str
-    backend: str
-    formats: tuple[str, ...]
-    chips: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    activations: tuple[str, ...]
-    scales: tuple[str, ...]
-    needs: tuple[str, ...]
-    limits: tuple[str, ...]
-    guarantees: tuple[str, ...]
-    is_built: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in asdict(self).items()}
-
-
-def entries(family: str, device: Device | None = None) -> list[Entry]:
+def entries(family: str, device: Device | None = None) -> list[dict[str, Any]]:
     """The kernels of a family in order of preference; only those that run on `device` if given."""
-    return [
-        _entry(spec, registry.has_code(spec))
-        for spec in registry.specs(family)
-        if device is None or runs_on(spec, device)
-    ]
+    specs = registry.specs(family)
+    return [_entry(spec) for spec in specs if device is None or runs_on(spec, device)]
 
 
-def _entry(spec: KernelSpec, is_built: bool) -> Entry:
-    return Entry(
-        family=spec.family,
-        backend=spec.backend,
-        formats=tuple(sorted(spec.formats)),
-        chips=tuple(sorted(spec.devices, key=lambda name: arch_key(name.replace("x", "0")))),
-        dtypes=tuple(sorted(spec.dtypes)),
-        activations=tuple(sorted(spec.act)),
-        scales=tuple(_on(family, str(form)) for family, form in spec.scales),
-        needs=tuple(_needs(spec)),
-        limits=tuple(_limits(spec)),
-        guarantees=tuple(sorted(spec.guarantees)),
-        is_built=is_built,
-    )
+def _entry(spec: KernelSpec) -> dict[str, Any]:
+    """limits: what it asks of sizes. is_built: its code is in this build; otherwise it is declared,
+    so that choices can be explained, and never runs."""
+    return {
+        "family": spec.family,
+        "backend": spec.backend,
+        "formats": sorted(spec.formats),
+        "chips": sorted(spec.devices, key=lambda name: arch_key(name.replace("x", "0"))),
+        "dtypes": sorted(spec.dtypes),
+        "activations": sorted(spec.act),
+        "scales": [_on(family, str(form)) for family, form in spec.scales],
+        "needs": list(_needs(spec)),
+        "limits": list(_limits(spec)),
+        "guarantees": sorted(spec.guarantees),
+        "is_built": registry.has_code(spec),
+    }
 
 
 def _on(family: str, what: str) -> str:
@@ -89,19 +66,17 @@ def _limits(spec: KernelSpec) -> Iterable[str]:
         yield "emulation: for numbers, not for speed"
 
 
-def text(found: Iterable[Entry], width: int) -> str:
+def text(found: Iterable[dict[str, Any]], width: int) -> str:
     """A table per family; a backend's name stands once."""
     head = ("backend", "in this build", "formats", "chips", "needs")
     tables: dict[str, list[tuple[str, ...]]] = {}
     for entry in found:
         row = (
-            entry.backend,
-            "yes" if entry.is_built else DECLARED_ONLY,
-            ", ".join(entry.formats),
-            ", ".join(entry.chips),
-            ", ".join(entry.needs) or "-",
+            entry["backend"],
+            "yes" if entry["is_built"] else DECLARED_ONLY,
+            *(", ".join(entry[name]) or "-" for name in ("formats", "chips", "needs")),
         )
-        tables.setdefault(entry.family, [head]).append(row)
+        tables.setdefault(entry["family"], [head]).append(row)
     widths = [
         min(22, max(len(row[i]) for rows in tables.values() for row in rows)) for i in range(4)
     ] if tables else []  # fmt: skip
@@ -131,7 +106,3 @@ def native_text(library: Lib | None, width: int) -> str:
     for kernel, archs in archs_of.items():
         lines += columns([kernel, " ".join(archs)], widths, width)
     return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
-    return [str(item) for item in value] if isinstance(value, tuple) else value

@@ -1,16 +1,21 @@
 """What changed between two reports: layers whose kernel, reasons or problem differ."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.layer_groups import compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
 from vllm.kernels.select.decision import Decision
 
-Detail = tuple[str, str, str]
-"""(what, before or "", after or "")"""
+
+class Detail(NamedTuple):
+    """before, after: "" for nothing."""
+
+    what: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,7 @@ class Change:
     details: tuple[Detail, ...]
 
     def to_json(self) -> dict[str, Any]:
-        details = [{"what": w, "before": b, "after": a} for w, b, a in self.details]
-        return {
-            "family": self.family,
-            "layers": list(self.layers),
-            "title": self.title,
-            "details": details,
-        }
+        return {**asdict(self), "details": [detail._asdict() for detail in self.details]}
 
 
 def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Change]:
@@ -44,9 +43,11 @@ def changes(before: Report, after: Report, names: tuple[str, str]) -> list[Chang
         elif key not in old:
             title = f"only in {names[1]}"
         else:
-            title, details = _title(old[key], new[key]), _details(old[key], new[key])
+            details = _details(old[key], new[key])
             if not details:
                 continue
+            was, now = (one.chosen or NO_KERNEL for one in (old[key], new[key]))
+            title = f"{now}, as before" if was == now else f"{was} -> {now}"
         same_story.setdefault((family, title, tuple(details)), []).append(layer)
     return [
         Change(family, tuple(layers), title, details)
@@ -59,25 +60,19 @@ def _by_layer(report: Report) -> dict[tuple[str, str], Decision]:
     return {(layer, decision.problem.family): decision for layer, decision in report.records}
 
 
-def _title(old: Decision, new: Decision) -> str:
-    if old.chosen == new.chosen:
-        return f"{new.chosen or NO_KERNEL}, as before"
-    return f"{old.chosen or NO_KERNEL} -> {new.chosen or NO_KERNEL}"
-
-
 def _details(old: Decision, new: Decision) -> list[Detail]:
     details: list[Detail] = []
     if old.problem != new.problem:
-        details.append(("problem", asks(old.problem), asks(new.problem)))
+        details.append(Detail("problem", asks(old.problem), asks(new.problem)))
     if old.origin != new.origin:
-        details.append(("decided by", old.origin.text, new.origin.text))
+        details.append(Detail("decided by", old.origin.text, new.origin.text))
     before, after = _verdicts(old), _verdicts(new)
     if list(before) != list(after):
-        details.append(("order", ", ".join(before), ", ".join(after)))
+        details.append(Detail("order", ", ".join(before), ", ".join(after)))
     for backend in dict.fromkeys((*before, *after)):
         was, now = before.get(backend, ""), after.get(backend, "")
         if was != now:
-            details.append((backend, was, now))
+            details.append(Detail(backend, was, now))
     return details
 
 
@@ -87,7 +82,7 @@ def _verdicts(decision: Decision) -> dict[str, str]:
     verdicts = {}
     for candidate in decision.candidates:
         own = [r for r in candidate.reasons if r.text == origin or not r.text.startswith(origin)]
-        shown = verdict(replace(candidate, reasons=tuple(own)), decision.chosen, decision.problem)
+        shown = verdict(replace(candidate, reasons=tuple(own)), decision)
         texts = (f"{kind}: {text}" if text else kind for kind, text in shown)
         verdicts[candidate.backend] = "; ".join(texts)
     return verdicts
@@ -95,29 +90,24 @@ def _verdicts(decision: Decision) -> dict[str, str]:
 
 def context(before: Report, after: Report) -> list[Detail]:
     """Differences in where and under what the decisions were made: (what, before, after)."""
-    rows = []
-    if before.device != after.device:
-        rows.append(("device", str(before.device), str(after.device)))
+    rows = [Detail("device", str(before.device), str(after.device))]
     for name in sorted({lib.name for lib in before.libs.libs | after.libs.libs}):
-        was, now = before.libs.get(name), after.libs.get(name)
-        if was != now:
-            rows.append(("library", str(was or f"no {name}"), str(now or f"no {name}")))
+        was, now = (str(report.libs.get(name) or f"no {name}") for report in (before, after))
+        rows.append(Detail("library", was, now))
     for name in sorted({*before.env, *after.env}):
-        if before.env.get(name) != after.env.get(name):
-            rows.append(("variable", _set(name, before.env), _set(name, after.env)))
-    return rows
-
-
-def _set(name: str, env: Any) -> str:
-    return f"{name}={env[name]}" if name in env else f"{name} unset"
+        was, now = (
+            f"{name}={report.env[name]}" if name in report.env else f"{name} unset"
+            for report in (before, after)
+        )
+        rows.append(Detail("variable", was, now))
+    return [row for row in rows if row.before != row.after]
 
 
 def page(before: Report, after: Report, found: Iterable[Change], width: int) -> str:
     """The context, then each change with the layers it covers."""
     paragraphs = [[line for row in context(before, after) for line in _detail(row, width)]]
     for change in found:
-        plural = "s" * (len(change.layers) > 1)
-        title = f"{len(change.layers)} {change.family} layer{plural}: {change.title}"
+        title = f"{counted(len(change.layers), f'{change.family} layer')}: {change.title}"
         lines = [
             line
             for pattern in compress(change.layers)

@@ -4,16 +4,15 @@ Every table comes from the specs, every example from running its command, the fi
 from computing it here. A test asserts that the committed file is what this writes.
 """
 
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from math import ceil, floor, log2, sqrt
 from pathlib import Path
+from typing import Any
 
 from vllm import envs
-from vllm.formats.scales import Scales
+from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import BLOCKS, PACKED
@@ -35,7 +34,12 @@ _RANKS = (
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
     (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
     (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),
-    (RANK_ACCURACY, "the model rule", "models that lose accuracy with DeepGEMM's UE8M0 scales"),
+    (
+        RANK_ACCURACY,
+        "accuracy: `--max-requant-error`, `--requant exact-only`, the model rule",
+        "weights that a kernel would round a second time; the rule: those of models known to lose "
+        "accuracy by it",
+    ),
     (RANK_MEASURED, "a measurement", "a chip and sizes in a [table of measurements](tuning.md)"),
     (DEFAULT_ORDER.rank, "the default order", "the order of the tables below"),
 )
@@ -118,8 +122,16 @@ the transform, the relative Frobenius error and the largest change of an element
 changes no value, such as that of scales which are powers of two already, is marked exact. The log
 has one summary line; `GET /kernels` and `--dump-decisions` have the entries (`ledger`).
 
-`--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation exceeds it for a layer is
-rejected (`numerics`), and the next one serves the layer. 0 allows exact transforms only.
+What a second rounding costs is known before anything is loaded where the checkpoint's scales are
+powers of two: `scale_fmt` of its quantisation config is `ue8m0`, or its scale tensors say so (they
+are read at the start, and by `explain` from a local folder). Then nothing is lost, and no rule or
+budget applies. Elsewhere the loss is estimated from the format, and measured at load.
+
+`--requant` says when weights may be rounded a second time: `model-rule` (default: not those of
+models known to lose accuracy by it; for others a warning tells the estimated loss), `exact-only`
+(never), `allow` (always). `--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation
+exceeds it for a layer, measured or estimated, is rejected (`numerics`), and the next one serves the
+layer.
 """
 
 _CUTS = """
@@ -145,14 +157,16 @@ def _precedence() -> str:
         "(`origin`).\n\n" + _markdown(("rank", "source", "applies to"), rows) + "\n\n"
         "A requested backend (ranks 1 to 3) is used, or the start is refused with the explanation "
         "and a non-zero exit code. With `--on-unmet fallback` the next backend serves instead. "
-        "`VLLM_USE_DEEP_GEMM=1` applies to every layer for which DeepGEMM has a kernel: a layer of "
-        "an unsupported shape uses the next kernel; a machine that cannot run DeepGEMM is an "
-        "error.\n\n`--require-native` refuses weight-only and emulated kernels for quantised "
+        "`VLLM_USE_DEEP_GEMM=1` is a permission: it lifts the model rule and puts DeepGEMM before "
+        "the default order, measurements still decide, and where DeepGEMM cannot run the next "
+        "kernel serves; a warning says so where that is every layer. `--linear-backend deep_gemm` "
+        "forces it.\n\n`--require-native` refuses weight-only and emulated kernels for quantised "
         "weights.\n\n"
-        "Two side effects of a decision on a GPU are reported in the log (a warning), in `explain` "
-        "and in the JSON: weights made for quantised activations that run weight-only, and "
-        "attention for which the host waits (torch's: float32, heads over 256, or no Triton on the "
-        "chip). The latter cannot be captured in a CUDA graph, so every step runs eagerly."
+        "Three side effects of a decision on a GPU are reported in the log (a warning), in "
+        "`explain` and in the JSON: weights that are rounded a second time, weights made for "
+        "quantised activations that run weight-only, and attention for which the host waits "
+        "(torch's: float32, heads over 256, or no Triton on the chip). The latter cannot be "
+        "captured in a CUDA graph, so every step runs eagerly."
     )
 
 
@@ -179,29 +193,26 @@ def _kernels() -> str:
     return "\n\n".join(parts)
 
 
-def _kernel_row(entry: catalog.Entry) -> tuple[str, ...]:
+def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    family, backend = entry["family"], entry["backend"]
+    never_runs = (family, backend) in _NEVER_RUN
     cells = (
-        [f"`{entry.backend}`"],
-        entry.formats,
-        [_marked(entry, chip) for chip in entry.chips],
-        entry.dtypes,
-        entry.activations if entry.family in ("linear", "moe") else (),
-        entry.needs,
-        entry.scales,
-        (*entry.limits, *entry.guarantees),
-        ["yes" if entry.is_built else catalog.DECLARED_ONLY],
+        [f"`{backend}`"],
+        entry["formats"],
+        [chip + _MARK * (never_runs or chip not in _HAS_RUN) for chip in entry["chips"]],
+        entry["dtypes"],
+        entry["activations"] if family in ("linear", "moe") else (),
+        entry["needs"],
+        entry["scales"],
+        (*entry["limits"], *entry["guarantees"]),
+        ["yes" if entry["is_built"] else catalog.DECLARED_ONLY],
     )
     return tuple(", ".join(cell) or "-" for cell in cells)
 
 
-def _marked(entry: catalog.Entry, chip: str) -> str:
-    has_run = chip in _HAS_RUN and (entry.family, entry.backend) not in _NEVER_RUN
-    return chip if has_run else chip + _MARK
-
-
 def _chips() -> str:
     rows = [
-        (chip if chip in _HAS_RUN else chip + _MARK, Device.parse(chip).family, gpus)
+        (chip + _MARK * (chip not in _HAS_RUN), Device.parse(chip).family, gpus)
         for chip, gpus in CHIPS.items()
     ]
     return (
@@ -252,44 +263,17 @@ def _numerics() -> str:
         "float32 s per block of 128x128. Kernels differ in the scales they take:\n\n"
         + _markdown(("form", "scales", "cost"), rows)
         + "\n\nA weight whose scales are rounded up to powers of two is rounded to E4M3 a second "
-        "time. For Gaussian weights with block maxima spread evenly over an octave this changes "
-        f"the weight by **{requant_error():.1%}** (relative Frobenius error, computed when this "
-        "file is written). Activations are quantised with such scales too. On `sm_9x` DeepGEMM "
-        f"takes float32 scales, without loss. On `sm_10x`{_MARK} it takes UE8M0 only: the model "
-        "rule exists for this, and `VLLM_USE_DEEP_GEMM_E8M0=0` excludes DeepGEMM there."
+        "time. Where the weight is not at hand, the loss is taken to be "
+        f"**{estimated(Scales.UE8M0, 'bf16').error:.2%}** (relative Frobenius error, the median of "
+        "published FP8 checkpoints, see [accuracy.md](accuracy.md)). Activations are quantised "
+        "with such scales too. On `sm_9x` DeepGEMM "
+        f"takes float32 scales, without loss. On `sm_10x`{_MARK} and `sm_12x`{_MARK} it takes "
+        "UE8M0 only: the model rule exists for this, and `VLLM_USE_DEEP_GEMM_E8M0=0` excludes "
+        "DeepGEMM there."
         f"\n\n`{Scales.ACTIVATION}` is for scales per row and per group: they are kept in bf16 or "
         "fp16, the dtype of the activations, which is exact where the checkpoint stores them so. "
         "Elsewhere the loss is measured at load and counts against the budget."
     )
-
-
-def requant_error(num_blocks: int = 16, block_size: int = 4096) -> float:
-    """Relative Frobenius error of E4M3 weights re-quantised to power-of-two scales."""
-    source = random.Random(0)
-    change = total = 0.0
-    for block in range(num_blocks):
-        spread = 2 ** (block / num_blocks)
-        weights = [source.gauss(0, spread) for _ in range(block_size)]
-        scale = max(map(abs, weights)) / _E4M3_MAX
-        coarse = 2.0 ** ceil(log2(scale))
-        for weight in weights:
-            stored = _e4m3(weight / scale) * scale
-            again = _e4m3(stored / coarse) * coarse
-            change += (again - stored) ** 2
-            total += stored**2
-    return sqrt(change / total)
-
-
-_E4M3_MAX, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA_BITS = 448.0, -6, 3
-
-
-def _e4m3(value: float) -> float:
-    """The nearest E4M3 number, ties to even; saturates."""
-    if value == 0:
-        return 0.0
-    exponent = max(floor(log2(abs(value))), _E4M3_MIN_EXPONENT)
-    step = 2.0 ** (exponent - _E4M3_MANTISSA_BITS)
-    return max(-_E4M3_MAX, min(_E4M3_MAX, round(value / step) * step))
 
 
 # ---------------------------------------------------------------- examples

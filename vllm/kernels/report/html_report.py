@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from html import escape
 
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.layer_groups import by_decision, by_outcome, compress
+from vllm.kernels.report.layer_groups import by_decision, by_outcome, compress, counted
 from vllm.kernels.report.page_style import SCRIPT, STYLE
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
-from vllm.kernels.report.text_report import KINDS, NO_KERNEL, libs_text, notes, verdict
+from vllm.kernels.report.text_report import KINDS, NO_KERNEL, notes, verdict, where
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.reason import DEFAULT_ORDER
 
@@ -18,10 +18,8 @@ def html_page(report: Report, title: str) -> str:
     families: dict[str, list[tuple[Decision, list[str]]]] = {}
     for decision, layers in by_decision(report.records).items():
         families.setdefault(decision.problem.family, []).append((decision, layers))
-    facts = {"device": str(report.device), "libraries": libs_text(report.libs)}
-    if report.env:
-        facts["variables"] = ", ".join(f"{name}={value}" for name, value in report.env.items())
-    rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    facts = where(report, ", ").items()
+    rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts)
     records = report.records
     texts = [*notes(by_outcome(records)), *side_effect_lines(records), *stale_lines(records)]
     said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
@@ -63,8 +61,9 @@ def _grid(family: str, decided: list[tuple[Decision, list[str]]]) -> str:
 
 
 def _row(decision: Decision, layers: list[str], backends: Iterable[str]) -> str:
-    names = "<br>".join(f"<code>{_breakable(name)}</code>" for name in compress(layers))
-    plural = "s" * (len(layers) > 1)
+    # Long names may break after a dot.
+    parts = (escape(name).replace(".", ".<wbr>") for name in compress(layers))
+    names = "<br>".join(f"<code>{part}</code>" for part in parts)
     by_name = {candidate.backend: candidate for candidate in decision.candidates}
     cells = "".join(
         _cell(by_name[name], decision) if name in by_name else "<td></td>" for name in backends
@@ -72,8 +71,8 @@ def _row(decision: Decision, layers: list[str], backends: Iterable[str]) -> str:
     winner = escape(decision.kernel or NO_KERNEL)
     missing = "" if decision.chosen else ' class="missing"'
     return (
-        f'<tr{missing}><th scope="row">{names}<div class="problem">{len(layers)} layer{plural}, '
-        f"{escape(str(decision.problem))}</div></th>"
+        f'<tr{missing}><th scope="row">{names}<div class="problem">'
+        f"{counted(len(layers), 'layer')}, {escape(str(decision.problem))}</div></th>"
         f'<td class="winner"><strong>{winner}</strong><div class="problem">'
         f'{escape(decision.origin.text)} <span class="rank">(rank {decision.origin.rank} of '
         f"{DEFAULT_ORDER.rank})</span></div></td>{cells}</tr>"
@@ -81,7 +80,7 @@ def _row(decision: Decision, layers: list[str], backends: Iterable[str]) -> str:
 
 
 def _cell(candidate: Candidate, decision: Decision) -> str:
-    reasons = verdict(candidate, decision.chosen, decision.problem)
+    reasons = verdict(candidate, decision)
     kind = reasons[0][0]
     more = f'<span class="more">+{len(reasons) - 1}</span>' if len(reasons) > 1 else ""
     lines = "".join(
@@ -97,8 +96,3 @@ def _cell(candidate: Candidate, decision: Decision) -> str:
 
 def _class(kind: str) -> str:
     return "is-" + kind.replace(" ", "-")
-
-
-def _breakable(name: str) -> str:
-    """Long names may break after a dot."""
-    return escape(name).replace(".", ".<wbr>")

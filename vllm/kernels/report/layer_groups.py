@@ -1,55 +1,33 @@
 """Layers grouped for display: by equal decision, by equal outcome, and names as patterns."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
-from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
-from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.reason import Origin, Why
 
 Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Group:
-    """The layers that ask for one and the same problem; timings: what was measured of it."""
-
-    layers: tuple[str, ...]
-    problem: Problem
-    timings: Evidence | None = None
-
-    @property
-    def patterns(self) -> list[str]:
-        return compress(self.layers)
-
-
-@dataclass(frozen=True)
-class OutcomeGroup:
-    """Groups whose problems differ but whose outcome and candidates, reasons included, do not.
+class OutcomeGroup(Decision):
+    """Decisions whose problems differ but whose outcome and candidates, reasons included, do not,
+    as the first of them. groups: each with its layers.
 
     A candidate that does not take the weight's format keeps that reason alone: what sizes or
-    libraries say of it besides would separate outcomes that are one to a reader. kernel: as
-    of a Decision.
+    libraries say of it besides would separate outcomes that are one to a reader.
     """
 
-    chosen: str | None
-    kernel: str | None
-    origin: Origin
-    candidates: tuple[Candidate, ...]
-    groups: tuple[Group, ...]
+    groups: list[tuple[Decision, list[str]]] = field(default_factory=list)
 
     @property
     def family(self) -> str:
-        return self.groups[0].problem.family
-
-    @property
-    def formats(self) -> list[str]:
-        return list(dict.fromkeys(group.problem.format for group in self.groups))
+        return self.problem.family
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return sum(len(layers) for _, layers in self.groups)
 
 
 def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
@@ -67,25 +45,37 @@ def by_decision(records: Iterable[Record]) -> dict[Decision, list[str]]:
 
 def by_outcome(records: Iterable[Record]) -> list[OutcomeGroup]:
     """In order of first use."""
-    outcomes: dict[_Outcome, list[Group]] = {}
+    outcomes: dict[_Outcome, OutcomeGroup] = {}
     for decision, layers in by_decision(records).items():
         candidates = tuple(map(_without_moot_reasons, decision.candidates))
-        family, kernel = decision.problem.family, decision.kernel
-        key = (family, decision.chosen, kernel, decision.origin, candidates)
-        group = Group(tuple(layers), decision.problem, decision.timings)
-        outcomes.setdefault(key, []).append(group)
-    return [
-        OutcomeGroup(chosen, kernel, origin, candidates, tuple(groups))
-        for (_, chosen, kernel, origin, candidates), groups in outcomes.items()
-    ]
+        key = (decision.problem.family, decision.kernel, decision.origin, candidates)
+        if key not in outcomes:
+            own = {f.name: getattr(decision, f.name) for f in fields(decision)}
+            outcomes[key] = OutcomeGroup(**{**own, "candidates": candidates})
+        outcomes[key].groups.append((decision, layers))
+    return list(outcomes.values())
 
 
-_Outcome = tuple[str, str | None, str | None, Origin, tuple[Candidate, ...]]
+_Outcome = tuple[str, str | None, Origin, tuple[Candidate, ...]]
 
 
 def _without_moot_reasons(candidate: Candidate) -> Candidate:
     of_format = tuple(reason for reason in candidate.reasons if reason.why is Why.FORMAT)
     return replace(candidate, reasons=of_format, fit=None) if of_format else candidate
+
+
+def by_text(records: Iterable[Record], text_of: Callable[[Decision], str]) -> dict[str, str]:
+    """What `text_of` says of decisions, if anything, with the layers of which it says so."""
+    found: dict[str, list[str]] = {}
+    for layer, decision in records:
+        if text := text_of(decision):
+            found.setdefault(text, []).append(layer)
+    return {text: ", ".join(compress(layers)) for text, layers in found.items()}
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 layer`, `2 layers`"""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def compress(names: Sequence[str]) -> list[str]:

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from vllm.kernels.report.layer_groups import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -40,12 +42,12 @@ class Ledger:
         """One line: how many layers lost what, and how many transforms were exact."""
         lossy = [entry for entry in self.entries if not entry.is_exact]
         num_exact = len(self.entries) - len(lossy)
-        exact = f"{num_exact} transform{'s' * (num_exact != 1)} exact"
+        exact = f"{counted(num_exact, 'transform')} exact"
         if not lossy:
             return f"no lossy transform, {exact}" if num_exact else "no lossy transform"
         worst = max(lossy, key=lambda entry: entry.relative_error)
         middle = median(entry.relative_error for entry in lossy)
         return (
-            f"re-quantised {len(lossy)} layer{'s' * (len(lossy) != 1)} with loss: relative error "
-            f"median {middle:.2%}, worst {worst.relative_error:.2%} ({worst.layer}); {exact}"
+            f"re-quantised {counted(len(lossy), 'layer')} with loss: relative error median "
+            f"{middle:.2%}, worst {worst.relative_error:.2%} ({worst.layer}); {exact}"
         )

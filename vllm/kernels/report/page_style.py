@@ -1,4 +1,6 @@
-"""Style and script of the page that `html.py` writes; kept inline so that it is one file."""
+"""Style and script of the page that `html_report.py` writes; kept inline so that it is one file."""
+
+from vllm.kernels.select.reason import Why
 
 STYLE = """
 :root {
@@ -67,14 +69,9 @@ button:hover, button:focus { outline: 2px solid var(--text); outline-offset: 1px
 #tip .line + .line { margin-top: .3rem }
 .is-chosen { background: var(--chosen); color: var(--chosen-text); font-weight: 600 }
 .is-could-run { background: var(--free); color: var(--free-text) }
-.is-device { background: var(--device); color: var(--device-text) }
-.is-library { background: var(--library); color: var(--library-text) }
-.is-format { background: var(--format); color: var(--format-text) }
-.is-shape { background: var(--shape); color: var(--shape-text) }
-.is-dtype { background: var(--dtype); color: var(--dtype-text) }
-.is-policy { background: var(--policy); color: var(--policy-text) }
-.is-numerics { background: var(--numerics); color: var(--numerics-text) }
-"""
+""" + "".join(
+    f".is-{why} {{ background: var(--{why}); color: var(--{why}-text) }}\n" for why in Why
+)
 
 # One tab stop per table; arrow keys move inside. The reasons stand in the page too (.why), for
 # screen readers as the text of each button and for browsers without scripts in plain sight.

@@ -3,7 +3,6 @@
 Nothing here looks at a GPU or imports torch: any chip can be asked about on any machine.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
+from vllm.utils.hub import read_json_object
 
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 # GPUs of one architecture that measurements tell apart; the architecture alone means the first.
@@ -83,10 +83,7 @@ def _plain_name(gpu: str) -> str:
 
 
 def libs_of(text: str, device: Device) -> Libs:
-    """The libraries of `text`: `all`, `none`, or names with versions.
-
-    Named ones come on top of torch, triton and our native kernels for every chip.
-    """
+    """`all`, or torch, triton, our native kernels and those that `text` names with versions."""
     every = _every_lib(device)
     if text == "all":
         return Libs.of(every.values())
@@ -127,9 +124,8 @@ def chip_of(text: str, device: Device) -> Chip:
 
 
 def _every_lib(device: Device) -> dict[str, Lib]:
-    """Every library that a kernel asks for, in whichever version and with the code that serve the
-    chip."""
-    specs = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
+    """Every library that a kernel asks for, of any version, with the code that serves the chip."""
+    specs = registry.all_specs()
     names = {"torch", *(name for spec in specs for name, _ in spec.libs)}
     archs: dict[str, set[str]] = {NATIVE: {arch for spec in specs for arch in spec.native_archs}}
     for spec in specs:
@@ -192,7 +188,7 @@ def read_model(model: str) -> dict[str, Any]:
 
     path = Path(model).expanduser()
     if path.is_file() or path.is_dir():
-        return _read_config(path / "config.json" if path.is_dir() else path)
+        return read_json_object(path / "config.json" if path.is_dir() else path, ConfigError)
     config = builtin_config(model)
     if config is None:
         lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
@@ -203,23 +199,8 @@ def read_model(model: str) -> dict[str, Any]:
     return config
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}, not a JSON object")
-    return config
-
-
 def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
-    """`fp32`, `bf16` or `fp16`: what is asked for; with `auto` fp32 on the CPU, else what the
-    checkpoint is stored in."""
+    """`fp32`, `bf16` or `fp16`; for `auto` fp32 on the CPU, else as the checkpoint is stored."""
     if asked == "auto":
         if device.kind == "cpu":
             return "fp32"

@@ -1,26 +1,25 @@
-"""Side effects of a decision on a GPU: dequantised weights (native to weight-only), steps that
-cannot be captured in a CUDA graph, emulation where no kernel can run."""
+"""Side effects of a decision on a GPU: weights that are rounded a second time or dequantised
+(native to weight-only), steps that cannot be captured in a CUDA graph, emulation where no kernel
+can run."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.scales import Scales
 from vllm.kernels import registry
-from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.layer_groups import by_text
 from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER, Why
 
 
 def side_effect(decision: Decision) -> str:
-    """The side effect and what rejected the preferred kernels; "" where there is none.
-
-    CPUs have neither native kernels nor CUDA graphs, so no side effects.
-    """
+    """The side effect and what rejected the preferred kernels; "" for none, as on every CPU."""
     if decision.device.kind == "cpu" or decision.chosen is None:
         return ""
     if waits(decision):
         return _not_captured(decision)
-    return _emulated(decision) or _dequantised(decision)
+    return _emulated(decision) or _requantised(decision) or _dequantised(decision)
 
 
 def waits(decision: Decision) -> bool:
@@ -38,9 +37,11 @@ def _not_captured(decision: Decision) -> str:
     )
 
 
-def _reasons(decision: Decision) -> str:
-    """The first reason against each preferred kernel."""
-    return "; ".join(f"{c.backend}: {c.reasons[0].text}" for c in _before(decision) if c.reasons)
+def _reasons(decision: Decision, counts: Callable[[Candidate], bool] = lambda _: True) -> str:
+    """The first reason against each preferred kernel that counts."""
+    before = decision.candidates[: decision.candidates.index(decision.winner)]
+    own = (c for c in before if c.reasons and counts(c))
+    return "; ".join(f"{c.backend}: {c.reasons[0].text}" for c in own)
 
 
 def _emulated(decision: Decision) -> str:
@@ -54,6 +55,18 @@ def _emulated(decision: Decision) -> str:
     )
 
 
+def _requantised(decision: Decision) -> str:
+    winner, problem = decision.winner, decision.problem
+    if not winner.is_lossy or winner.requant is None or winner.scales == Scales.ACTIVATION:
+        return ""
+    grade = ", estimated from the format" if winner.requant.is_estimated else ""
+    return (
+        f"re-quantised: {problem.family} {problem.format} by {winner.backend}, which takes "
+        f"{winner.scales} scales: the weights are rounded a second time, a relative error of about "
+        f"{winner.requant.error:.2%}{grade}; --requant exact-only avoids it"
+    )
+
+
 def _dequantised(decision: Decision) -> str:
     problem = decision.problem
     if not isinstance(problem, LinearProblem | MoEProblem) or problem.act[0] is ActScheme.NONE:
@@ -64,18 +77,15 @@ def _dequantised(decision: Decision) -> str:
     return (
         f"native -> weight-only: {problem.family} {problem.weight} by {winner.backend}, which "
         f"widens weights to {problem.dtype} and does not quantise activations ({problem.act[0]}); "
-        f"{_why(decision)}; --require-native refuses this"
+        f"{_decider(decision) or _reasons(decision, _quantises) or 'no kernel quantises them'}; "
+        "--require-native refuses this"
     )
 
 
-def _why(decision: Decision) -> str:
-    texts = [
-        f"{candidate.backend}: {candidate.reasons[0].text}"
-        for candidate in _before(decision)
-        if candidate.act not in (None, ActScheme.NONE)
-        and not any(reason.why is Why.FORMAT for reason in candidate.reasons)
-    ]
-    return _decider(decision) or "; ".join(texts) or "no kernel quantises them"
+def _quantises(candidate: Candidate) -> bool:
+    """Whether it takes the format, and quantises activations."""
+    takes_format = all(reason.why is not Why.FORMAT for reason in candidate.reasons)
+    return takes_format and candidate.act not in (None, ActScheme.NONE)
 
 
 def _decider(decision: Decision) -> str:
@@ -83,15 +93,6 @@ def _decider(decision: Decision) -> str:
     return decision.origin.text if decision.origin.rank < DEFAULT_ORDER.rank else ""
 
 
-def _before(decision: Decision) -> tuple[Candidate, ...]:
-    """The candidates that are preferred to the chosen one."""
-    return decision.candidates[: decision.candidates.index(decision.winner)]
-
-
 def side_effect_lines(records: Iterable[Record]) -> list[str]:
     """One line per distinct side effect, with the layers it covers."""
-    layers_of: dict[str, list[str]] = {}
-    for layer, decision in records:
-        if text := side_effect(decision):
-            layers_of.setdefault(text, []).append(layer)
-    return [f"{text} ({', '.join(compress(layers))})" for text, layers in layers_of.items()]
+    return [f"{text} ({layers})" for text, layers in by_text(records, side_effect).items()]

@@ -5,19 +5,19 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from vllm.formats.act_scheme import ActScheme
-from vllm.formats.scales import Scales
+from vllm.formats.scales import Requant
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, compress
+from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, by_text, compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
-from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
+from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
 from vllm.kernels.select.spec import COMPILERS
-from vllm.machine import BUILD, Lib, Libs
+from vllm.machine import BUILD, Lib
 
 WIDTH = 100
 CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
@@ -55,32 +55,29 @@ def outcome(decision: Decision) -> str:
 
 def log_lines(records: Iterable[Record]) -> list[str]:
     """One line per distinct outcome, with the layers it covers."""
-    layers_of: dict[str, list[str]] = {}
-    for layer, decision in records:
-        layers_of.setdefault(outcome(decision), []).append(layer)
-    return [f"{', '.join(compress(layers))}: {text}" for text, layers in layers_of.items()]
+    return [f"{layers}: {text}" for text, layers in by_text(records, outcome).items()]
 
 
-def verdict(candidate: Candidate, chosen: str | None, problem: Problem) -> list[tuple[str, str]]:
-    """(kind, text) for each reason against the candidate, or that it is chosen or could run, and
-    how."""
+def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
+    """(kind, text) of each reason against the candidate, or of how it runs or could run."""
     if candidate.reasons:
         return [(str(reason.why), reason.text) for reason in candidate.reasons]
-    kind = CHOSEN if candidate.backend == chosen else COULD_RUN
-    return [(kind, ", ".join(_how(candidate, problem)))]
+    kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
+    return [(kind, ", ".join(_how(candidate, decision.problem)))]
 
 
 def _how(candidate: Candidate, problem: Problem) -> list[str]:
     """In which way a candidate computes the problem, as far as there is something to say."""
-    facts = []
-    if candidate.parts:
-        facts.append(split_text(candidate.parts))
+    facts = [
+        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
+        for limit, backend in candidate.parts
+    ]
     is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
     if is_quantized and candidate.act is not None:
         weight_only = candidate.act is ActScheme.NONE
         facts.append("weight-only" if weight_only else f"activations {candidate.act}")
     if candidate.scales:
-        facts.append(_scales_text(candidate, problem))
+        facts.append(_scales_text(candidate))
     if candidate.fit is not None:
         facts.append(candidate.fit.text)
     specs = [spec for spec in registry.specs(problem.family) if spec.backend == candidate.backend]
@@ -89,57 +86,41 @@ def _how(candidate: Candidate, problem: Problem) -> list[str]:
     return facts
 
 
-def _scales_text(candidate: Candidate, problem: Problem) -> str:
+def _scales_text(candidate: Candidate) -> str:
     text = f"{candidate.scales} scales"
-    error = getattr(problem, "requant_error", None)
-    if not candidate.is_lossy:
-        return text
-    if error is None and candidate.scales == Scales.ACTIVATION:
-        return f"{text} (rounded at load where it cannot hold them)"
-    if error is None:
-        return f"{text} (weights re-rounded to powers of two at load)"
-    return f"{text} ({requant_text(error)})"
+    return text if candidate.requant is None else f"{text} ({requant_text(candidate.requant)})"
 
 
-def requant_text(error: float) -> str:
-    """`error`: relative Frobenius error of a weight re-quantised to scales of another form."""
-    return f"re-quantised at load, relative error {error:.2%}" if error else "exact: lossless here"
-
-
-def split_text(parts: Sequence[tuple[int | None, str]]) -> str:
-    return ", ".join(
-        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
-        for limit, backend in parts
-    )
+def requant_text(requant: Requant) -> str:
+    """What bringing a weight to scales of another form costs it."""
+    if not requant.error:
+        return "exact: lossless here"
+    if requant.is_estimated:
+        return f"re-quantised at load, about {requant.error:.2%}, estimated from the format"
+    return f"re-quantised at load, relative error {requant.error:.2%}"
 
 
 # ---------------------------------------------------------------- what was measured
 
 
-def expectation(
-    candidates: Sequence[Candidate],
-    chosen: str | None,
-    problem: Problem,
-    timings: Evidence | None,
-) -> Expected | None:
+def expectation_of(decision: Decision) -> Expected | None:
     """What the chosen kernel is expected to take, beside all that policy alone keeps away; of one
     that quantises activations, beside those that do too: another arithmetic is asked for by name.
     """
-    if chosen is None or timings is None or not isinstance(problem, LinearProblem | MoEProblem):
+    problem, timings = decision.problem, decision.timings
+    if decision.chosen is None or timings is None:
         return None
-    winner = next(c for c in candidates if c.backend == chosen)
+    if not isinstance(problem, LinearProblem | MoEProblem):
+        return None
+    winner = decision.winner
     able = {
         c.backend
-        for c in candidates
+        for c in decision.candidates
         if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
         and (c.act is not ActScheme.NONE or winner.act is ActScheme.NONE)
     }
-    parts = winner.parts or ((None, chosen),)
+    parts = winner.parts or ((None, winner.backend),)
     return expected(timings, parts, able, problem.m_range)
-
-
-def expectation_of(decision: Decision) -> Expected | None:
-    return expectation(decision.candidates, decision.chosen, decision.problem, decision.timings)
 
 
 def expectation_text(choice: Expected) -> str:
@@ -181,23 +162,16 @@ def _wrap(text: str, width: int) -> list[str]:
 def table(decision: Decision, width: int = WIDTH) -> str:
     """The outcome, then every candidate in order of preference, with all reasons against it."""
     lines = columns([outcome(decision)], [], width)
-    lines += _candidate_lines(decision.candidates, decision.chosen, decision.problem, width)
-    return "\n".join(lines)
+    return "\n".join(lines + _candidate_lines(decision, width))
 
 
-def _candidate_lines(
-    candidates: Sequence[Candidate],
-    chosen: str | None,
-    problem: Problem,
-    width: int,
-    name_width: int = 0,
-) -> list[str]:
-    name_width = max([name_width, *(len(c.backend) for c in candidates)])
+def _candidate_lines(decision: Decision, width: int, name_width: int = 0) -> list[str]:
+    name_width = max([name_width, *(len(c.backend) for c in decision.candidates)])
     lines = []
-    for position, candidate in enumerate(candidates, 1):
-        mark = ">" if candidate.backend == chosen else " "
+    for position, candidate in enumerate(decision.candidates, 1):
+        mark = ">" if candidate.backend == decision.chosen else " "
         head = f"{mark} {position:>2} {candidate.backend}"
-        for kind, text in verdict(candidate, chosen, problem):
+        for kind, text in verdict(candidate, decision):
             lines += columns([head, kind, text], [name_width + 5, len(COULD_RUN)], width)
             head = ""
     return lines
@@ -207,10 +181,10 @@ def _candidate_lines(
 
 
 def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool = False) -> str:
-    """Everything: where, what was chosen for how many layers, and each outcome with its rejected
-    candidates. is_brief: without these."""
+    """Where, what was chosen for how many layers, and, unless is_brief, every candidate."""
     outcomes = by_outcome(report.records)
-    paragraphs = [_where(report, width)]
+    facts = where(report, separator="  ").items()
+    paragraphs = [[line for row in facts for line in columns(row, [9], width)]]
     if len(outcomes) > 1 or is_brief:
         paragraphs.append(_summary(outcomes, width, bold))
     events = [f"Event: {line}" for line in side_effect_lines(report.records)]
@@ -225,17 +199,14 @@ def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool 
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
-def _where(report: Report, width: int) -> list[str]:
-    rows = [("device", str(report.device)), ("libraries", libs_text(report.libs))]
+def where(report: Report, separator: str) -> dict[str, str]:
+    """The machine and, with this separator, the variables; reasons tell what is in this build."""
+    libs = sorted(report.libs.libs, key=lambda lib: lib.name)
+    texts = ", ".join(_lib_text(lib) for lib in libs if lib.name != BUILD)
+    facts = {"device": str(report.device), "libraries": texts or "none"}
     if report.env:
-        rows.append(("variables", "  ".join(f"{k}={v}" for k, v in report.env.items())))
-    return [line for row in rows for line in columns(row, [9], width)]
-
-
-def libs_text(libs: Libs) -> str:
-    """Libraries for people; which backends are in this build, the reasons tell."""
-    shown = sorted(libs.libs, key=lambda lib: lib.name)
-    return ", ".join(_lib_text(lib) for lib in shown if lib.name != BUILD) or "none"
+        facts["variables"] = separator.join(f"{k}={v}" for k, v in report.env.items())
+    return facts
 
 
 def _lib_text(lib: Lib) -> str:
@@ -250,7 +221,8 @@ def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[s
     """Stories that differ in sizes and reasons alone share a line."""
     counts: dict[tuple[str, str, str], int] = {}
     for one in outcomes:
-        serves = f"{one.family} {', '.join(one.formats)}"
+        formats = dict.fromkeys(decision.problem.format for decision, _ in one.groups)
+        serves = f"{one.family} {', '.join(formats)}"
         key = (one.kernel or NO_KERNEL, serves, one.origin.text)
         counts[key] = counts.get(key, 0) + one.num_layers
     rows = [
@@ -264,35 +236,26 @@ def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[s
 
 
 def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
-    """What the reader should know beyond the reasons: what the model rule is about."""
-    rule = next((s.origin for s in outcomes if s.origin.rank == RANK_ACCURACY), None)
-    if rule is None:
+    """What the reader should know beyond the reasons: what an origin of accuracy is about."""
+    if all(one.origin.rank != RANK_ACCURACY for one in outcomes):
         return []
     return [
-        "Note: on this chip DeepGEMM takes power-of-two (UE8M0) scales only; re-quantising this "
-        "model's FP8 weights to them at load costs accuracy, so the model rule leaves DeepGEMM "
-        "out. VLLM_USE_DEEP_GEMM=1 overrides the rule."
+        "Note: a kernel that takes UE8M0 scales (DeepGEMM on Blackwell) rounds FP8 weights a "
+        "second time at load, unless their scales are powers of two, so accuracy decided here. "
+        "VLLM_USE_DEEP_GEMM=1 or --requant allow lifts the model rule, and no budget."
     ]
 
 
 def _outcome_lines(one: OutcomeGroup, name_width: int, width: int, bold: bool) -> list[str]:
-    plural = "s" * (one.num_layers > 1)
-    title = f"{one.kernel or 'NO KERNEL'} for {one.num_layers} {one.family} layer{plural}"
+    title = f"{one.kernel or 'NO KERNEL'} for {counted(one.num_layers, f'{one.family} layer')}"
     lines = [_strong(title, bold)]
     lines += _indented(columns(["why", why(one)], [3], width - 2))
     lines += _indented(_group_lines(one, width - 2))
-    candidates = _candidate_lines(
-        one.candidates,
-        one.chosen,
-        one.groups[0].problem,
-        width - 2,
-        name_width,
-    )
-    return [*lines, *_indented(candidates)]
+    return lines + _indented(_candidate_lines(one, width - 2, name_width))
 
 
 def why(one: OutcomeGroup) -> str:
-    """Who decided, what came before in the default order, and what cut scale blocks cost."""
+    """Who decided, what came before in the default order, and what partial blocks cost."""
     text = f"{one.origin.text} (rank {one.origin.rank} of {DEFAULT_ORDER.rank})"
     names = [
         candidate.backend
@@ -305,30 +268,30 @@ def why(one: OutcomeGroup) -> str:
         before = names[: names.index(one.chosen)]
         listed = ", ".join(before) if len(before) < 3 else f"the {len(before)}"
         text += f": {listed} before it cannot run" if before else f": first of {len(names)}"
-    fit = next((c.fit for c in one.candidates if c.backend == one.chosen), None)
+    fit = one.winner.fit if one.chosen else None
     if fit is None:
         return text
     total = size_text(fit.extra_bytes * one.num_layers)
     layers = f" in all {one.num_layers} layers" if one.num_layers > 1 else ""
-    return f"{text}\ncut scale blocks are {fit.how}: {total} a rank{layers}"
+    return f"{text}\npartial scale blocks are {fit.how}: {total} a rank{layers}"
 
 
 def _group_lines(one: OutcomeGroup, width: int) -> list[str]:
-    """Layers, how many, and what they ask: in columns where that fits, else in two lines each.
-    Where that was measured, what the choice is expected to take."""
-    groups = one.groups
-    rows = [(group.patterns, f"{len(group.layers)} x", asks(group.problem)) for group in groups]
-    names = max(len(name) for patterns, _, _ in rows for name in patterns)
-    counts = max(len(count) for _, count, _ in rows)
-    texts = max(len(text) for _, _, text in rows)
+    """Layers, how many, what they ask, and what the choice takes; in columns if these fit."""
+    rows = [
+        (compress(layers), f"{len(layers)} x", asks(decision.problem), expectation_of(decision))
+        for decision, layers in one.groups
+    ]
+    names = max(len(name) for patterns, *_ in rows for name in patterns)
+    counts = max(len(count) for _, count, *_ in rows)
+    texts = max(len(text) for _, _, text, _ in rows)
     lines = []
-    for group, (patterns, count, text) in zip(groups, rows):
+    for patterns, count, text, choice in rows:
         number = f"{count:>{counts}}"
         if counts + names + texts + 4 <= width:
             lines += columns([number, "\n".join(patterns), text], [counts, names], width)
         else:
             lines += columns([number, "\n".join([*patterns, f"  {text}"])], [counts], width)
-        choice = expectation(one.candidates, one.chosen, group.problem, group.timings)
         if choice is not None:
             lines += columns(["", f"  {expectation_text(choice)}"], [counts], width)
     return lines
@@ -346,7 +309,7 @@ def asks(problem: Problem) -> str:
         facts.append(f"M = {m_range[0]}" + f" to {m_range[1]}" * (m_range[0] != m_range[1]))
     if isinstance(problem, LinearProblem | MoEProblem) and problem.requant_error is not None:
         form = problem.weight.description.rounded_scales
-        facts.append(f"in {form} scales {requant_text(problem.requant_error)}")
+        facts.append(f"in {form} scales {requant_text(Requant(problem.requant_error))}")
     return ", ".join(facts)
 
 

@@ -1,7 +1,7 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
@@ -15,24 +15,33 @@ Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
 
 
-class Evidence(Protocol):
-    """Measurements of one problem on one kind of chip (`kernels/evidence/splits.py`)."""
+Able = tuple[tuple[str, int | None], ...]
+"""Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
-    @property
-    def source(self) -> str: ...
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def us(self) -> tuple[tuple[str, tuple[float | None, ...]], ...]: ...
-    @property
-    def stale(self) -> tuple[tuple[str, str, str], ...]: ...
+
+@dataclass(frozen=True, slots=True)
+class Evidence(ABC):
+    """What was measured for one problem on one kind of chip.
+
+    us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
+    says; None where that was not measured. source: which table says so, and how old it is. stale:
+    (backend, what was measured, what is here) where that is another version or build.
+    """
+
+    source: str
+    tokens: tuple[int, ...]
+    us: tuple[tuple[str, tuple[float | None, ...]], ...]
+    stale: tuple[tuple[str, str, str], ...] = ()
+
+    @abstractmethod
     def best_split(
         self,
-        able: tuple[tuple[str, int | None], ...],
+        able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         alone: tuple[str, ...],
-    ) -> Parts: ...
+    ) -> Parts:
+        """The fastest parts (`kernels/evidence/splits.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,11 @@ class Candidate:
 
     backend: str
     act: ActScheme | None
-    reasons: tuple[Reason, ...] = ()
     scales: str = ""
     fit: Fit | None = None
     parts: Parts = ()
     requant: Requant | None = None
+    reasons: tuple[Reason, ...] = ()
 
     @property
     def rescales(self) -> bool:

@@ -123,8 +123,7 @@ def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> Iterator[Reason]:
 
 
 def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:
-    """Whether it multiplies as the checkpoint intends: no emulation, and not weight-only where
-    activations are to be quantised."""
+    """No emulation, and not weight-only where activations are to be quantised."""
     wants_quantised = problem.act[0] is not ActScheme.NONE
     return not spec.is_emulation and not (wants_quantised and act is ActScheme.NONE)
 

@@ -113,8 +113,24 @@ class MoEProblem:
         return f"moe {self.weight}:{sizes} {self.dtype}{batched}"
 
 
+class _CacheProblem:
+    """What problems of a KV cache share."""
+
+    __slots__ = ()
+
+    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+
+    def block_fit(self, takes_any_block: bool) -> None:
+        """A cache has no scale blocks."""
+
+    @property
+    def size_key(self) -> str:
+        """What a failure is filed under."""
+        return str(self)
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionProblem:
+class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache."""
 
     family: ClassVar[str] = "attention"
@@ -126,23 +142,14 @@ class AttentionProblem:
     dtype: str = "bf16"
     sliding_window: int = 0
 
-    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
-
-    @property
-    def size_key(self) -> str:
-        """What a failure is filed under."""
-        return str(self)
-
     def __str__(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         window = f" window={self.sliding_window}" if self.sliding_window else ""
-        return (
-            f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim} "
-            f"{self.dtype}, {self.format} cache{window}"
-        )
+        return f"attention {heads} {self.dtype}, {self.format} cache{window}"
 
 
 @dataclass(frozen=True, slots=True)
-class KVQuantProblem:
+class KVQuantProblem(_CacheProblem):
     """Writing K and V of new tokens to a paged cache of element type `format`."""
 
     family: ClassVar[str] = "kv_quant"
@@ -152,18 +159,9 @@ class KVQuantProblem:
     format: str
     dtype: str = "bf16"
 
-    act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
-
-    @property
-    def size_key(self) -> str:
-        """What a failure is filed under."""
-        return str(self)
-
     def __str__(self) -> str:
-        return (
-            f"kv_quant {self.num_kv_heads} heads of {self.head_dim} {self.dtype} -> {self.format}"
-        )
+        heads = f"{self.num_kv_heads} heads of {self.head_dim}"
+        return f"kv_quant {heads} {self.dtype} -> {self.format}"
 
 
 Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem
-FAMILIES = ("linear", "moe", "attention", "kv_quant")

@@ -43,7 +43,8 @@ def select(
     kind = problem.family, problem.format, problem.dtype, problem.act
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
-    case = _Case(problem, _fits(problem), device, libs, policy, override)
+    fits = problem.block_fit(False), problem.block_fit(True)
+    case = _Case(problem, fits, device, libs, policy, override)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if policy.preferred:
         candidates.sort(key=lambda c: policy.preference_of(c.backend, problem.family) is None)
@@ -124,12 +125,6 @@ def _kernels(
     return found
 
 
-def _fits(problem: Problem) -> tuple[Fit | None, Fit | None]:
-    if isinstance(problem, LinearProblem | MoEProblem):
-        return problem.block_fit(False), problem.block_fit(True)
-    return None, None
-
-
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
     fit = case.fits[not spec.blocks]
@@ -152,7 +147,9 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
-    return Candidate(spec.backend, kernel.act, tuple(reasons), kernel.scales, fit, requant=requant)
+    return Candidate(
+        spec.backend, kernel.act, kernel.scales, fit, requant=requant, reasons=tuple(reasons)
+    )
 
 
 def _best(
@@ -234,8 +231,7 @@ def _measured(
 def _for_few_tokens(
     candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
-    """The candidate as judged for the most tokens that its kernel takes in a call, and how many;
-    itself and None for a kernel that takes any number."""
+    """As judged for the most tokens its kernel takes in a call, and how many; None for any."""
     problem = case.problem
     if not isinstance(problem, LinearProblem):
         return candidate, None
@@ -247,8 +243,7 @@ def _for_few_tokens(
 
 
 def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
-    """One candidate of several kernels, each as judged for the tokens it would serve; named
-    `skinny<=16|deep_gemm`."""
+    """One of several kernels, as judged for the tokens of each: `skinny<=16|deep_gemm`."""
     kernels = [judged[backend] for _, backend in parts]
     if len(kernels) == 1:
         return kernels[0]
@@ -260,7 +255,7 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
     )
     own = next((kernel for kernel in kernels if kernel.rescales), kernels[-1])
     last = kernels[-1]
-    return Candidate(name, last.act, reasons, own.scales, last.fit, parts, own.requant)
+    return Candidate(name, last.act, own.scales, last.fit, parts, own.requant, reasons)
 
 
 def _excluding_origin(chosen: str | None, candidates: Sequence[Candidate]) -> Origin | None:

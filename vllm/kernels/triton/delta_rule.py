@@ -85,8 +85,7 @@ def gated_delta_rule(
     assert all(x.stride(1) == x.shape[2] and x.stride(2) == 1 for x in (query, key, value))
     assert result.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32
     assert a.stride() == b.stride() and a.stride(1) == 1
-    gates = (a, b, decay_rate, dt_bias)
-    requests = (state_slots, query_start_loc, seq_lens)
+    gates, requests = (a, b, decay_rate, dt_bias), (state_slots, query_start_loc, seq_lens)
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
     key_pad = max(16, next_power_of_2(dim_k))
     sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
@@ -98,8 +97,7 @@ def gated_delta_rule(
     if num_tokens > num_requests:
         # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
         # requests than there are tokens beyond the first of each.
-        many = min(num_requests, num_tokens // 2)
-        num_chunks = cdiv(num_tokens, CHUNK) + many
+        num_chunks = cdiv(num_tokens, CHUNK) + min(num_requests, num_tokens // 2)
         requests_pad = max(LEAST_REQUESTS_PAD, next_power_of_2(num_requests))
         sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * cdiv(dim_v, CHUNK)}
         prepared = [
@@ -115,14 +113,10 @@ def gated_delta_rule(
             query, key, value, *gates, query_start_loc, *prepared, *strides, num_requests,
             **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
         )  # fmt: skip
+        # Chunks in shared memory: 192 KiB for heads of 128.
+        num_stages = 3 if capability_major(value.device) == 9 and key_pad <= 128 else 1
         chunk_kernel[(cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
             state, *requests, *prepared, result, num_requests, **sizes, BLOCK_V=CHUNK_BLOCK_V,
-            num_warps=4, num_stages=_num_stages(value.device, key_pad),
+            num_warps=4, num_stages=num_stages,
         )  # fmt: skip
     return result
-
-
-def _num_stages(device: torch.device, key_pad: int) -> int:
-    """How many chunks a program of `chunk_kernel` has in shared memory: the next ones are loaded
-    meanwhile, where there are 192 KiB for heads of 128."""
-    return 3 if capability_major(device) == 9 and key_pad <= 128 else 1

@@ -32,10 +32,6 @@ TILES = (
 )
 
 
-def tile_for(num_tokens: int) -> Tile:
-    return next(t for t in TILES if t.most_tokens is None or num_tokens <= t.most_tokens)
-
-
 def fp8_block_gemm(
     x: Tensor,
     x_scales: Tensor,
@@ -55,7 +51,7 @@ def fp8_block_gemm(
     n = weight.shape[0]
     if num_tokens == 0:
         return
-    tile = tile_for(num_tokens)
+    tile = next(t for t in TILES if t.most_tokens is None or num_tokens <= t.most_tokens)
     step = gcd(GROUP.value, block[1])
     grid = (cdiv(num_tokens, tile.tokens) * cdiv(n, tile.rows),)
     block_gemm[grid](

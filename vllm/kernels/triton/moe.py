@@ -28,6 +28,7 @@ from vllm.kernels.triton.moe_rows import (
     FP8,
     GROUP,
     ExpertRows,
+    Sorted,
     capability_major,
     launch_dependent,
     quantise,
@@ -84,17 +85,8 @@ HALF_PLANS: dict[int, Plans] = {
         (1.0, Plan(8, False, False, Tile(64, 4, 3), Tile(64, 4, 3))),
         (8.0, Plan(16, True, False, Tile(64, 4, 3), Tile(64, 4, 3))),
         (None, Plan(64, True, False, Tile(64, 4, 3), Tile(128, 8, 3))),
-    ),
+    )
 }
-
-
-class _Grouped(NamedTuple):
-    """Which rows an expert has: see `moe_rows.Sorted`; ids alone where they are not sorted."""
-
-    ids: Tensor
-    blocks: Tensor
-    order: Tensor
-    num_blocks: int
 
 
 class Experts:
@@ -175,17 +167,22 @@ class Experts:
         ids = ids.contiguous()
         if plan.sorts:
             rows = sort(ids, self.num_experts, block_m=plan.block_m)
-            grouped = _Grouped(ids, rows.blocks, rows.order, rows.num_blocks)
-            positions = rows.positions
-        else:
-            grouped, positions = _Grouped(ids, ids, ids, ids.numel()), ids
+        else:  # each pair is a block, and the kernels read nothing but ids
+            rows = Sorted(ids, ids, ids, ids.view(1, -1), ids)
         out = torch.empty(ids.numel(), self.hidden, dtype=self.dtype, device=self.device)
-        self._down(*self._gate_up(x, plan, grouped), out, plan, grouped)
-        return out, positions
+        tile, num_blocks = plan.down, rows.num_blocks
+        down_kernel[(num_blocks * cdiv(self.hidden, tile.block_n),)](
+            *self._gate_up(x, plan, ids, rows), self.tensors.down, self.down_scales, out, ids,
+            rows.blocks, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
+            X=self._form(plan).value, OFFSET=self.tensors.column_offset,
+            **self._constants(plan, tile, self.steps[1]),
+        )  # fmt: skip
+        return out, rows.positions
 
-    def _gate_up(self, x: Activation, plan: Plan, grouped: _Grouped) -> tuple[Tensor, Tensor]:
-        ids, blocks, order, num_blocks = grouped
-        tile, num_pairs = plan.gate_up, ids.numel()
+    def _gate_up(
+        self, x: Activation, plan: Plan, ids: Tensor, rows: Sorted
+    ) -> tuple[Tensor, Tensor]:
+        tile, num_pairs, num_blocks = plan.gate_up, ids.numel(), rows.num_blocks
         quantises, form = self.is_fp8 and plan.quantises_first, self._form(plan)
         if isinstance(x, QuantizedInput):
             form, values, x_scales = QUANTISED, x.q, x.scales
@@ -200,27 +197,11 @@ class Experts:
         out_scales = torch.empty(shape, dtype=torch.float32, device=self.device)
         gate_up_kernel[(num_blocks * cdiv(self.inner, tile.block_n),)](
             values, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids,
-            blocks, order, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
-            TOP_K=ids.shape[1], X=form.value, QUANTISES=quantises, OFFSET=self.tensors.row_offset,
-            **self._constants(plan, tile, self.steps[0]),
+            rows.blocks, rows.order, num_blocks, self.num_experts, HIDDEN=self.hidden,
+            INNER=self.inner, TOP_K=ids.shape[1], X=form.value, QUANTISES=quantises,
+            OFFSET=self.tensors.row_offset, **self._constants(plan, tile, self.steps[0]),
         )  # fmt: skip
         return out, out_scales
-
-    def _down(
-        self,
-        x: Tensor,
-        x_scales: Tensor,
-        out: Tensor,
-        plan: Plan,
-        grouped: _Grouped,
-    ) -> None:
-        ids, blocks, _, num_blocks = grouped
-        tile = plan.down
-        down_kernel[(num_blocks * cdiv(self.hidden, tile.block_n),)](
-            x, x_scales, self.tensors.down, self.down_scales, out, ids, blocks, num_blocks,
-            self.num_experts, HIDDEN=self.hidden, INNER=self.inner, X=self._form(plan).value,
-            OFFSET=self.tensors.column_offset, **self._constants(plan, tile, self.steps[1]),
-        )  # fmt: skip
 
     def _form(self, plan: Plan) -> Any:
         """How products read what did not come quantised."""

@@ -33,9 +33,9 @@ def choose_experts(
     """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
     weight = getattr(gate, "weight", None)
     if weight is None or len(x) > MOST_SPLIT or x.dtype not in _ROUNDED or len(weight) < BLOCK_E:
-        y = gate(x) if weight is None else _product(x, weight)
+        y = gate(x) if weight is None else torch.mm(x, weight.T, out=_rows(x, len(weight)))
         logits, others = y.tensor_split([router.num_experts], 1)
-        return *route(logits, bias=bias, **router.arguments()), others
+        return *_route(logits.unsqueeze(1), router, bias), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
     (num_tokens, hidden), num_rows = x.shape, len(weight)
     num_splits, blocks = cdiv(hidden, BLOCK_K), cdiv(num_rows, BLOCK_E)
@@ -48,13 +48,7 @@ def choose_experts(
             x, weight, parts, num_tokens, x.stride(0), HIDDEN=hidden, BLOCK_K=BLOCK_K,
             NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
-    choice = _route(parts, router.num_experts, others, bias=bias, **router.arguments())
-    return *choice, others
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T [T, N]."""
-    return torch.mm(x, weight.T, out=_rows(x, len(weight)))
+    return *_route(parts, router, bias, others), others
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -62,42 +56,36 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return x.new_empty(len(x), round_up(width, _ALIGNED))[:, :width]
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool, **options: Any) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, renormalise: bool, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Weights float32 and ids int64 [T, top_k] as `route` of vllm.ops.moe_router defines them and
     their options; of equal experts the first is chosen."""
-    num_experts = logits.shape[1]
-    return _route(logits.unsqueeze(1), num_experts, None, top_k, renormalise, **options)
+    router = Router(logits.shape[1], top_k, renormalise, **options)
+    return _route(logits.unsqueeze(1), router, bias)
 
 
 def _route(
-    logits: Tensor,
-    num_experts: int,
-    others: Tensor | None,
-    top_k: int,
-    renormalise: bool,
-    *,
-    scoring: str = "softmax",
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    routed_scale: float = 1.0,
+    logits: Tensor, router: Router, bias: Tensor | None, others: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """By logits [T, splits, N], N at least the experts. others: receives the sums beyond those of
     experts, and all are rounded to its type; None for logits that are whole."""
     num_tokens, num_splits, _ = logits.shape
+    num_experts, top_k = router.num_experts, router.top_k
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens == 0:
         return weights, ids
     padded = next_power_of_2(num_experts)
-    assert logits.stride(2) == 1 and (num_groups == 1 or padded == num_experts)
+    assert logits.stride(2) == 1 and (router.num_groups == 1 or padded == num_experts)
     route_kernel[(num_tokens,)](
-        logits, bias, weights, ids, others, logits.stride(0), routed_scale, NUM_EXPERTS=num_experts,
-        E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1],
+        logits, bias, weights, ids, others, logits.stride(0), router.routed_scale,
+        NUM_EXPERTS=num_experts, E_PAD=padded, NUM_OTHERS=0 if others is None else others.shape[1],
         OTHERS_STRIDE=0 if others is None else others.stride(0), TOP_K=top_k,
         K_PAD=next_power_of_2(top_k), SPLITS=num_splits, SPLIT_STRIDE=logits.stride(1),
-        ROUNDED=None if others is None else _ROUNDED[others.dtype], IS_SIGMOID=scoring == "sigmoid",
-        RENORMALISES=renormalise, HAS_BIAS=bias is not None, NUM_GROUPS=num_groups,
-        KEPT_GROUPS=topk_groups, num_warps=1, **launch_dependent(logits.device),
+        ROUNDED=None if others is None else _ROUNDED[others.dtype],
+        IS_SIGMOID=router.scoring == "sigmoid", RENORMALISES=router.renormalise,
+        HAS_BIAS=bias is not None, NUM_GROUPS=router.num_groups, KEPT_GROUPS=router.topk_groups,
+        num_warps=1, **launch_dependent(logits.device),
     )  # fmt: skip
     return weights, ids

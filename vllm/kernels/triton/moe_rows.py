@@ -175,13 +175,15 @@ class Rows(NamedTuple):
         return q, scales if self.rows_per_expert else scales[0], arguments
 
 
-def spread(x: Tensor, positions: Tensor, layout: Rows) -> tuple[Tensor, Tensor]:
-    """Tokens x [T, K] quantised, in the rows of their pairs. Rows of no pair are not written."""
+def spread(x: Tensor, positions: Tensor | None, layout: Rows) -> tuple[Tensor, Tensor]:
+    """Tokens x [T, K] quantised, in the rows of their pairs; without positions in their own. Rows
+    of no pair are not written."""
     num_tokens, k = x.shape
     assert x.stride(1) == 1
     q, scales, arguments = layout.empty(k, x.device)
+    top_k = 1 if positions is None else positions.shape[1]
     spread_kernel[(num_tokens,)](
-        x, positions=positions, x_stride=x.stride(0), TOP_K=positions.shape[1], **arguments
+        x, positions=positions, x_stride=x.stride(0), TOP_K=top_k, **arguments
     )
     return q, scales
 
@@ -196,11 +198,7 @@ def activate(x: Tensor, positions: Tensor, layout: Rows) -> tuple[Tensor, Tensor
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] in E4M3, and float32 scales [T, groups of 128 columns]."""
-    num_tokens, k = x.shape
-    assert x.stride(1) == 1
-    q, scales, arguments = Rows(num_tokens, is_row_major=True).empty(k, x.device)
-    spread_kernel[(num_tokens,)](x, positions=None, x_stride=x.stride(0), TOP_K=1, **arguments)
-    return q, scales
+    return spread(x, None, Rows(len(x), is_row_major=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +217,7 @@ class ExpertRows(UnaddedRows):
         return combine(*pairs) if self.addend is None else combine(*pairs).add_(self.addend)
 
     def plus(self, x: Tensor) -> UnaddedRows:
-        return (
-            replace(self, addend=x)
-            if self.addend is None
-            else replace(self, addend=self.addend + x)
-        )
+        return replace(self, addend=x if self.addend is None else self.addend + x)
 
     def add_rms_norm(
         self, residual: Tensor, weight: Tensor, eps: float, quant: InputQuant
@@ -231,27 +225,21 @@ class ExpertRows(UnaddedRows):
         if quant.layout is ScaleLayout.PACKED_UE8M0:
             return None
         (num_tokens, hidden), top_k = residual.shape, self.weights.shape[1]
-        q, scales, is_ue8m0 = empty_groups(
-            residual, num_tokens, hidden, GROUP, quant.layout, quant.use_ue8m0
-        )
+        q, scales, is_ue8m0 = empty_groups(residual, hidden, quant.layout, quant.use_ue8m0)
         normed = torch.empty_like(residual) if quant.keeps_source else None
         assert residual.is_contiguous() and residual.dtype == self.rows.dtype
         assert self.addend is None or self.addend.is_contiguous()
-        groups = cdiv(hidden, GROUP)
+        # A thread has eight columns of a row, 16 bytes.
+        num_warps = min(max(next_power_of_2(hidden) // 256, 1), 16)
         if num_tokens:
             combine_norm_kernel[(len(scales),)](
                 self.rows, self.weights, self.positions, self.addend, residual, weight, normed, q,
                 scales, num_tokens, self.num_experts, eps, len(scales), *scales.stride(), K=hidden,
-                G_PAD=next_power_of_2(groups), TOP_K=top_k, IS_SORTED=self.is_sorted,
+                G_PAD=next_power_of_2(cdiv(hidden, GROUP)), TOP_K=top_k, IS_SORTED=self.is_sorted,
                 FORM=(FLOAT32_CEIL_UE8M0 if is_ue8m0 else FLOAT32).value,
-                num_warps=_warps_of(hidden), **launch_dependent(residual.device),
+                num_warps=num_warps, **launch_dependent(residual.device),
             )  # fmt: skip
         return QuantizedInput(q, scales[:num_tokens], residual.dtype, normed)
-
-
-def _warps_of(hidden: int) -> int:
-    """So many that a thread has eight columns of a row, 16 bytes."""
-    return min(max(next_power_of_2(hidden) // 256, 1), 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,7 @@ A pair is a token with one of its experts, numbered token * TOP_K + place.
 import triton
 import triton.language as tl
 
-from vllm.kernels.triton.moe_kernels import (
-    FP8_MAX,
-    GROUP,
-    MIN_AMAX,
-    begin_dependent,
-    silu_mul,
-)
+from vllm.kernels.triton.moe_kernels import FP8_MAX, GROUP, MIN_AMAX, begin_dependent, silu_mul
 
 # Forms of the scales of rows.
 FLOAT32: tl.constexpr = tl.constexpr(0)

@@ -29,6 +29,7 @@ from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
 from vllm.platforms.child import requests
 from vllm.utils import fp8
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import dtype_of
 
 # Largest relative Frobenius error against the reference, by output dtype: it covers the rounding of
@@ -143,8 +144,10 @@ class Trial:
                 return
 
     def _add_copies(self) -> None:
-        weight_bytes = self.tensors.weight.nbytes
-        copies = min(_MAX_COPIES, max(2, -(-2 * _cache_bytes(self.device) // weight_bytes)))
+        cache_bytes = _CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        copies = min(_MAX_COPIES, max(2, cdiv(2 * cache_bytes, self.tensors.weight.nbytes)))
         while len(self.kernels) < copies:
             weight = self.tensors.weight.clone()
             self.kernels.append(self._kernel(replace(self.tensors, weight=weight)))
@@ -159,12 +162,6 @@ def _quantised(kernel: LinearKernel, x: Tensor) -> Any:
     asks = getattr(kernel, "input_quant", None)
     quant = asks(x.shape[0]) if asks is not None else None
     return None if quant is None else quant.quantise(x)
-
-
-def _cache_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _CPU_CACHE_BYTES
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _poison_free_memory(num_elements: int, like: Tensor) -> None:

@@ -1,14 +1,15 @@
 """`vllm kernels tune`: plans measurements, carries them out and writes the table.
 
-Every kernel that can run a layer on this machine is first compared with a reference (the gate), in
-parallel because first calls may compile, and then timed, one at a time. The table is rewritten
-after each, so that a later run resumes where this one ended.
+Every kernel that can run a layer here is first compared with a reference (the gate), in parallel
+because first calls may compile, and then timed alone. The table is rewritten after each.
 """
 
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,8 +60,7 @@ def plan(
     tokens: Sequence[int] = TOKENS,
     backends: Sequence[str] = (),
 ) -> Plan:
-    """A job for each kernel that can run a problem here; emulations are none. backends: only
-    these, () for all."""
+    """A job for each kernel but emulations that can run here; backends: only these, () for all."""
     jobs: list[Job] = []
     notes: list[str] = []
     specs = registry.specs("linear")
@@ -70,7 +70,7 @@ def plan(
             plain = replace(problem, bias=False, parts=(), cut_n=1, cut_k=1)
             measurable.setdefault(problem.size_key, plain)
         else:
-            notes.append(f"{problem}: shards cut its scale blocks, which a table does not hold")
+            notes.append(f"{problem}: its shards have partial scale blocks, which no table holds")
     for problem in measurable.values():
         own = list(_jobs_of(problem, device, libs, specs, tokens))
         if len(own) < 2:
@@ -115,23 +115,18 @@ def _jobs_of(
 
 
 def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
-    """Those with token counts that the table does not hold for the same version of the kernel's
-    libraries, and of those these counts alone."""
-    left = ((job, _missing(job, table)) for job in jobs)
-    return [replace(job, tokens=tokens) for job, tokens in left if tokens]
-
-
-def _missing(job: Job, table: Table) -> tuple[int, ...]:
-    entry = table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
-    if entry is None or entry.version != job.version:
-        return job.tokens
-    known = dict(entry.us)
-    return tuple(m for m in job.tokens if m not in known)
+    """Those with token counts that the table lacks of this version, and of these such counts."""
+    left = []
+    for job in jobs:
+        entry = table.entry(job.problem.size_key, job.candidate.backend, job.version)
+        known = dict(entry.us) if entry is not None else {}
+        if tokens := tuple(m for m in job.tokens if m not in known):
+            left.append(replace(job, tokens=tokens))
+    return left
 
 
 def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: int | None) -> int:
-    """How many kernels can be checked in parallel. memory: bytes of the machine; gpu_memory: of the
-    GPU; None for the CPU, whose kernels use all cores."""
+    """Memory in bytes, of the machine and the GPU; None for CPU kernels, which use all cores."""
     if gpu_memory is None:
         return 1
     fits = int(_GPU_SHARE * gpu_memory) // max(map(_bytes_of_check, jobs), default=1)
@@ -139,8 +134,7 @@ def num_checkers(jobs: Sequence[Job], num_cores: int, memory: int, gpu_memory: i
 
 
 def _bytes_of_check(job: Job) -> int:
-    """Estimated GPU memory of one check: input, output, reference and weight in float32, and the
-    CUDA context."""
+    """On the GPU: input, output, reference and weight in float32, and the CUDA context."""
     m, n, k = max(*job.tokens, *job.gate), job.problem.n, job.problem.k
     return 16 * m * (n + k) + 12 * n * k + _BYTES_OF_CONTEXT
 
@@ -160,16 +154,13 @@ class Run:
     trials: str = TRIALS
     failures: list[Failure] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._start = time.monotonic()
-        self._lock = threading.Lock()
+    start: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def carry_out(self, jobs: Sequence[Job]) -> list[Job]:
         """Checks and times `jobs`; returns those for which no time or no memory was left.
 
-        The processes are stopped whatever happens, an interrupt at the keyboard included; what
-        was measured by then is in the file.
+        An interrupt at the keyboard stops the processes; what was measured is in the file.
         """
         try:
             passed, left = self._check(jobs)
@@ -188,71 +179,57 @@ class Run:
     def _is_late(self, share: float = 1.0) -> bool:
         """Whether this share of the time for everything is over."""
         total = self.limits.total
-        return total is not None and time.monotonic() - self._start > total * share
+        return total is not None and time.monotonic() - self.start > total * share
 
     def _check(self, jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
         """Jobs that passed the gate, and jobs for which no time or memory was left, in order.
 
         A job that ran out of memory beside others is checked again alone.
         """
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        count = max(1, min(self.limits.jobs, len(jobs)))
+        process = self.trials, self.device.kind, self.limits.hang
+        self.workers += [Worker(*process) for _ in range(count)]
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.workers:
+            idle.put(worker)
+        failures: dict[Job, JobError | None] = {}  # of jobs that were checked
+
+        def check(job: Job) -> None:
+            if self._is_late(_CHECKS_SHARE):
+                return
+            worker = idle.get()
+            try:
+                with suppress(StoppedError):
+                    failures[job] = self._failure_of(worker, job)
+            finally:
+                idle.put(worker)
+
         # Slow compilations start first; with a time limit last, as they could use it up.
         is_limited = self.limits.total is not None
-        for job in sorted(jobs, key=lambda job: job.compiles == is_limited):
-            waiting.put(job)
-        passed: set[Job] = set()
-        seen: set[Job] = set()
-        starved: list[Job] = []
-
-        def note(job: Job, failure: JobError | None, is_alone: bool = False) -> None:
-            if failure is not None and failure.why == MACHINE:
-                if is_alone:
-                    self._leave_out(job, failure)
-                else:
-                    starved.append(job)
-                return
-            seen.add(job)
-            if failure is None:
-                passed.add(job)
+        pool = ThreadPoolExecutor(count)  # not awaited: an interrupt stops the workers first
+        list(pool.map(check, sorted(jobs, key=lambda job: job.compiles == is_limited)))
+        starved = [job for job, error in failures.items() if error and error.why == MACHINE]
+        for worker in self.workers[1:] if starved else ():
+            worker.stop()
+        for job in starved:
+            del failures[job]
+            if self._is_late(_CHECKS_SHARE):
+                continue
+            error = self._failure_of(self.workers[0], job)
+            if error is not None and error.why == MACHINE:
+                self._leave_out(job, error)
             else:
-                self._reject(job, failure)
-
-        def work(worker: Worker) -> None:
-            while not self._is_late(_CHECKS_SHARE):
-                try:
-                    job = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    failure = self._failure_of(worker, job)
-                except StoppedError:
-                    return
-                with self._lock:
-                    note(job, failure)
-
-        count = max(1, min(self.limits.jobs, len(jobs)))
-        self.workers += [self._worker() for _ in range(count)]
-        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if starved:
-            for worker in self.workers[1:]:
-                worker.stop()
-        while starved and not self._is_late(_CHECKS_SHARE):
-            job = starved.pop(0)
-            note(job, self._failure_of(self.workers[0], job), is_alone=True)
-        return [job for job in jobs if job in passed], [job for job in jobs if job not in seen]
-
-    def _worker(self) -> Worker:
-        return Worker(self.trials, self.device.kind, self.limits.hang)
+                failures[job] = error
+        passed = [job for job in jobs if job in failures and failures[job] is None]
+        return passed, [job for job in jobs if job not in failures]
 
     def _failure_of(self, worker: Worker, job: Job) -> JobError | None:
         start = time.monotonic()
         try:
             errors = worker.run(job)[: len(job.gate)]
         except JobError as error:
+            if error.why != MACHINE:
+                self._reject(job, error)
             return error
         worst = max(error for _, error in errors)
         seconds = time.monotonic() - start
@@ -284,29 +261,24 @@ class Run:
 
     def _keep(self, job: Job, entry: Entry) -> None:
         """With what is known already of other token counts."""
-        known = self.table.rows.get(job.problem.size_key, {}).get(job.candidate.backend)
-        if known is not None and known.version == entry.version:
-            us, quantised = (
-                tuple(sorted((dict(getattr(known, name)) | dict(getattr(entry, name))).items()))
-                for name in ("us", "quantised_us")
+        place = job.problem.size_key, job.candidate.backend
+        known = self.table.entry(*place, entry.version)
+        if known is not None:
+            us = dict(known.us) | dict(entry.us)
+            quantised = dict(known.quantised_us) | dict(entry.quantised_us)
+            entry = replace(
+                entry, us=tuple(sorted(us.items())), quantised_us=tuple(sorted(quantised.items()))
             )
-            entry = replace(entry, us=us, quantised_us=quantised)
-        self.table = self.table.with_entry(job.problem.size_key, job.candidate.backend, entry)
+        self.table = self.table.with_entry(*place, entry)
         write_table(self.path, self.table)
 
     def _reject(self, job: Job, error: JobError) -> None:
-        failure = Failure(
-            backend=job.candidate.backend,
-            version=job.version,
-            device=str(self.device),
-            size_key=job.problem.size_key,
-            why=error.why,
-            reason=str(error),
-            date=_today(),
-        )
-        add_failure(failure)
-        self.failures.append(failure)
-        self.say(f"REJECTED {job}  {error.why}: {error}")
+        place = job.candidate.backend, job.version, str(self.device), job.problem.size_key
+        failure = Failure(*place, error.why, str(error), _today())
+        with self.lock:
+            add_failure(failure)
+            self.failures.append(failure)
+            self.say(f"REJECTED {job}  {error.why}: {error}")
 
 
 def _today() -> str:

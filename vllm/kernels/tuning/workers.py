@@ -1,7 +1,4 @@
-"""Child processes that measure kernels: one may crash or hang, and only its kernel is lost.
-
-Standard library only: torch is imported in the child.
-"""
+"""Child processes that measure kernels: one may crash or hang, and only its kernel is lost."""
 
 import signal
 import threading

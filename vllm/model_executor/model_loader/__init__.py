@@ -47,8 +47,9 @@ def load_model(
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        model = _construct(config, selection, checkpoint, parallel)
-        _check_overrides(config, selection, checkpoint, parallel)
+        context = model_context(config, selection, checkpoint, parallel)
+        model = _construct(model_config.model, context)
+        _check_overrides(context)
         if on_chosen is not None:
             on_chosen(selection)
         slots = model_slots(model)
@@ -60,7 +61,7 @@ def load_model(
         parallel.barrier("read")
         layers = list(kernel_layers(model))
         del slots
-        for layer in _progress(layers, "Preparing kernels", "layer"):
+        for layer in tqdm(layers, "Preparing kernels", unit="layer", leave=False):
             try:
                 layer.make_kernel()
             except ValueError as error:  # a weight whose values no kernel takes
@@ -75,38 +76,28 @@ def load_model(
     return model.eval()
 
 
-def _construct(
-    config: VllmConfig,
-    selection: Selection,
-    checkpoint: Checkpoint | None,
-    parallel: Parallel,
-) -> CausalLM:
+def _construct(name: str, context: ModelContext) -> CausalLM:
     try:
-        return CausalLM(model_context(config, selection, checkpoint, parallel))
+        return CausalLM(context)
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise
         raise CheckpointError(
-            f"{config.model_config.model}: a weight of the size its config.json asks for cannot "
+            f"{name}: a weight of the size its config.json asks for cannot "
             f"be allocated ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _check_overrides(
-    config: VllmConfig,
-    selection: Selection,
-    checkpoint: Checkpoint | None,
-    parallel: Parallel,
-) -> None:
+def _check_overrides(context: ModelContext) -> None:
     """A flag may mean layers of another stage alone, so all stages' layers are asked."""
-    layout = parallel.layout
+    selection, layout = context.selection, context.parallel.layout
     if layout.pipeline_size > 1:
         selection = selection.afresh()
         rank = layout.data_rank * layout.tensor_size + layout.tensor_rank
         one_stage = replace(layout, rank=rank, pipeline_size=1)
         with torch.device("meta"):
-            whole = planned(one_stage, parallel.expert.size > 1)
-            CausalLM(model_context(config, selection, checkpoint, whole))
+            whole = planned(one_stage, context.parallel.expert.size > 1)
+            CausalLM(replace(context, selection=selection, parallel=whole))
     selection.check_overrides()
 
 
@@ -180,8 +171,11 @@ def _fill(
         total=checkpoint.num_bytes(), desc="Loading weights", unit="B", unit_scale=True, leave=False
     ) as bar:
         for name, tensor in checkpoint.tensors():
-            if name in homes:
-                _write(homes[name], name, tensor)
+            try:
+                if name in homes:
+                    homes[name].take(tensor)
+            except ValueError as error:
+                raise CheckpointError(f"{name}: {error}") from error
             bar.update(tensor.nbytes)
 
 
@@ -224,18 +218,11 @@ def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
         )
 
 
-def _write(slot: Slot, name: str, tensor: Tensor) -> None:
-    try:
-        slot.take(tensor)
-    except ValueError as error:
-        raise CheckpointError(f"{name}: {error}") from error
-
-
 def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
     """The same whatever part of the model this rank has."""
     generator = torch.Generator(device)
     needed = [(name, slot) for name, slot in slots.items() if not slot.is_optional]
-    for name, slot in _progress(needed, "Random weights", "tensor"):
+    for name, slot in tqdm(needed, "Random weights", unit="tensor", leave=False):
         generator.manual_seed(seed + crc32(name.encode()))
         slot.take(_random_tensor(name, slot, generator))
 
@@ -258,7 +245,3 @@ def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:
     spread = 100.0 if slot.dtypes[0] == torch.float8_e4m3fn else 0.02
     values = torch.empty(slot.shape).normal_(0, spread, generator=generator)
     return values.clamp_(-448, 448).to(slot.dtypes[0])
-
-
-def _progress(items: list, what: str, unit: str) -> Iterator:  # type: ignore[type-arg]
-    yield from tqdm(items, desc=what, unit=unit, leave=False)

@@ -6,7 +6,6 @@ from vllm.architectures.decoder import GatedMLP, MoE
 from vllm.distributed.groups import Addend, add, own_part
 from vllm.kernels.activations import Activation, source_of
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear, linear_layer
 from vllm.platforms.streams import beside
@@ -18,7 +17,7 @@ class MLP(nn.Module):
     def __init__(self, ctx: ModelContext, prefix: str, spec: GatedMLP):
         super().__init__()
         self.gate_up_proj = linear_layer(ctx, prefix, spec.gate_up_proj)
-        self.act = SiluAndMul(ctx)
+        self.ops = ctx.ops
         self.down_proj = linear_layer(ctx, prefix, spec.down_proj)
 
     @property
@@ -32,7 +31,9 @@ class MLP(nn.Module):
         return self.down_proj
 
     def forward(self, x: Activation) -> Addend:
-        return self.down_proj(self.act(self.gate_up_proj(x), self.down_proj))
+        y = self.gate_up_proj(x)
+        quant = self.down_proj.input_quant(y.shape[0])  # which alone reads the product
+        return self.down_proj(quant.silu_and_mul(y) if quant else self.ops.silu_and_mul(y))
 
 
 class SparseMoE(nn.Module):

@@ -1,8 +1,7 @@
 """The experts of a layer: stacked parameters, computed by the kernel the selector chose."""
 
 import dataclasses
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,93 +11,42 @@ from vllm.distributed.all2all import All2All, Experts
 from vllm.distributed.groups import Addend, Group
 from vllm.distributed.make_all2all import make_all2all
 from vllm.formats.scales import Scales
-from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.make_kernel import make_moe
 from vllm.kernels.problems import moe_problem
-from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.problem import MoEProblem
 from vllm.model_executor.context import ModelContext
-from vllm.model_executor.layers.linear import StorageMethod
+from vllm.model_executor.layers.linear import (
+    ChosenKernel,
+    LinearMethod,
+    StoredWeight,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.sharding import Place
-from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
-from vllm.utils.torch_utils import SHORT_NAMES, dtype_of
+from vllm.model_executor.weights import Slot, empty_parameter
+from vllm.utils.torch_utils import SHORT_NAMES
+
+# Parameters are named `<stack>_<field of LinearTensors>`; these are other fields of MoETensors.
+_FIELDS = {
+    "gate_up_weight": "gate_up",
+    "down_weight": "down",
+    "gate_up_input_scale": "gate_up_input_scales",
+    "down_input_scale": "down_input_scales",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """One weight of every expert. shards: checkpoint names of what is merged into it, and which
-    part of each this rank holds."""
-
-    name: str
-    shards: tuple[tuple[str, Place], ...]
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return tuple(place for _, place in self.shards)
-
-    @property
-    def shard_rows(self) -> tuple[int, ...]:
-        return tuple(place.shape[0] for place in self.places)
-
-    @property
-    def num_columns(self) -> int:
-        return self.places[0].shape[1]
-
-    def rows(self, shard: int) -> slice:
-        start = sum(self.shard_rows[:shard])
-        return slice(start, start + self.shard_rows[shard])
-
-
-class MoEMethod(StorageMethod, ABC):
-    """How the weights of experts are stored."""
-
-    @abstractmethod
-    def create_weights(self, layer: "FusedMoE") -> None:
-        """Registers the parameters of all stacks on `layer`."""
-
-    @abstractmethod
-    def shard_slots(
-        self, layer: "FusedMoE", stack: Stack, shard: int, expert: int
-    ) -> dict[str, Slot]:
-        """Slots of one expert's shard, by the last part of their checkpoint names. Writers check
-        values. expert: of those on this rank."""
-
-    @abstractmethod
-    def tensors(self, layer: "FusedMoE") -> MoETensors:
-        """The loaded weights, as backends take them."""
-
-
-class UnquantizedMoEMethod(MoEMethod):
-    """Weights in a floating point type, kept as the checkpoint stores them."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__(WeightFormat(SHORT_NAMES[dtype]))
-        self.dtype = dtype
-
-    def create_weights(self, layer: "FusedMoE") -> None:
-        for stack in layer.stacks:
-            shape = (layer.num_experts, sum(stack.shard_rows), stack.num_columns)
-            layer.register_parameter(stack.name, empty_parameter(*shape, dtype=self.dtype))
-
-    def shard_slots(
-        self, layer: "FusedMoE", stack: Stack, shard: int, expert: int
-    ) -> dict[str, Slot]:
-        write = copy_into(layer.get_parameter(stack.name).data[expert, stack.rows(shard)])
-        return {"weight": stack.places[shard].slot((1, 1), FLOATS, write)}
-
-    def tensors(self, layer: "FusedMoE") -> MoETensors:
-        gate_up, down = (layer.get_parameter(stack.name).data for stack in layer.stacks)
-        return MoETensors(self.format, gate_up, down)
-
-
-class FusedMoE(nn.Module):
+class FusedMoE(nn.Module, ChosenKernel):
     """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
 
     Weights are `<prefix>.<expert>.{gate,up,down}_proj` in the checkpoint. Expert-parallel ranks
     hold some of the experts each, others the same share of `intermediate` of every expert. experts:
-    those on this rank. cut_by: the ranks that share each expert.
+    those on this rank. cut_by: the ranks that share each expert. stacks: by name one weight of
+    every expert: what is merged into it, and which part of each this rank holds. method: of one
+    expert's weights; parameters are all experts' in one, [num_experts, ...].
     """
+
+    problem: MoEProblem
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: ExpertsSpec):
         super().__init__()
@@ -111,14 +59,14 @@ class FusedMoE(nn.Module):
         inner, own = spec.intermediate.size, spec.intermediate.span(group.rank, group.size)
         cut = Place(own, (0, spec.hidden), inner, spec.hidden)
         turned = Place((0, spec.hidden), own, spec.hidden, inner)
-        self.stacks = (
-            Stack("gate_up", (("gate_proj", cut), ("up_proj", cut))),
-            Stack("down", (("down_proj", turned),)),
-        )
-        self.method: MoEMethod = ctx.quant_methods.moe_method(self) or UnquantizedMoEMethod(
-            ctx.weight_dtype
-        )
-        self.method.create_weights(self)
+        self.stacks = {
+            "gate_up": (("gate_proj", cut), ("up_proj", cut)),
+            "down": (("down_proj", turned),),
+        }
+        # One format serves all experts of a layer, so the first one speaks for them.
+        method = ctx.quant_methods.moe_method(self.expert_names(0))
+        self.method: LinearMethod = method or UnquantizedLinearMethod(ctx.weight_dtype)
+        self._create_weights()
         self.problem = moe_problem(
             spec,
             group.size,
@@ -126,6 +74,7 @@ class FusedMoE(nn.Module):
             self.method.format,
             self.method.act_schemes,
             SHORT_NAMES[ctx.dtype],
+            ctx.quant_methods.requant_error(self.method.format),
         )
         self.parallel = parallel
         self.ranks = group if ranks.size == 1 else ranks
@@ -133,6 +82,28 @@ class FusedMoE(nn.Module):
         self.decision = ctx.selection.choose(self.prefix, self.problem)
         self.kernel: MoEKernel | None = None
         self.all2all: All2All | None = None
+
+    def _create_weights(self) -> None:
+        for stack in self.stacks:
+            one = self._weight(stack, 0)
+            with torch.device("meta"):
+                self.method.create_weights(one)
+            for name, like in one.named_parameters():
+                stacked = empty_parameter(self.num_experts, *like.shape, dtype=like.dtype)
+                self.register_parameter(f"{stack}_{name}", stacked)
+
+    def _weight(self, stack: str, expert: int) -> StoredWeight:
+        """One expert's weight of a stack, with its part of the parameters. expert: of those on this
+        rank."""
+        parent = f"{self.prefix}.{self.experts[expert]}"
+        shards = [(f"{parent}.{name}", place) for name, place in self.stacks[stack]]
+        names = ", ".join(name for name, _ in self.stacks[stack])
+        weight = StoredWeight(f"{parent} ({names})", shards, self.cut_by, self.method)
+        for name, stacked in self.named_parameters(recurse=False):
+            if name.startswith(f"{stack}_"):
+                own = nn.Parameter(stacked.data[expert], requires_grad=False)
+                weight.register_parameter(name.removeprefix(f"{stack}_"), own)
+        return weight
 
     @property
     def on_other_ranks(self) -> tuple[str, ...]:
@@ -142,23 +113,27 @@ class FusedMoE(nn.Module):
 
     def expert_names(self, expert: int) -> tuple[str, ...]:
         """Checkpoint names of the weights of one of all experts, without `.weight`."""
-        return tuple(
-            f"{self.prefix}.{expert}.{name}" for stack in self.stacks for name, _ in stack.shards
-        )
+        shards = [name for stack in self.stacks.values() for name, _ in stack]
+        return tuple(f"{self.prefix}.{expert}.{name}" for name in shards)
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Those of the experts on this rank."""
+        return tuple(name for expert in self.experts for name in self.expert_names(expert))
 
     def slots(self) -> dict[str, Slot]:
-        return {
-            f"{self.prefix}.{expert}.{name}.{part}": slot
-            for index, expert in enumerate(self.experts)
-            for stack in self.stacks
-            for shard, (name, _) in enumerate(stack.shards)
-            for part, slot in self.method.shard_slots(self, stack, shard, index).items()
-        }
+        slots = {}
+        for expert in range(self.num_experts):
+            for stack in self.stacks:
+                slots |= self._weight(stack, expert).slots()
+        return slots
 
     def make_kernel(self) -> None:
         """Hands the weights to the chosen backend, which lays them out; the parameters go."""
-        tensors = self.method.tensors(self)
-        self.decision = decision = self._final_decision(tensors)
+        tensors = self._tensors()
+        parts = zip(self.stacks, tensors.all_experts())
+        weights = {f"{self.prefix}.{stack}": part for stack, part in parts}
+        self.decision = decision = self.final_decision(weights, self.ranks)
         for name in list(self._parameters):
             delattr(self, name)
         self.kernel = make_moe(decision, tensors)
@@ -167,32 +142,15 @@ class FusedMoE(nn.Module):
         experts = Experts(self.experts, problem.num_experts, problem.hidden, takes_ue8m0)
         self.all2all = make_all2all(self.parallel, experts)
 
-    def _final_decision(self, tensors: MoETensors) -> Decision:
-        """Before weights are re-quantised, what that costs is measured and judged."""
-        decision = self.decision
-        if not decision.winner.is_lossy:
-            return decision
-        from vllm.ops.scale_rounding import requant_error
-
-        errors = [
-            requant_error(stack, decision.winner.scales, dtype_of(self.problem.dtype))
-            for stack in tensors.all_experts()
-        ]
-        worst = self.ranks.greatest(max(error.relative for error in errors))
-        if self.selection.exceeds_budget(worst):
-            problem = dataclasses.replace(self.problem, requant_error=worst)
-            decision = self.selection.replace(self.prefix, decision, problem)
-        if decision.winner.is_lossy:
-            transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
-            for stack, error in zip(self.stacks, errors):
-                self.selection.ledger.record(
-                    f"{self.prefix}.{stack.name}",
-                    transform,
-                    error.relative,
-                    error.max_abs,
-                    error.is_exact,
-                )
-        return decision
+    def _tensors(self) -> MoETensors:
+        """The loaded weights, as backends take them."""
+        rows, _ = self._weight("gate_up", 0).block_offsets()
+        _, column = self._weight("down", 0).block_offsets()
+        parameters = self.named_parameters(recurse=False)
+        stored: dict[str, Any] = {_FIELDS.get(name, name): p.data for name, p in parameters}
+        return MoETensors(
+            self.method.format, row_offset=rows[0] if rows else 0, column_offset=column, **stored
+        )
 
     def input_quant(self, num_tokens: int) -> InputQuant | None:
         """How the kernel wants that many tokens quantised, which the router reads as floats; None

@@ -7,11 +7,11 @@ A format of another package has a method too: an entry point of the group
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm.errors import ConfigError
 from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
-from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod
+from vllm.formats.weight_format import WeightFormat
 from vllm.model_executor.layers.linear import LinearMethod
-from vllm.model_executor.layers.quantization.experts import StackedMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.int4 import int4_linear_method
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4LinearMethod
@@ -25,6 +25,7 @@ _LINEAR: dict[str, MakeMethod] = {
     nvfp4.FORMAT.kind: Nvfp4LinearMethod,
     int4.FORMAT.kind: int4_linear_method,
 }
+_EXPERTS: dict[str, MakeMethod] = dict.fromkeys(_FP8, Fp8MoEMethod)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +36,24 @@ class QuantizationMethods:
 
     def linear_method(self, names: Sequence[str]) -> LinearMethod | None:
         """Of a layer made of the checkpoint weights `names`."""
-        layer = self.config and self.config.stored_layer(names)
-        return layer and self._linear(layer)
+        return self._method(names, _LINEAR)
 
-    def moe_method(self, layer: FusedMoE) -> MoEMethod | None:
-        # One format serves all experts of a layer, so the first one speaks for them.
-        stored = self.config and self.config.stored_layer(layer.expert_names(0))
-        if stored is None:
+    def moe_method(self, names: Sequence[str]) -> LinearMethod | None:
+        """Of each expert of a layer; names: the weights of one of them."""
+        return self._method(names, _LINEAR | _EXPERTS)
+
+    def requant_error(self, weight: WeightFormat) -> float | None:
+        """As of `QuantizationConfig`."""
+        return self.config.requant_error(weight) if self.config else None
+
+    def _method(self, names: Sequence[str], known: dict[str, MakeMethod]) -> LinearMethod | None:
+        stored = self.config and self.config.stored_layer(names)
+        if self.config is None or stored is None:
             return None
-        if stored.format.kind in _FP8:
-            return Fp8MoEMethod(self.config, stored)
-        return StackedMoEMethod(self._linear(stored))
-
-    def _linear(self, layer: StoredLayer) -> LinearMethod:
-        assert self.config is not None
-        methods = _LINEAR | extensions(ENTRY_POINTS)
-        return methods[layer.format.kind](self.config, layer)
+        methods = known | extensions(ENTRY_POINTS)
+        if (make := methods.get(stored.format.kind)) is None:
+            raise ConfigError(
+                f"{names[0]}: weights of the format {stored.format} cannot be loaded: it takes "
+                f"{', '.join(methods)}, or a package with an entry point of {ENTRY_POINTS}"
+            )
+        return make(self.config, stored)
