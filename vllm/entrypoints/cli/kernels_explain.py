@@ -150,14 +150,16 @@ def model_problems(
     tp, ep and, where the command has it, kv_cache_dtype."""
     from vllm.architectures.registry import model_type, text_config
     from vllm.formats.readers.registry import modelopt_file, resolve_quantization
+    from vllm.formats.stored_scales import with_stored_scales
     from vllm.kernels.problems import layer_problems
 
     config = question.read_model(model)
     text = text_config(config)
     dtype = question.dtype_of(args.dtype, text, device)
     stored = config.get("quantization_config") or text.get("quantization_config")
-    stored = stored or modelopt_file(Path(model).expanduser())
-    quant_config = resolve_quantization(stored, None, model)
+    folder = Path(model).expanduser()
+    stored = stored or modelopt_file(folder)
+    quant_config = with_stored_scales(resolve_quantization(stored, None, model), folder)
     problems = layer_problems(
         config,
         quant_config,
