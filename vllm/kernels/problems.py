@@ -4,11 +4,13 @@ Standard library only: the choices for any model on any chip can be listed witho
 or a GPU. Where the engine runs an architecture, names, order and problems equal its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm.architectures.decoder import CachedAttention, Decoder, ExpertsSpec, Item
+from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
+from vllm.architectures.explained import Layers
+from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
@@ -90,6 +92,7 @@ def moe_problem(
         layout=layout,
         cut=tp if ep == 1 else 1,
         cut_experts=ep,
+        activation=spec.activation,
     )
 
 
@@ -100,9 +103,10 @@ def attention_problems(
     cache = spec.cache
     kv_heads, window = cache.kv_heads.per_rank(tp), getattr(cache, "window", 0)
     heads = spec.heads.per_rank(tp)
+    cache_variant = spec.variant if isinstance(cache, MLAAttentionSpec) else ""
     return (
-        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window),
-        KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype),
+        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window, spec.variant),
+        KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype, cache_variant),
     )
 
 
@@ -118,6 +122,7 @@ def layer_problems(
     tp: int = 1,
     ep: int = 1,
     moe_layout: str = "standard",
+    layers: Layers | None = None,
 ) -> list[tuple[str, Problem]]:
     """(layer name, problem) of everything that one rank asks the selector, in the engine's order.
 
@@ -125,6 +130,7 @@ def layer_problems(
     not quantised are kept as the config says they are stored, unless that is wider. kv_format:
     element type of the KV cache. tp: tensor-parallel ranks. ep: expert-parallel ranks; with more
     than one, experts are dealt out whole and tp does not cut them. moe_layout: see MoEProblem.
+    layers: those of the model where its description does not say them.
 
     CheckpointError where the config is wrong, ConfigError where a size does not divide by the
     ranks or an argument is not known; both name the field.
@@ -135,9 +141,11 @@ def layer_problems(
     dtype = _known("dtype", _SHORT_NAMES.get(dtype, dtype), tuple(_ITEM_SIZES))
     kv_format = _known("kv_format", _SHORT_NAMES.get(kv_format, kv_format), _CACHE_FORMATS)
     moe_layout = _known("moe_layout", moe_layout, MOE_LAYOUTS)
-    weight_dtype = _weight_dtype(text_config(config), dtype)
+    text = layers.text if layers else text_config(config)
+    items = layers.items if layers else describe(config).items()
+    weight_dtype = _weight_dtype(text, dtype)
     rank = _Rank(tp, ep, dtype, weight_dtype, kv_format, moe_layout, quant_config)
-    return list(rank.problems(describe(config)))
+    return list(rank.problems(items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +160,11 @@ class _Rank:
     moe_layout: str
     quant_config: Quantization | None
 
-    def problems(self, decoder: Decoder) -> Iterator[tuple[str, Problem]]:
+    def problems(self, items: Iterable[tuple[str, Item]]) -> Iterator[tuple[str, Problem]]:
         made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
-        for prefix, item in decoder.items():
+        for prefix, item in items:
             name = prefix + item.name
-            layer_format = self._format(_quantisable(prefix, item))
+            layer_format = self._format(quantisable(prefix, item))
             key = id(item), layer_format
             if key not in made:
                 made[key] = self._of_item(name, item, *layer_format)
@@ -180,12 +188,11 @@ class _Rank:
         return found or (WeightFormat(self.weight_dtype), (ActScheme.NONE,))
 
 
-def _quantisable(prefix: str, item: Item) -> tuple[str, ...]:
+def quantisable(prefix: str, item: Item) -> tuple[str, ...]:
     """Checkpoint names of the weights that the format of the layer is asked for."""
     if isinstance(item, ExpertsSpec):
         # One format serves all experts of a layer, so the first one speaks for them.
-        parts = ("gate_proj", "up_proj", "down_proj")
-        return tuple(f"{prefix}{item.name}.0.{part}" for part in parts)
+        return tuple(f"{prefix}{item.name}.0.{part}" for part in item.parts)
     if isinstance(item, LinearSpec) and item.may_quantize:
         parent = prefix + item.name[: item.name.rfind(".") + 1]
         return tuple(parent + part.name for part in item.parts)

@@ -6,7 +6,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.cli.kernels_explain import model_problems
+from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
@@ -117,7 +117,7 @@ def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
     found = []
     for tp, model in product(_numbers("--tp", args.tp), args.models):
         own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)
-        found += [problem for _, problem in model_problems(model, own, device)[0]]
+        found += [problem for _, problem in asked_model(model, own, device).problems]
     dtype = question.dtype_of(args.dtype, {}, device)
     found += [question.layer_of(layer, dtype)[1] for layer in args.layer]
     return [problem for problem in dict.fromkeys(found) if isinstance(problem, LinearProblem)]

@@ -18,7 +18,7 @@ from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
-from vllm.kernels.report.report import Report
+from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation, log_lines, outcome, table
 from vllm.kernels.select.decision import Candidate, Decision, Record
@@ -49,17 +49,23 @@ def report(
     env: Mapping[str, Any],
     records: Iterable[Record],
     ledger: Ledger | None = None,
+    model: ModelFacts | None = None,
 ) -> dict[str, Any]:
     """Everything that was decided and on what grounds; equal decisions once, with their layers."""
     content: dict[str, Any] = {
         "device": str(device),
         "libs": sorted(map(str, libs.libs)),
         "env": variable_texts(env),
+        **({} if model is None else {"model": _model_json(model)}),
         "decisions": [
             _decision_json(decision, layers) for decision, layers in by_decision(records).items()
         ],
     }
     return content if ledger is None else {**content, "ledger": ledger.to_json()}
+
+
+def _model_json(model: ModelFacts) -> dict[str, Any]:
+    return {"served": model.is_served, "notes": list(model.notes)}
 
 
 def variable_texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -130,7 +136,7 @@ def _plain(value: Any) -> Any:
 def parse_report(content: Any, source: str = "report") -> Report:
     """The values of what `report` made; ConfigError names `source` and the place that is wrong."""
     root = _Node(content, source, "")
-    root.allow("device", "libs", "env", "decisions", "ledger")
+    root.allow("device", "libs", "env", "model", "decisions", "ledger")
     device = root["device"].parsed(Device.parse)
     records = [
         (layer.text(), decision)
@@ -144,6 +150,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
         {name: root["env"][name].text() for name in root["env"].fields()},
         records,
         _ledger(root["ledger"]) if "ledger" in root.fields() else None,
+        _model(root["model"]) if "model" in root.fields() else None,
     )
 
 
@@ -230,6 +237,11 @@ _READERS: dict[Any, Callable[[_Node], Any]] = {
     tuple[ActScheme, ...]: lambda node: node.tuple_of(lambda item: item.parsed(ActScheme)),
     WeightFormat: lambda node: node.parsed(WeightFormat.parse),
 }
+
+
+def _model(node: _Node) -> ModelFacts:
+    node.allow("served", "notes")
+    return ModelFacts(node["served"].switch(), node["notes"].tuple_of(_Node.text))
 
 
 def _ledger(node: _Node) -> Ledger:

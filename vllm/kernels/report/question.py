@@ -1,11 +1,10 @@
-"""What `vllm kernels explain` is asked, from texts to values: a chip, libraries, a layer, a model.
+"""What `vllm kernels explain` is asked, from texts to values: a chip, libraries, a layer.
 
 Nothing here looks at a GPU or imports torch: any chip can be asked about on any machine.
 """
 
-import json
 import re
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
@@ -151,7 +150,7 @@ def runs_on(spec: KernelSpec, device: Device) -> bool:
     return device.family in spec.devices or device.arch in spec.devices
 
 
-# ---------------------------------------------------------------- layers and models
+# ---------------------------------------------------------------- layers and types
 
 
 def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
@@ -186,38 +185,7 @@ def _shard(text: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def read_model(model: str) -> dict[str, Any]:
-    """The config.json of a folder, of a file, or of a built-in name. ConfigError otherwise."""
-    from vllm.architectures.registry import builtin_config, builtin_names
-
-    path = Path(model).expanduser()
-    if path.is_file() or path.is_dir():
-        return _read_config(path / "config.json" if path.is_dir() else path)
-    config = builtin_config(model)
-    if config is None:
-        lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
-        raise ConfigError(
-            f"model {model!r} is neither a folder or config.json here nor a built-in name "
-            f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
-        )
-    return config
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no {path.name}: not a Hugging Face model folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds {type(config).__name__}, not a JSON object")
-    return config
-
-
-def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
+def dtype_of(asked: str, config: Mapping[str, Any], device: Device) -> str:
     """`fp32`, `bf16` or `fp16`: what is asked for; with `auto` fp32 on the CPU, else what the
     checkpoint is stored in."""
     if asked == "auto":

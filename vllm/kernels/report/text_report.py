@@ -210,7 +210,9 @@ def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool 
     """Everything: where, what was chosen for how many layers, and each outcome with its rejected
     candidates. is_brief: without these."""
     outcomes = by_outcome(report.records)
+    model_notes = report.model.notes if report.model else ()
     paragraphs = [_where(report, width)]
+    paragraphs += [columns([f"Note: {text}"], [], width) for text in model_notes]
     if len(outcomes) > 1 or is_brief:
         paragraphs.append(_summary(outcomes, width, bold))
     events = [f"Event: {line}" for line in side_effect_lines(report.records)]
