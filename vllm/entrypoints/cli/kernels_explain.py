@@ -18,7 +18,7 @@ from vllm.kernels.registry import FLAGS
 from vllm.kernels.report import diff, json_report, question, text_report
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
-from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
@@ -189,6 +189,7 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
 def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     """args: dtype, tp, ep and, where the command has it, kv_cache_dtype."""
     from vllm.architectures.explained import layers_of
+    from vllm.formats.readers.registry import quantization_methods
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.model_files import find_model, without_unread
 
@@ -197,6 +198,9 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     dtype = question.dtype_of(args.dtype, layers.text, device)
     quant_config, unread, refusal = *_quantization(files), ""
     notes = [*layers.notes, *files.notes]
+    if quant_config is not None and quant_config.name not in quantization_methods():
+        layers = replace(layers, is_served=False)
+        notes.append(f"the engine does not load checkpoints quantised as {quant_config.name}")
     if unread is not None:
         items, refusal, which = without_unread(layers.items, unread)
         layers = replace(layers, items=items, is_served=False)
@@ -210,20 +214,25 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
         ep=args.ep,
         layers=layers,
     )
-    facts = ModelFacts(layers.is_served, tuple(notes))
+    weights = (p.weight for _, p in problems if isinstance(p, LinearProblem | MoEProblem))
+    is_loaded = all(weight.description.is_served for weight in weights)
+    facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))
     return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
 
 
 def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
     """What a reader says, or what is known where none can say anything."""
     from vllm.formats.readers.registry import resolve_quantization
-    from vllm.formats.readers.unread import UnreadConfig
+    from vllm.formats.readers.unread import UnreadConfig, read_for_explain
 
     stored = files.quantization()
     try:
         return resolve_quantization(stored, None, files.name), None
     except CheckpointError as error:
-        return None, UnreadConfig(stored or {}, str(error))
+        assert stored is not None
+        if (found := read_for_explain(stored)) is not None:
+            return found, None
+        return None, UnreadConfig(stored, str(error))
 
 
 def _refusal(selection: Selection) -> str:

@@ -7,6 +7,7 @@ A format of another package has a method too: an entry point of the group
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE, MoEMethod
@@ -49,5 +50,10 @@ class QuantizationMethods:
 
     def _linear(self, layer: StoredLayer) -> LinearMethod:
         assert self.config is not None
-        methods = _LINEAR | extensions(ENTRY_POINTS)
-        return methods[layer.format.kind](self.config, layer)
+        methods, kind = _LINEAR | extensions(ENTRY_POINTS), layer.format.kind
+        if kind not in methods:
+            raise CheckpointError(
+                f"weights in {kind} are not served by this engine: it takes {', '.join(methods)}; "
+                f"take the model in one of these formats"
+            )
+        return methods[kind](self.config, layer)
