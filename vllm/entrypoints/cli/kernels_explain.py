@@ -191,7 +191,7 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     from vllm.architectures.explained import layers_of
     from vllm.formats.readers.registry import quantization_methods
     from vllm.kernels.problems import layer_problems
-    from vllm.kernels.report.model_files import find_model, without_unread
+    from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
 
     files = find_model(model)
     layers = layers_of(files.config, files.tensors)
@@ -201,6 +201,8 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     if quant_config is not None and quant_config.name not in quantization_methods():
         layers = replace(layers, is_served=False)
         notes.append(f"the engine does not load checkpoints quantised as {quant_config.name}")
+    if quant_config is not None and not layers.is_served:
+        layers = replace(layers, items=taken_apart(layers.items, quant_config))
     if unread is not None:
         items, refusal, which = without_unread(layers.items, unread)
         layers = replace(layers, items=items, is_served=False)

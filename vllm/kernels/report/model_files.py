@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm.architectures.decoder import Item
+from vllm.architectures.sharding import LinearSpec
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.formats.readers.unread import UnreadConfig
-from vllm.kernels.problems import quantisable
+from vllm.kernels.problems import Quantization, quantisable
 from vllm.kernels.report.layer_groups import compress
 from vllm.utils.safetensors_files import TensorShape, stored_tensors
 
@@ -129,6 +130,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 Items = tuple[tuple[str, Item], ...]
+
+
+def taken_apart(items: Items, quantization: Quantization) -> Items:
+    """Weights of a merged layer that are not all quantised alike are layers of their own."""
+    found: list[tuple[str, Item]] = []
+    for prefix, item in items:
+        try:
+            if isinstance(item, LinearSpec) and (names := quantisable(prefix, item)):
+                quantization.layer_format(names)
+            found.append((prefix, item))
+        except CheckpointError:
+            assert isinstance(item, LinearSpec)
+            parent = item.name[: item.name.rfind(".") + 1]
+            found += [
+                (prefix, replace(item, name=parent + part.name, parts=(part,)))
+                for part in item.parts
+            ]
+    return tuple(found)
 
 
 def without_unread(items: Items, quantization: UnreadConfig) -> tuple[Items, str, str]:

@@ -63,7 +63,9 @@ def device_of(text: str) -> Device:
         device = None
     if device is None or (device.capability and device.arch not in CHIPS):
         asked = text.lower().removeprefix("cuda:")
-        hint = did_you_mean(asked, [*CPUS, *CHIPS, *map(str.lower, named), *map(_plain_name, named)])
+        hint = did_you_mean(
+            asked, [*CPUS, *CHIPS, *map(str.lower, named), *map(_plain_name, named)]
+        )
         chips = ", ".join(f"{chip} ({gpus})" for chip, gpus in CHIPS.items())
         raise ConfigError(
             f"--device {text!r}: unknown chip; it takes {', '.join(CPUS)}, one of these, "
