@@ -4,6 +4,7 @@ import json
 import random
 from argparse import Namespace
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -396,7 +397,7 @@ def mutated(config: dict, choose: random.Random) -> dict:
         if choose.random() < 0.2:
             place.pop(name, None)
         else:
-            place[name] = choose.choice(_VALUES)
+            place[name] = deepcopy(choose.choice(_VALUES))
     return changed
 
 
