@@ -225,12 +225,13 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
 def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
     """What a reader says, or what is known where none can say anything."""
     from vllm.formats.readers.registry import resolve_quantization
-    from vllm.formats.readers.unread import UnreadConfig, read_for_explain
 
     stored = files.quantization()
     try:
         return resolve_quantization(stored, None, files.name), None
     except CheckpointError as error:
+        from vllm.formats.readers.unread import UnreadConfig, read_for_explain
+
         assert stored is not None
         if (found := read_for_explain(stored)) is not None:
             return found, None

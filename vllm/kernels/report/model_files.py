@@ -4,15 +4,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.decoder import Item
 from vllm.architectures.sharding import LinearSpec
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
-from vllm.formats.readers.unread import UnreadConfig
 from vllm.kernels.problems import Quantization, quantisable
 from vllm.kernels.report.layer_groups import compress
 from vllm.utils.safetensors_files import TensorShape, stored_tensors
+
+if TYPE_CHECKING:
+    from vllm.formats.readers.unread import UnreadConfig
 
 _INDEX = "model.safetensors.index.json"
 
@@ -150,7 +152,7 @@ def taken_apart(items: Items, quantization: Quantization) -> Items:
     return tuple(found)
 
 
-def without_unread(items: Items, quantization: UnreadConfig) -> tuple[Items, str, str]:
+def without_unread(items: Items, quantization: "UnreadConfig") -> tuple[Items, str, str]:
     """The layers that are not quantised; of those that are, why no kernel can be told, and which
     they are."""
     is_unread = [
