@@ -1,9 +1,12 @@
 """`vllm kernels explain MODEL` answers for any checkpoint, and for any GPU by its usual name."""
 
 import json
+import re
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -240,10 +243,13 @@ def test_a_size_that_no_weight_has_is_refused_by_name(run, tmp_path):
 
 def explain_offline(home: Path, model: str) -> subprocess.CompletedProcess[str]:
     """With the cache of the hub in `home` and no network."""
+    return explain_with({"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}, model)
+
+
+def explain_with(variables: dict[str, str], model: str) -> subprocess.CompletedProcess[str]:
     command = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ["kernels", "explain", model, *SM_100, "--json"]
-    env = environment() | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    env.pop("HF_HUB_CACHE", None)
+    env = {k: v for k, v in environment().items() if not k.startswith("HF_")} | variables
     return subprocess.run(
         [sys.executable, "-c", command, *words], env=env, capture_output=True, text=True
     )
@@ -280,6 +286,89 @@ def test_weights_in_the_local_cache_are_read_and_a_file_that_may_exist_is_named(
     notes = json.loads(done.stdout)["model"]["notes"]
     assert "its layers are those of its safetensors headers" in notes[0]
     assert "hf_quant_config.json of 'some-org/some-model' cannot be fetched" in notes[-1]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the files of one model as the hub does, with what `huggingface_hub` asks for."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(with_content=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_content=True)
+
+    def answer(self, with_content: bool) -> None:
+        name = self.path.removeprefix("/some-org/some-model/resolve/main/")
+        file = self.folder / name
+        if not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", "1" * 40)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = file.read_bytes()
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            content = content[int(asked[1]) : int(asked[2]) + 1]
+        if with_content:
+            self.asked.append(f"{name} {len(content)}")
+        self.send_response(206 if asked else 200)
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("ETag", f'"{name}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_content:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """(folder of the one model it serves, environment for it, what was fetched with its size)."""
+    handler = type("OneModel", (Hub,), {"folder": tmp_path / "served", "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    yield handler.folder, {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}, handler.asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_of_a_model_on_the_hub_config_and_headers_are_fetched_and_nothing_else(hub):
+    folder, env, asked = hub
+    folder_of(folder, TINY, TENSORS | {"big.weight": ("BF16", [1024, 1024])})
+    done = explain_with(env, "some-org/some-model")
+    assert done.returncode == 0, done.stderr
+    note, *more = json.loads(done.stdout)["model"]["notes"]
+    assert more == []
+    assert "its layers are those of its safetensors headers" in note
+    assert {name.split()[0] for name in asked} == {"config.json", "model.safetensors"}
+    assert all(int(name.split()[1]) <= 100_001 for name in asked)
+
+
+def test_a_model_of_a_served_architecture_needs_no_headers(hub):
+    folder, env, asked = hub
+    quantization = {"quantization": {"quant_algo": "FP8"}}
+    folder_of(folder, TINY | {"model_type": "llama"}, TENSORS)
+    (folder / "hf_quant_config.json").write_text(json.dumps(quantization))
+    done = explain_with(env, "some-org/some-model")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["model"] == {"served": True, "notes": []}
+    assert "fp8-tensor" in {d["problem"].get("weight") for d in content["decisions"]}
+    assert {name.split()[0] for name in asked} == {"config.json", "hf_quant_config.json"}
+
+
+def test_a_model_on_the_hub_without_a_config_is_refused(hub):
+    folder, env, _ = hub
+    folder.mkdir()
+    done = explain_with(env, "some-org/some-model")
+    assert done.returncode == 2 and "on the Hugging Face hub has no config.json" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,8 @@ def test_linear_layers_and_experts_are_found_by_their_names_and_shapes():
     assert "model.layers.2.self_attn.o_proj" not in found
     notes = layers_of(TEXT, checkpoint).notes
     assert "its layers are those of its safetensors headers" in notes[0]
-    assert "weights of multi-token prediction" in notes[1] and "of vision_tower" in notes[1]
+    assert "x weight of multi-token prediction" in notes[1]
+    assert "1 x weight of vision_tower" in notes[1]
 
 
 def test_tensor_parallelism_cuts_what_is_stored_as_its_name_says():

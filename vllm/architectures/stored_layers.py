@@ -88,7 +88,7 @@ def layers_of(
         parent, layer = match["parent"] or "", int(match["layer"])
         if layer >= num_layers or _OTHER_MODEL.search(parent):
             place = parent.split(".")[-1] if layer < num_layers else "multi-token prediction"
-            left_out[place] += 1
+            left_out[f"weight of {place}"] += 1
             continue
         parts = [part for part in parent.split(".") if part and part != "language_model"]
         prefix = ".".join([*(parts or ["model"]), match["list"], str(layer)]) + "."
@@ -98,7 +98,7 @@ def layers_of(
         found += [(prefix, item) for item in _layer(fields, layer, modules, left_out)]
     if (head := _lm_head(weights)) is not None:
         found.append(("", head))
-    texts = [f"{count} weights of {place}" for place, count in left_out.items()]
+    texts = [f"{count} x {what}" for what, count in left_out.items()]
     return found, texts + [text for text in unserved.left_out_of(fields) if " x " not in text]
 
 
@@ -177,7 +177,7 @@ def _layer(
         key = ("experts", name, count, *parts.items())
         spec = fields.once(key, partial(_experts, fields, name, count, parts))
         if spec is None:
-            left_out[f"{name} ({', '.join(parts)})"] += 1
+            left_out[f"{name} of {', '.join(parts)}"] += 1
         else:
             yield spec
 
@@ -191,9 +191,9 @@ def _attention(
     except CheckpointError as error:
         left_out[f"attention, of which config.json says too little ({error})"] += 1
         return
-    found = [item for item in items if isinstance(item, CachedAttention)]
-    left_out[f"{kind} layers' attention"] += not found and not items
-    yield from found
+    if not items:
+        left_out[f"attention of a {kind} layer"] += 1
+    yield from (item for item in items if isinstance(item, CachedAttention))
 
 
 def _experts(

@@ -59,7 +59,7 @@ def hub_file(model: str, name: str) -> Path | None:
     """One file of a model on the hub, a copy in the local cache first; None where the model has no
     such file. CheckpointError where it cannot be fetched."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
         if isinstance(cached := try_to_load_from_cache(model, name), str):
@@ -70,7 +70,7 @@ def hub_file(model: str, name: str) -> Path | None:
     except LocalEntryNotFoundError as error:
         raise _unfetched(model, name, "it is not in the local cache, and the hub is out of reach"
                          ) from error  # fmt: skip
-    except (OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise _unfetched(model, name, _first_line(error)) from error
 
 
@@ -78,13 +78,17 @@ def hub_headers(model: str) -> dict[str, TensorShape]:
     """By name, from the headers of the safetensors files of a model on the hub; {} where it has no
     such files. CheckpointError where they cannot be fetched."""
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.errors import (
+        HTTPError,  # of its HTTP library: no connection is no OSError
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
 
     try:
         files = get_safetensors_metadata(model).files_metadata.values()
     except NotASafetensorsRepoError:
         return {}
-    except (OSError, ValueError, SafetensorsParsingError) as error:
+    except (HTTPError, OSError, ValueError, SafetensorsParsingError) as error:
         raise _unfetched(model, "*.safetensors", _first_line(error)) from error
     return {
         name: TensorShape(info.dtype, tuple(info.shape))
