@@ -230,3 +230,12 @@ def test_a_config_with_anything_in_any_place_is_taken_or_refused_with_an_error_o
             resolve_quantization(changed(layout, *path, value=junk), None, "m").layer_format(QKV)
         except CheckpointError as error:
             assert str(error)
+
+
+def test_experts_in_a_format_that_is_only_explained_are_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="weights in mxfp4 are not served by this engine"):
+        LLM(folder, skip_tokenizer_init=True, max_num_seqs=2)

@@ -113,7 +113,9 @@ def _model_folder(model: str, folder: Path) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return str(path)
-    (folder / "config.json").write_text(json.dumps(find_model(model).config))
+    files = find_model(model)
+    quantization = {"quantization_config": stored} if (stored := files.quantization()) else {}
+    (folder / "config.json").write_text(json.dumps(files.config | quantization))
     return str(folder)
 
 
