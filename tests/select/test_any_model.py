@@ -293,6 +293,28 @@ def test_linear_layers_and_experts_are_found_by_their_names_and_shapes():
     assert "1 x weight of vision_tower" in notes[1]
 
 
+def test_biases_sinks_and_keys_that_are_values_too_are_seen_in_the_tensors():
+    prefix = "model.layers.0.self_attn."
+    more = {f"{prefix}q_proj.bias": ("BF16", (64,)), f"{prefix}sinks": ("BF16", (4,))}
+    found = by_name(problems_of(TEXT, checkpoint(**more)))
+    assert found[f"{prefix}qkv_proj"].bias and not found[f"{prefix}o_proj"].bias
+    assert found[f"{prefix}attn"].variant == "sinks"
+    shared = checkpoint()
+    del shared[f"{prefix}v_proj.weight"]
+    assert by_name(problems_of(TEXT, shared))[f"{prefix}qkv_proj"].parts == (64, 32)
+
+
+def test_weights_that_are_stored_merged_are_cut_as_their_parts():
+    prefix = "model.layers.0."
+    more = {
+        f"{prefix}attention.qkv_proj.weight": ("BF16", ((4 + 2 + 2) * 16, 64)),
+        f"{prefix}mlp.gate_up_proj.weight": ("BF16", (192, 64)),
+    }
+    found = by_name(problems_of(TEXT, checkpoint(**more), tp=2))
+    assert found[f"{prefix}attention.qkv_proj"].parts == (32, 16, 16)
+    assert found[f"{prefix}mlp.gate_up_proj"].parts == (48, 48)
+
+
 def test_tensor_parallelism_cuts_what_is_stored_as_its_name_says():
     found = by_name(problems_of(TEXT, checkpoint(), tp=2))
     assert found["model.layers.0.self_attn.qkv_proj"].parts == (32, 16, 16)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.architectures import unserved
 from vllm.architectures.decoder import GATED, CachedAttention, ExpertsSpec, Item
@@ -17,6 +17,13 @@ from vllm.architectures.sharding import Dim, LinearSpec, ParallelStyle, Part
 from vllm.architectures.unserved_fields import UnservedFields
 from vllm.errors import CheckpointError
 from vllm.utils.safetensors_files import TensorShape
+
+
+class _Weight(NamedTuple):
+    """shape: in numbers, once codes are unpacked."""
+
+    shape: tuple[int, ...]
+    has_bias: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,13 @@ _ATTENTION = re.compile(r".*(?:attn|attention|mixer)\.(?:k_proj|kv_b_proj|qkv_pr
 _HEADS = re.compile(r".*\.(?:q_proj|q_b_proj|kv_b_proj|o_proj|wq|wq_b|wkv_b|wo)")
 _KV_HEADS = re.compile(r".*\.(?:k_proj|v_proj|wk|wv)")
 # Weights that are computed as one layer.
-_MERGED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "qk_proj": ("q_proj", "k_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
+_MERGED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("qkv_proj", ("q_proj", "k_proj")),  # the values are the keys
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("w13", ("w1", "w3")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+)
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "w2", "wo", "fc2", "c_proj", "dense_4h_to_h")
 _REPLICATED = ("fused_qkv_a_proj", "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv_a_with_mqa",
                "fc1_latent_proj", "fc2_latent_proj", "weights_proj")  # fmt: skip
@@ -78,10 +85,12 @@ def layers_of(
     fields: UnservedFields, tensors: Mapping[str, TensorShape], packing: Packing
 ) -> tuple[list[tuple[str, Item]], list[str]]:
     """(prefix of its name, item) of all that asks for a kernel, and what is left out."""
-    by_layer: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {}
+    by_layer: dict[tuple[str, int], dict[str, _Weight]] = {}
     left_out: Counter[str] = Counter()
     weights = dict(_weights(tensors, packing))
     num_layers = fields.count("num_hidden_layers") or 10_000
+    if any(name.endswith(".sinks") for name in tensors):
+        fields.family = replace(fields.family, variant="sinks")
     for module, shape in weights.items():
         if (match := _LAYER.fullmatch(module)) is None:
             continue
@@ -92,7 +101,8 @@ def layers_of(
             continue
         parts = [part for part in parent.split(".") if part and part != "language_model"]
         prefix = ".".join([*(parts or ["model"]), match["list"], str(layer)]) + "."
-        by_layer.setdefault((prefix, layer), {})[match["name"]] = shape
+        weight = _Weight(shape, f"{module}.bias" in tensors)
+        by_layer.setdefault((prefix, layer), {})[match["name"]] = weight
     found: list[tuple[str, Item]] = []
     for (prefix, layer), modules in sorted(by_layer.items(), key=lambda one: one[0][1]):
         found += [(prefix, item) for item in _layer(fields, layer, modules, left_out)]
@@ -151,22 +161,22 @@ def _lm_head(weights: Mapping[str, tuple[int, ...]]) -> LinearSpec | None:
 def _layer(
     fields: UnservedFields,
     layer: int,
-    modules: dict[str, tuple[int, ...]],
+    modules: dict[str, _Weight],
     left_out: Counter[str],
 ) -> Iterator[Item]:
-    """modules: shapes of its weights by name; layers that are alike get the same items."""
+    """modules: its weights by name; layers that are alike get the same items."""
     is_expert = {name: _EXPERT.fullmatch(name) for name in modules}
     dense = {
-        name: (shape[0], shape[1])
-        for name, shape in modules.items()
-        if len(shape) == 2 and not is_expert[name] and not _NO_LAYER.search(name)
+        name: weight
+        for name, weight in modules.items()
+        if len(weight.shape) == 2 and not is_expert[name] and not _NO_LAYER.search(name)
     }
     yield from fields.once(("dense", *dense.items()), partial(_dense, fields, dense))
     if any(_ATTENTION.fullmatch(name) for name in dense):
         yield from _attention(fields, layer, left_out)
     stacks: dict[str, dict[str, tuple[int, ...]]] = {}
     counts: dict[str, set[str]] = {}
-    for name, shape in modules.items():
+    for name, (shape, _) in modules.items():
         if match := is_expert[name]:
             counts.setdefault(match["name"], set()).add(match["expert"])
         elif len(shape) != 3 or (match := _STACK.fullmatch(name)) is None:
@@ -219,7 +229,7 @@ def _experts(
     return replace(spec, parts=numbered if is_gated else GATED[1:], activation=activation)
 
 
-def _dense(fields: UnservedFields, dense: dict[str, tuple[int, int]]) -> tuple[LinearSpec, ...]:
+def _dense(fields: UnservedFields, dense: dict[str, _Weight]) -> tuple[LinearSpec, ...]:
     """Linear layers in the order of their first weight."""
     found: list[LinearSpec] = []
     done: set[str] = set()
@@ -229,9 +239,9 @@ def _dense(fields: UnservedFields, dense: dict[str, tuple[int, int]]) -> tuple[L
         parent, dot, last = name.rpartition(".")
         merged = last
         names: tuple[str, ...] = (name,)
-        for own, lasts in _MERGED.items():
+        for own, lasts in _MERGED:
             members = tuple(f"{parent}{dot}{one}" for one in lasts)
-            columns = {dense[one][1] for one in members if one in dense}
+            columns = {dense[one].shape[1] for one in members if one in dense}
             is_whole = all(one in dense and one not in done for one in members)
             if last in lasts and is_whole and len(columns) == 1:
                 merged, names = own, members
@@ -245,7 +255,7 @@ def _linear(
     fields: UnservedFields,
     name: str,
     names: tuple[str, ...],
-    dense: Mapping[str, tuple[int, int]],
+    dense: Mapping[str, _Weight],
 ) -> LinearSpec:
     last = name.rpartition(".")[2]
     is_router = _ROUTER.fullmatch(name) is not None
@@ -254,10 +264,13 @@ def _linear(
         style = "replicated"
     elif last in _ROW_PARALLEL:
         style = "row"
-    parts = tuple(Part(one.rpartition(".")[2], _rows(fields, one, dense[one][0])) for one in names)
-    columns = dense[names[0]][1]
+    parts = tuple(
+        Part(one.rpartition(".")[2], _rows(fields, one, dense[one].shape[0])) for one in names
+    )
+    columns = dense[names[0]].shape[1]
+    bias = any(dense[one].has_bias for one in names)
     inputs = _heads(fields, name, columns) if style == "row" else Dim(f"columns of {name}", columns)
-    return LinearSpec(name, parts, inputs, style, may_quantize=not is_router)
+    return LinearSpec(name, parts, inputs, style, bias, may_quantize=not is_router)
 
 
 def _rows(fields: UnservedFields, name: str, rows: int) -> tuple[Dim, ...]:
