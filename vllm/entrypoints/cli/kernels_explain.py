@@ -69,7 +69,7 @@ def add_parser(kinds: Any) -> None:
 def _add_preferences(group: Any) -> None:
     text = group.add_argument
     text("--kernel", action="append", default=[], metavar="PATTERN=BACKEND",
-         help="Backend of the layers whose name matches; repeatable.")  # fmt: skip
+         help="Backend of the layers whose name matches, or file.py:Name; repeatable.")  # fmt: skip
     for family, flag in FLAGS.items():
         text(flag, metavar="BACKEND", help=f"Backend of {family} layers.")
     text("--on-unmet", choices=ON_UNMET, default="error",
@@ -111,9 +111,6 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
     """The selection after every layer has asked, and the variables that were set."""
     for text in args.env:
         _set_variable(text)
-    device = question.device_of(args.device) if args.device else installed_device()
-    libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
-    problems, model_type, quant_config = _problems(args, device)
     config = KernelConfig(
         kernel=tuple(args.kernel),
         on_unmet=args.on_unmet,
@@ -121,6 +118,9 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
         max_requant_error=args.max_requant_error,
         **{f"{family}_backend": getattr(args, f"{family}_backend") for family in FLAGS},
     )
+    device = question.device_of(args.device) if args.device else installed_device()
+    libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
+    problems, model_type, quant_config = _problems(args, device)
     preferences = config.preferences(quant_config).for_device(model_type, device)
     variables = envs.kernel_variables()
     policy = make_policy(not_emulated(preferences), variables)
