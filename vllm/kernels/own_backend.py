@@ -61,15 +61,20 @@ class OwnBackend:
         digest = hashlib.sha256(content).hexdigest()[:8]
         loaded = _loaded.get((self.path, self.name))
         if loaded is None or loaded[0] != digest:
-            replaced = {loaded[1]} if loaded else set()
-            provider, backend = self._checked(self._import(digest), replaced)
+            title = f"vllm_kernel_{re.sub(r'[^a-zA-Z0-9]', '_', self.path.stem)}_{digest}"
+            try:
+                backend = self._import(title)
+                provider = self._provider_of(backend, loaded[1] if loaded else "")
+            except ConfigError:
+                sys.modules.pop(title, None)
+                raise
             registry.register(provider, backend, f"{self.path.name} {digest}")
             loaded = _loaded[self.path, self.name] = digest, provider
         specs = registry.backend(loaded[1]).SPECS
         return {spec.family: spec.backend for spec in specs}
 
-    def _import(self, digest: str) -> Any:
-        title = f"vllm_kernel_{re.sub(r'[^a-zA-Z0-9]', '_', self.path.stem)}_{digest}"
+    def _import(self, title: str) -> Any:
+        """`Name` of the file, loaded as module `title`."""
         spec = spec_from_file_location(title, self.path)
         assert spec is not None and spec.loader is not None
         module: ModuleType = module_from_spec(spec)
@@ -77,12 +82,10 @@ class OwnBackend:
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # whatever a foreign file raises
-            del sys.modules[title]
             text = " ".join(str(error).split())
             raise self.wrong(f"the file raises {type(error).__name__}: {text}") from error
         found = getattr(module, self.name, None)
         if found is None:
-            del sys.modules[title]
             names = [name for name in vars(module) if not name.startswith("_")]
             raise self.wrong(
                 f"the file has no {self.name}: it takes the name of an object with SPECS and a "
@@ -90,8 +93,8 @@ class OwnBackend:
             )
         return found
 
-    def _checked(self, backend: Any, own: set[str]) -> tuple[str, Any]:
-        """(provider, backend). own: the provider that it replaces."""
+    def _provider_of(self, backend: Any, replaced: str) -> str:
+        """What all of its names begin with. replaced: of an earlier content of the file."""
         specs = getattr(backend, "SPECS", None)
         if not isinstance(specs, tuple | list) or not specs:
             raise self.wrong(f"SPECS is {specs!r}; it takes a tuple of KernelSpec")
@@ -100,15 +103,15 @@ class OwnBackend:
                 raise self.wrong(problem)
             _check_maker(backend, spec.family, self)
         by_family = {(spec.family, spec.backend) for spec in specs}
-        providers = {spec.backend.partition("-")[0] for spec in specs}
+        providers: set[str] = {spec.backend.partition("-")[0] for spec in specs}
         if len(providers) > 1 or len(by_family) > len({family for family, _ in by_family}):
             names = ", ".join(sorted({spec.backend for spec in specs}))
             raise self.wrong(f"SPECS name {names}; it takes one backend, and one for each family")
         (provider,) = providers
         known = {n.partition("-")[0] for f in registry.FAMILIES for n in registry.backend_names(f)}
-        if provider in known - own:
+        if provider in known - {replaced}:
             raise self.wrong(f"a backend {provider!r} exists already; give it another name")
-        return provider, backend
+        return provider
 
     def wrong(self, text: str) -> ConfigError:
         return ConfigError(f"--kernel {self}: {text}")
