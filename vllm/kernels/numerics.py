@@ -77,10 +77,13 @@ class LinearCase:
         x = _inputs(problem, problem.k, device, max_tokens)
         return cls(problem, candidate, random_tensors(problem, device), x)
 
-    def error(self, kernel: LinearKernel, num_tokens: int) -> float:
+    def expected(self, num_tokens: int) -> Tensor:
+        """float32 [M, N]."""
+        return reference(self.candidate, self.tensors, self.x[:num_tokens])
+
+    def error(self, kernel: LinearKernel, num_tokens: int, expected: Tensor) -> float:
         """Relative error of the kernel over `tensors`; WrongResultError for a large one or NaN."""
         limit = max_error(self.problem, self.candidate.act)
-        expected = reference(self.candidate, self.tensors, self.x[:num_tokens])
         x = _poisoned(self.x, num_tokens, max(self.problem.n, self.problem.k))
         return _worst_error(kernel, kernel, x, expected, limit)
 
@@ -103,13 +106,16 @@ class MoECase:
             problem, candidate, tensors, _inputs(problem, problem.hidden, device, max_tokens)
         )
 
-    def error(self, kernel: MoEKernel, num_tokens: int) -> float:
+    def expected(self, num_tokens: int) -> Tensor:
+        """float32 [T, hidden]."""
+        given = self.x[:num_tokens], *self._routing(num_tokens)
+        return reference_experts(self.problem, self.candidate, self.tensors, *given)
+
+    def error(self, kernel: MoEKernel, num_tokens: int, expected: Tensor) -> float:
         """As of a LinearCase. Tokens choose among all experts of the problem; those of other ranks
         are -1."""
         problem, routing = self.problem, self._routing(num_tokens)
         limit = max_error(problem, self.candidate.act)
-        given = self.x[:num_tokens], *routing
-        expected = reference_experts(problem, self.candidate, self.tensors, *given)
         x = _poisoned(self.x, num_tokens, problem.top_k * max(problem.hidden, problem.intermediate))
         return _worst_error(lambda given: kernel(given, *routing), kernel, x, expected, limit)
 

@@ -5,8 +5,9 @@ of shards stay. A linear kernel that is compiled at run time has the layer's own
 be compiled for the probe alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.kernels.select.spec import KernelSpec
 from vllm.kernels.selection import Selection
+from vllm.utils.math_utils import round_up
 from vllm.version import __version__
 
 _ROWS, _COLUMNS = 256, 512
@@ -40,29 +42,35 @@ class Probe:
     num_tokens: tuple[int, ...]
     layers: dict[str, str] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """WrongResultError for a result that differs from the reference."""
+    def prepared(self) -> Callable[[], None]:
+        """What makes the kernel and calls it; WrongResultError for a result that differs from the
+        reference. The reference is computed here, so that nothing of it is blamed on the kernel."""
         device, most = torch.device(self.decision.device.kind), max(self.num_tokens)
         problem, candidate = self.problem, self.candidate
         alone = Decision(
             problem, self.decision.device, candidate.backend, DEFAULT_ORDER, (candidate,)
         )
+        case: Any
         if isinstance(problem, MoEProblem):
-            experts = MoECase.of(problem, candidate, device, most)
-            moe_kernel = make_moe(alone, experts.tensors)
-            for num_tokens in self.num_tokens:
-                experts.error(moe_kernel, num_tokens)
-            return
-        layer = LinearCase.of(problem, candidate, device, most)
-        kernel = make_linear(alone, layer.tensors)
-        for num_tokens in self.num_tokens:
-            layer.error(kernel, num_tokens)
+            case = MoECase.of(problem, candidate, device, most)
+        else:
+            case = LinearCase.of(problem, candidate, device, most)
+        expected = {num_tokens: case.expected(num_tokens) for num_tokens in self.num_tokens}
+
+        def run() -> None:
+            kernel: Any = (make_moe if problem.family == "moe" else make_linear)(
+                alone, case.tensors
+            )
+            for num_tokens, result in expected.items():
+                case.error(kernel, num_tokens, result)
+
+        return run
 
 
 def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
     """One for each kernel of the decisions, each part of a split and each fallback, with each small
     problem; with the smallest layer for a kernel that is compiled for its sizes."""
-    found: dict[tuple[object, ...], Probe] = {}
+    found: dict[object, Probe] = {}
     for layer, decision in sorted(records, key=lambda record: _size(record[1])):
         if decision.is_emulated:
             continue
@@ -70,16 +78,18 @@ def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
             spec = registry.spec_of(decision, candidate.backend)
             assert spec is not None
             assert isinstance(decision.problem, LinearProblem | MoEProblem)
+            if spec.is_emulation:  # it is the reference
+                continue
             problem = probe_problem(decision.problem, spec, max(num_tokens))
             fit = problem.block_fit(not spec.blocks)
             candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
             kind = candidate.backend, candidate.act, candidate.scales, problem.weight, problem.dtype
-            sizes = num_tokens if _has_own_sizes(spec, problem) else (num_tokens, problem)
             name = _name(problem, candidate, version_of(spec, selection.libs, selection.device))
             tokens = ",".join(map(str, num_tokens))
             name = f"{selection.device} vllm {__version__} {name} M {tokens}"
             probe = Probe(name, problem, candidate, decision, num_tokens)
-            found.setdefault((*kind, sizes), probe).layers[layer] = decision.problem.size_key
+            key = (*kind, num_tokens) if _has_own_sizes(spec, problem) else name
+            found.setdefault(key, probe).layers[layer] = decision.problem.size_key
     return list(found.values())
 
 
@@ -93,8 +103,8 @@ def _kernels(decision: Decision) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     by_name = {candidate.backend: candidate for candidate in decision.candidates}
     low = 1
     for limit, name in decision.winner.parts or ((None, decision.winner.backend),):
-        high = limit or max(NUM_TOKENS)
-        counts = sorted({min(max(count, low), high) for count in NUM_TOKENS})
+        high = limit or low + max(NUM_TOKENS)
+        counts = sorted({min(low - 1 + count, high) for count in NUM_TOKENS})
         other = stand_in(decision, name)
         for candidate in (by_name[name], other):
             own = [c for c in counts if candidate and running(decision, c) == candidate.backend]
@@ -113,9 +123,15 @@ def probe_problem(
         problem = replace(problem, requant_error=None)
     if _has_own_sizes(spec, problem):
         return problem
-    small = _small(problem)
-    is_taken = not eligibility.size_reasons(spec, small, small.block_fit(not spec.blocks))
-    return small if is_taken else problem
+    smaller = [_small(problem)]
+    if isinstance(problem, MoEProblem):
+        smaller.append(_few_experts(problem))
+    taken = (
+        small
+        for small in smaller
+        if not eligibility.size_reasons(spec, small, small.block_fit(not spec.blocks))
+    )
+    return next(taken, problem)
 
 
 def _has_own_sizes(spec: KernelSpec, problem: LinearProblem | MoEProblem) -> bool:
@@ -123,17 +139,23 @@ def _has_own_sizes(spec: KernelSpec, problem: LinearProblem | MoEProblem) -> boo
 
 
 def _small(problem: LinearProblem | MoEProblem) -> LinearProblem | MoEProblem:
+    """With the sizes modulo those of a probe."""
     if isinstance(problem, LinearProblem):
         parts = tuple(n % _ROWS + _ROWS for n in problem.parts)
         n = sum(parts) or problem.n % _ROWS + _ROWS
         return replace(problem, n=n, k=problem.k % _COLUMNS + _COLUMNS, parts=parts)
-    own = min(problem.num_experts // problem.cut_experts, problem.top_k + 1)
     return replace(
-        problem,
-        num_experts=own * problem.cut_experts,
+        _few_experts(problem),
         hidden=problem.hidden % _COLUMNS + _COLUMNS,
         intermediate=problem.intermediate % _ROWS + _ROWS,
     )
+
+
+def _few_experts(problem: MoEProblem) -> MoEProblem:
+    """More than a token has, in fours, as some kernels take them."""
+    few = round_up(problem.top_k + 1, 4)
+    own = min(problem.num_experts // problem.cut_experts, few)
+    return replace(problem, num_experts=own * problem.cut_experts)
 
 
 def _name(problem: LinearProblem | MoEProblem, candidate: Candidate, version: str) -> str:

@@ -85,7 +85,7 @@ def test_every_kernel_that_can_serve_a_format_passes(problem):
     with torch.inference_mode():
         for probe in probes(problem):
             try:
-                probe.run()
+                probe.prepared()()
             except Exception as error:  # whatever a kernel raises: the others are tried too
                 wrong[probe.candidate.backend] = f"{type(error).__name__}: {error}"
             print(probe.candidate.backend, wrong.get(probe.candidate.backend, "passed"))
@@ -100,7 +100,7 @@ def test_the_chosen_kernel_is_caught_when_it_is_wrong_by_3_percent(problem, monk
     monkeypatch.setattr(
         case,
         "error",
-        lambda self, kernel, count: error(self, lambda *given: kernel(*given) * 1.03, count),
+        lambda self, kernel, *given: error(self, lambda *x: kernel(*x) * 1.03, *given),
     )
     with torch.inference_mode(), pytest.raises(WrongResultError, match="relative error"):
-        first.run()
+        first.prepared()()

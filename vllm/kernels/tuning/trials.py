@@ -82,7 +82,8 @@ class Trial:
         """The relative error for each of the gate's token counts, then 0 for a first call of each
         count to be timed, which may compile. WrongResultError for a large error or NaN."""
         for num_tokens in job.gate:
-            yield num_tokens, self.case.error(self.kernels[0], num_tokens)
+            expected = self.case.expected(num_tokens)
+            yield num_tokens, self.case.error(self.kernels[0], num_tokens, expected)
         for num_tokens in job.tokens:
             self.kernels[0](self.case.x[:num_tokens])
             self._synchronize()
