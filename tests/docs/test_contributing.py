@@ -87,7 +87,7 @@ def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, t
 
 
 def test_a_backend_of_a_file_serves_the_layers_that_ask_for_it(model, tmp_path):
-    title, script = "Try a kernel in a file", ""
+    title, script = "Add a kernel in a file", ""
     for block in blocks_of(title):
         if block.title == "`mine.py`:":
             (tmp_path / "mine.py").write_text(block.text)

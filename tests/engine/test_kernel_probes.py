@@ -8,6 +8,7 @@ import selection_cases
 import torch
 
 from vllm import LLM
+from vllm.entrypoints.cli.main import main
 from vllm.errors import KernelFailedError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
@@ -60,7 +61,9 @@ def wrong(make, factor: float = 1.03):
 
 
 @pytest.mark.parametrize(("family", "name"), [("linear", "llama"), ("moe", "qwen3_moe")])
-def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(checkpoint, monkeypatch, family, name):
+def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(
+    checkpoint, monkeypatch, capsys, family, name
+):
     monkeypatch.setattr(cpu, family, wrong(getattr(cpu, family)))
     with pytest.raises(KernelFailedError) as caught:
         load(checkpoint, name)
@@ -77,6 +80,10 @@ def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(checkpoint, monkeypa
     told = [str(r) for d in served for c in d.candidates if c.backend == "cpu" for r in c.reasons]
     assert all(t.startswith("numerics: quarantined on") and "3.00e-02" in t for t in told) and told
     assert {f"cpu {family}"}.isdisjoint(passed_kinds())
+    capsys.readouterr()
+    assert main(["kernels", "explain", str(checkpoint(name))]) == 0
+    explained = " ".join(capsys.readouterr().out.split())
+    assert "when compared with the reference: relative error 3.00e-02" in explained
 
 
 def passed_kinds() -> set[str]:
