@@ -109,6 +109,10 @@ def test_one_that_is_wrong_by_3_percent_does_not_serve(checkpoint, file):
         load(checkpoint, kernel=[f"{DOWN}={file}:mine"])
     llm = load(checkpoint, kernel=[f"{DOWN}={file}:mine"], on_unmet="fallback")
     assert "mine" not in chosen(llm).values()
+    # One that says of itself that it emulates is compared too.
+    file.write_text(file.read_text() + "\nMine.SPECS = (spec(is_emulation=True),)\n")
+    with pytest.raises(KernelFailedError, match=r"kernel mine .*relative error 3\.00e-02"):
+        load(checkpoint, kernel=[f"{DOWN}={file}:mine"])
     # A repaired file is another kernel.
     file.write_text(FILE)
     assert "mine" in chosen(load(checkpoint, kernel=[f"{DOWN}={file}:mine"])).values()
@@ -162,6 +166,8 @@ BAD = {
     f"{FILE}\nMine.SPECS = (spec(formats=frozenset({{'fp9'}})),)": "formats = frozenset({'fp9'})",
     f"{FILE}\nMine.SPECS = (spec(dtypes=frozenset()),)": "dtypes = frozenset()",
     f"{FILE}\nMine.SPECS = (spec(act=frozenset({{'some'}})),)": "act = frozenset({'some'})",
+    f"{FILE}\nMine.SPECS = (spec(n_align=0),)": "n_align = 0; it takes a whole number",
+    f"{FILE}\nMine.SPECS = (spec(compiles='gcc'),)": "compiles = 'gcc'; it takes '' or 'triton'",
     f"{FILE}\nMine.SPECS = (spec(), spec(backend='other'))": "SPECS name mine, other",
     f"{FILE}\nMine.SPECS = (spec(), spec(backend='mine-fast'))": "and one for each family",
     f"{FILE}\ndel Mine.moe": "SPECS has a kernel of family moe, and there is no moe(problem, ten",

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ from vllm.kernels.select.spec import KernelSpec
 SYNTAX = "PATTERN=path/to/file.py:Name"
 # Those whose results are compared with a reference before they serve.
 FAMILIES = ("linear", "moe")
+_COMPILES = ("", "triton")
 _DTYPES = ("bf16", "fp16", "fp32")
 _TEXT = re.compile(r"(?P<pattern>[^=]+)=(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 _BACKEND = re.compile(r"[a-z]\w*(-[a-z0-9-]+)?", re.ASCII)
@@ -63,7 +63,7 @@ class OwnBackend:
         if loaded is None or loaded[0] != digest:
             title = f"vllm_kernel_{re.sub(r'[^a-zA-Z0-9]', '_', self.path.stem)}_{digest}"
             try:
-                backend = self._import(title)
+                backend = self._import(title, content)
                 provider = self._provider_of(backend, loaded[1] if loaded else "")
             except ConfigError:
                 sys.modules.pop(title, None)
@@ -73,14 +73,14 @@ class OwnBackend:
         specs = registry.backend(loaded[1]).SPECS
         return {spec.family: spec.backend for spec in specs}
 
-    def _import(self, title: str) -> Any:
-        """`Name` of the file, loaded as module `title`."""
-        spec = spec_from_file_location(title, self.path)
-        assert spec is not None and spec.loader is not None
-        module: ModuleType = module_from_spec(spec)
+    def _import(self, title: str, content: bytes) -> Any:
+        """`Name` of the file, loaded as module `title`; of this content, whatever is compiled
+        beside the file."""
+        module = ModuleType(title)
+        module.__file__ = str(self.path)
         sys.modules[title] = module  # dataclasses look their module up
         try:
-            spec.loader.exec_module(module)
+            exec(compile(content, str(self.path), "exec"), vars(module))
         except (Exception, SystemExit) as error:  # whatever a foreign file raises
             text = " ".join(str(error).split())
             raise self.wrong(f"the file raises {type(error).__name__}: {text}") from error
@@ -145,6 +145,12 @@ def _spec_problem(spec: Any) -> str:
         is_set = isinstance(values, frozenset) and bool(values)
         if not is_set or not all(isinstance(value, str) and takes(value) for value in values):
             return f"{field} = {values!r}; it takes a frozenset of {examples[field]}"
+    for field in ("n_align", "k_align"):
+        value = getattr(spec, field)
+        if type(value) is not int or value < 1:
+            return f"{field} = {value!r}; it takes a whole number from 1 up"
+    if spec.compiles not in _COMPILES:
+        return f"compiles = {spec.compiles!r}; it takes {' or '.join(map(repr, _COMPILES))}"
     return ""
 
 

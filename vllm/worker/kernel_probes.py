@@ -78,8 +78,8 @@ def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
             spec = registry.spec_of(decision, candidate.backend)
             assert spec is not None
             assert isinstance(decision.problem, LinearProblem | MoEProblem)
-            if spec.is_emulation:  # it is the reference
-                continue
+            if spec.is_emulation and not registry.code_version(spec.backend):
+                continue  # ours is the reference
             problem = probe_problem(decision.problem, spec, max(num_tokens))
             fit = problem.block_fit(not spec.blocks)
             candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
