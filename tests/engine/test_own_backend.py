@@ -166,6 +166,7 @@ BAD = {
     f"{FILE}\nMine.SPECS = (spec(formats=frozenset({{'fp9'}})),)": "formats = frozenset({'fp9'})",
     f"{FILE}\nMine.SPECS = (spec(dtypes=frozenset()),)": "dtypes = frozenset()",
     f"{FILE}\nMine.SPECS = (spec(act=frozenset({{'some'}})),)": "act = frozenset({'some'})",
+    f"{FILE}\nMine.BEFORE = 3": "BEFORE is for backends of packages; leave it out",
     f"{FILE}\nMine.SPECS = (spec(n_align=0),)": "n_align = 0; it takes a whole number",
     f"{FILE}\nMine.SPECS = (spec(compiles='gcc'),)": "compiles = 'gcc'; it takes '' or 'triton'",
     f"{FILE}\nMine.SPECS = (spec(), spec(backend='other'))": "SPECS name mine, other",

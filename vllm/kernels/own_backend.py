@@ -98,6 +98,9 @@ class OwnBackend:
         specs = getattr(backend, "SPECS", None)
         if not isinstance(specs, tuple | list) or not specs:
             raise self.wrong(f"SPECS is {specs!r}; it takes a tuple of KernelSpec")
+        for field in ("BEFORE", "MAKES"):
+            if hasattr(backend, field):
+                raise self.wrong(f"{field} is for backends of packages; leave it out")
         for spec in specs:
             if problem := _spec_problem(spec):
                 raise self.wrong(problem)

@@ -54,18 +54,15 @@ def code_version(name: str) -> str:
     provider = name.partition("-")[0]
     if provider in _own:
         return _own[provider][1]
-    found = extensions(ENTRY_POINTS).get(provider)
-    return "" if found is None else _digest(found)
+    return _digest(provider) if provider in extensions(ENTRY_POINTS) else ""
 
 
 @cache
-def _digest(backend: Any) -> str:
-    """The file that defines it with a hash of its content."""
-    module = (
-        backend
-        if isinstance(backend, ModuleType)
-        else sys.modules.get(getattr(backend, "__module__", ""))
-    )
+def _digest(provider: str) -> str:
+    """The file that defines a backend of another package, with a hash of its content."""
+    backend = extensions(ENTRY_POINTS)[provider]
+    is_module = isinstance(backend, ModuleType)
+    module = backend if is_module else sys.modules.get(getattr(backend, "__module__", ""))
     try:
         file = Path(str(getattr(module, "__file__", "")))
         return f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"

@@ -1,7 +1,7 @@
 """Kernels that failed when they were tried on this machine: a file, and what of it holds now.
 
-`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, a start
-of the engine one that does not end its first call; the selector then rejects it with that reason,
+`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, and so
+does a start of the engine, before a kernel serves; the selector then rejects it with that reason,
 for the same problem, chip and versions of libraries.
 Installing another version, or `vllm kernels quarantine --clear`, lifts it.
 """
