@@ -38,6 +38,16 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the engine compares: threads of torch that wait for each other take a hundred times as
+    long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def load(checkpoint, name: str = "llama", **options) -> LLM:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     return LLM(checkpoint(name), skip_tokenizer_init=True, **limits, **options)

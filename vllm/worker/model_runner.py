@@ -128,7 +128,7 @@ class ModelRunner:
             num_seqs = config.scheduler_config.max_num_seqs
             sizes = self._max_tokens, num_seqs, self._parallel.data.size
         calls.of_weights(*sizes)
-        with report.phase("numerics"):
+        with report.phase("numerics"), self._cores_for_kernels():
             calls.of_results()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
