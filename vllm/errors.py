@@ -18,6 +18,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The layers whose names are most like a glob pattern that matches none, one of each kind: with
+    the stars of the pattern, if it has any."""
+    bare = pattern.replace("*", "").strip(".")
+    depth = bare.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]): name for name in reversed(list(names))}
+    close = difflib.get_close_matches(bare, ends, n=2, cutoff=0.5)
+    return [f"*.{end}" if pattern.startswith("*") else ends[end] for end in close]
+
+
 def _without_prefix(name: str) -> str:
     """Without what all flags, or all variables, have in common, which makes none of them close."""
     return name.removeprefix("--").removeprefix("VLLM_")

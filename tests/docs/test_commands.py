@@ -51,7 +51,7 @@ def workplace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def own_blocks(page: str) -> list[Block]:
-    """Those of CONTRIBUTING.md that belong to a package are test_contributing.py's."""
+    """Those of CONTRIBUTING.md that need a package or a file of it are test_contributing.py's."""
     examples = [section for section in sections(page) if section.title.startswith("Add a")]
     return [b for b in blocks(page) if not any(b.line in section.lines for section in examples)]
 

@@ -86,6 +86,29 @@ def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, t
     assert down and {layer for layer in chosen if chosen[layer] == "example"} == down
 
 
+def test_a_backend_of_a_file_serves_the_layers_that_ask_for_it(model, tmp_path):
+    title, script = "Add a kernel in a file", ""
+    for block in blocks_of(title):
+        if block.title == "`mine.py`:":
+            (tmp_path / "mine.py").write_text(block.text)
+        elif block.language == "python":
+            script += block.text
+    (tmp_path / "model").symlink_to(model)
+    usual = re.sub(r", kernel=\[.*?\], dump_decisions=.*?\)", ")", script)
+    assert usual != script
+    folder, variables = tmp_path / "calls", {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    code = checks(title) + script + usual
+    printed = run_followed(code, folder, (), cwd=tmp_path, **variables)
+    with_mine, without = printed.split(END + "\n")[1].splitlines()
+    assert with_mine == without
+    decided = json.loads((tmp_path / "kernels.json").read_text())
+    chosen = {layer: d["chosen"] for d in decided["decisions"] for layer in d["layers"]}
+    down = {layer for layer in chosen if "down_proj" in layer}
+    assert down and {layer for layer in chosen if chosen[layer] == "mine"} == down
+    passed = json.loads((tmp_path / "cache" / "kernel_tables" / "passed_probes.json").read_text())
+    assert any(" mine torch" in name for name in passed)
+
+
 def test_a_model_of_another_package_is_explained_and_served(model, tmp_path):
     """With a window longer than the text it writes what Llama does with the same weights; with a
     window of one key it does not."""

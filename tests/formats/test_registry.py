@@ -14,10 +14,10 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.registry import description, formats, kinds, quantizable
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
+from vllm.kernels.numerics import random_tensors
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.select import select
-from vllm.kernels.tuning.trials import random_tensors
 from vllm.machine import NATIVE, Device, Lib, Libs
 from vllm.model_executor.checkpoint_formats import FORMATS
 

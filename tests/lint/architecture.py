@@ -52,6 +52,7 @@ TAKES_TORCH = (
     "vllm/kernels/cuda_ops.py",
     "vllm/kernels/flashinfer/",
     "vllm/kernels/interface.py",
+    "vllm/kernels/numerics.py",
     "vllm/kernels/triton/",
     "vllm/kernels/tuning/",
     "vllm/utils/deep_gemm.py",

@@ -9,6 +9,7 @@ from vllm.config.policy import KernelPreferences
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.kernels import registry
+from vllm.kernels.own_backend import OwnBackend
 from vllm.kernels.registry import FLAGS
 
 ON_UNMET = ("error", "fallback")
@@ -16,7 +17,8 @@ ON_UNMET = ("error", "fallback")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """kernel: `PATTERN=BACKEND` for layers whose name matches. linear_backend, moe_backend,
+    """kernel: `PATTERN=BACKEND` for layers whose name matches, or `PATTERN=path/to/file.py:Name`
+    for a backend of a file; relative paths become absolute ones. linear_backend, moe_backend,
     attention_backend: for every layer of the kind; None lets the selector choose, `emulate:` is
     explained in vllm/config/emulate.py. on_unmet: what
     happens where a backend that was asked for cannot run. require_native: refuse weight-only and
@@ -37,6 +39,9 @@ class KernelConfig:
     dump_decisions: Path | None = None
 
     def __post_init__(self) -> None:
+        texts = tuple(str(OwnBackend.parse(text) or text) for text in self.kernel)
+        object.__setattr__(self, "kernel", texts)
+        self.load_backends()
         for family, name in self._backends():
             if Emulated.parse(family, name) is None:
                 registry.check_backend_name(family, name, FLAGS[family])
@@ -58,6 +63,13 @@ class KernelConfig:
         dump = self.dump_decisions
         if dump is not None and (dump.is_dir() or not dump.parent.is_dir()):
             raise ConfigError(f"--dump-decisions {dump}: it takes a file in a folder that exists")
+
+    def load_backends(self) -> None:
+        """Those of files, in each process that uses this configuration; before libraries are
+        looked at, which is when a build's kernels are listed."""
+        for text in self.kernel:
+            if (own := OwnBackend.parse(text)) is not None:
+                own.load()
 
     def _backends(self) -> tuple[tuple[str, str], ...]:
         given = {

@@ -15,6 +15,7 @@ from vllm.errors import ConfigError
 from vllm.formats import registry as formats
 from vllm.formats.scales import Scales
 from vllm.kernels import registry
+from vllm.kernels.own_backend import SYNTAX, OwnBackend
 from vllm.kernels.registry import FLAGS
 from vllm.kernels.select.policy import Budget, Exclusion, Override, Policy, Preference
 from vllm.kernels.select.reason import (
@@ -30,7 +31,8 @@ from vllm.machine import Device
 
 @dataclass(frozen=True)
 class KernelPreferences:
-    """What a user set. kernels: PATTERN=BACKEND texts. backends: by family. requant: of REQUANT.
+    """What a user set. kernels: PATTERN=BACKEND and
+    PATTERN=FILE:NAME texts. backends: by family. requant: of REQUANT.
     use_deep_gemm: of the quantisation config, None where nobody decided. model_rule: where the
     model rule decided it, its reason. is_exact: the checkpoint's scales are powers of two.
     """
@@ -63,6 +65,7 @@ def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Polic
         *_variable_overrides(env),
     ]
     _refuse_contradictions(overrides, exclusions)
+    exclusions += [Exclusion(*own, _ONLY_NAMED) for own in registry.own_backends()]
     return Policy(
         overrides=tuple(overrides),
         exclusions=tuple(exclusions),
@@ -83,19 +86,26 @@ def _budgets(preferences: KernelPreferences) -> Iterator[Budget]:
         yield Budget(0.0, origin, frozenset({Scales.UE8M0, Scales.FLOAT32_CEIL_UE8M0}))
 
 
+_ONLY_NAMED = Origin(RANK_LAYER, "a backend of a file serves the layers that --kernel names")
+
+
 def _layer_overrides(preferences: KernelPreferences) -> list[Override]:
     overrides = []
     for text in preferences.kernels:
+        origin = Origin(RANK_LAYER, f"--kernel {text}")
+        if (own := OwnBackend.parse(text)) is not None:
+            overrides += [Override(*named, origin, own.pattern) for named in own.load().items()]
+            continue
         pattern, equals, name = text.rpartition("=")
         if not equals or not pattern:
             raise ConfigError(
-                f"--kernel {text!r}: it takes PATTERN=BACKEND, such as '*.down_proj=triton'"
+                f"--kernel {text!r}: it takes PATTERN=BACKEND, such as '*.down_proj=triton', or "
+                f"{SYNTAX}"
             )
         found = {family: registry.find_backend(family, name) for family in registry.FAMILIES}
         if not any(found.values()):
             every = sorted({n for f in registry.FAMILIES for n in registry.backend_names(f)})
             raise registry.unknown_backend(f"--kernel {text!r}", name, every)
-        origin = Origin(RANK_LAYER, f"--kernel {text}")
         overrides += [
             Override(f, backend, origin, pattern) for f, backend in found.items() if backend
         ]

@@ -36,6 +36,7 @@ class VllmConfig:
     quant_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
+        self.kernel_config.load_backends()
         if self.quant_config is None and self.model_config.hf_config is not None:
             model = self.model_config
             configs = (model.hf_config, model.hf_text_config)

@@ -118,7 +118,8 @@ class EngineArgs:
         "Maximum time that one rank waits for another before the engine ends.",
     )  # fmt: skip
     kernel: Sequence[str] | None = _arg(
-        None, "PATTERN=BACKEND: kernel backend of the layers whose name matches; repeatable.",
+        None, "PATTERN=BACKEND: kernel backend of the layers whose name matches; or "
+        "PATTERN=path/to/file.py:Name, one's own. Repeatable.",
         action="append", metavar="PATTERN=BACKEND",
     )  # fmt: skip
     linear_backend: str | None = _arg(

@@ -10,6 +10,7 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import read_failures
 from vllm.machine import Device
 from vllm.platforms.probe import probe_device
@@ -40,6 +41,7 @@ def facts_of(config: VllmConfig) -> dict[str, str]:
         "the device": str(probe_device()),
         "variables": json.dumps(variables),
         "kernels in quarantine (vllm kernels quarantine)": _quarantined(),
+        "backends of files (--kernel)": _own_backends(),
         "the checkpoint": _checkpoint(config.model_config.path),
         "the configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
     }
@@ -54,6 +56,11 @@ def _quarantined() -> str:
         if f.release == __version__ and Device.parse(f.device).arch == arch
     }
     return "; ".join(sorted(places)) or "none"
+
+
+def _own_backends() -> str:
+    found = {registry.code_version(backend) for _, backend in registry.own_backends()}
+    return "; ".join(sorted(found)) or "none"
 
 
 def _checkpoint(folder: Path) -> str:

@@ -1,20 +1,24 @@
 """The backends of each problem family, in default order of preference.
 
 A backend is a module: a file in `backends/` and a line in `default_order.py`, or a module of
-another package that an entry point names (group `vllm.kernel_backends`). Importing it needs the
-standard library only; what it is built on is imported when its kernels are made. A backend is
-named `provider` or `provider-path` (flashinfer-cutlass); its module or entry point is named after
-the provider.
+another package that an entry point names (group `vllm.kernel_backends`), or an object of a file
+that `--kernel` names (`own_backend.py`). Importing it needs the standard library only; what it is
+built on is imported when its kernels are made. A backend is named `provider` or `provider-path`
+(flashinfer-cutlass); its module or entry point is named after the provider.
 
 The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`),
 and optionally MAKES (formats that a maker takes, by backend and family or by family) and BEFORE
 (by family, the built-in backend that it is preferred to; without it, it comes last).
 """
 
+import hashlib
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.default_order import DEFAULT_ORDER
@@ -30,11 +34,48 @@ FAMILIES = tuple(DEFAULT_ORDER)
 FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
 
 
+_own: dict[str, tuple[Any, str]] = {}  # by provider, with which code it is
+
+
+def register(provider: str, backend: Any, version: str) -> None:
+    """Adds a backend to those of this process, last in order. version: which code it is."""
+    _own[provider] = backend, version
+    for cached in (backend_names, specs, built):
+        cached.cache_clear()
+
+
+def own_backends() -> list[tuple[str, str]]:
+    """(family, backend) of those that were registered."""
+    return [(spec.family, spec.backend) for backend, _ in _own.values() for spec in backend.SPECS]
+
+
+def code_version(name: str) -> str:
+    """Which code a backend of another package or of a file is; "" for one of this package."""
+    provider = name.partition("-")[0]
+    if provider in _own:
+        return _own[provider][1]
+    return _digest(provider) if provider in extensions(ENTRY_POINTS) else ""
+
+
+@cache
+def _digest(provider: str) -> str:
+    """The file that defines a backend of another package, with a hash of its content."""
+    backend = extensions(ENTRY_POINTS)[provider]
+    is_module = isinstance(backend, ModuleType)
+    module = backend if is_module else sys.modules.get(getattr(backend, "__module__", ""))
+    try:
+        file = Path(str(getattr(module, "__file__", "")))
+        return f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
+    except OSError:
+        return ""
+
+
 @cache
 def backend_names(family: str) -> tuple[str, ...]:
     """In order of preference; the values that the family's flag takes."""
     names = list(DEFAULT_ORDER[family])
-    for module in extensions(ENTRY_POINTS).values():
+    own_objects = (backend for backend, _ in _own.values())
+    for module in (*extensions(ENTRY_POINTS).values(), *own_objects):
         before = getattr(module, "BEFORE", {}).get(family)
         place = names.index(before) if before in names else len(names)
         own = (spec.backend for spec in module.SPECS if spec.family == family)
@@ -45,6 +86,8 @@ def backend_names(family: str) -> tuple[str, ...]:
 def backend(name: str) -> ModuleType:
     """The module of backend `name`."""
     provider = name.partition("-")[0]
+    if provider in _own:
+        return cast(ModuleType, _own[provider][0])
     found: ModuleType | None = extensions(ENTRY_POINTS).get(provider)
     return found or import_module(f"vllm.kernels.backends.{provider}")
 

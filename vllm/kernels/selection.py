@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, nearest_names
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
@@ -108,7 +108,7 @@ class Selection:
                 logger.warning("%s", text)
         for origin, asked in self._asked().items():
             if not asked and origin.rank <= RANK_FLAG:
-                raise ConfigError(f"{origin.text} means no layer of this model; leave it out")
+                raise ConfigError(f"{origin.text} means no layer of this model{self._fix(origin)}")
             if not asked and origin.rank == RANK_VARIABLE:
                 logger.warning("%s means no layer of this model", origin.text)
             must_obey = origin.rank <= RANK_VARIABLE and not self.policy.falls_back
@@ -119,6 +119,14 @@ class Selection:
                     f"{text_report.table(own[0][1])}",
                     own[0][1],
                 )
+
+    def _fix(self, origin: Origin) -> str:
+        """What to give instead of an override that means no layer."""
+        meant = [override for override in self._by_layer if override.origin == origin]
+        families = {override.family for override in meant}
+        names = [name for name, d in self.records if d.problem.family in families]
+        found = nearest_names(meant[0].pattern, names) if meant else []
+        return f"; did you mean {' or '.join(found)}?" if found else "; leave it out"
 
     def _unmet(self, preference: Preference) -> str:
         """Why a backend that is preferred can serve no layer; "" where it can serve one, or where

@@ -79,7 +79,8 @@ def installed_kernel_libs(device: Device) -> Libs:
 
 def probe_libs() -> Libs:
     """Working libraries, with the kernels that are in quarantine here."""
-    return with_quarantine(_working_libs(), probe_device())
+    libs = Libs.of([*_working_libs().libs, registry.built()])
+    return with_quarantine(libs, probe_device())
 
 
 @cache
@@ -88,7 +89,7 @@ def _working_libs() -> Libs:
     is_cpu = probe_device().kind == "cpu"
     found = installed_libs() if is_cpu else working_libs(registry.used_libs())
     native = _native_lib()
-    return Libs.of([*found.libs, registry.built(), *([native] if native else [])])
+    return Libs.of([*found.libs, *([native] if native else [])])
 
 
 def _native_lib() -> Lib | None:

@@ -1,4 +1,4 @@
-"""Calls every chosen kernel once, alone, to attribute and quarantine one that fails.
+"""Calls every chosen kernel once, alone, to attribute and quarantine one that fails or is wrong.
 
 A faulting kernel makes the GPU unusable for its process, and the fault surfaces at a later call. So
 each call is synchronised here, before the model runs as a whole.
@@ -16,9 +16,11 @@ from vllm.distributed.all2all import NaiveAll2All
 from vllm.distributed.groups import PeerError, wait_for
 from vllm.errors import ConfigError, KernelFailedError, VllmError, is_of_machine
 from vllm.kernels import registry
+from vllm.kernels.evidence.passed import add_passed, read_passed
 from vllm.kernels.evidence.quarantine import LIFT, Failure, add_failure, path_of_file
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import NVCC, running
+from vllm.kernels.numerics import WrongResultError
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import COMPILERS
@@ -29,6 +31,7 @@ from vllm.model_executor.layers.embedding import LMHead
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.utils.torch_utils import dtype_of
+from vllm.worker.kernel_probes import Probe, probes_of
 from vllm.worker.prompt_logprobs import MOST_PROMPT_ROWS
 from vllm.worker.step_inputs import StepInputs
 
@@ -39,7 +42,8 @@ HANG_SECONDS = 60.0
 
 
 class FirstCalls:
-    """Calls the kernels of `model` with zeros and collects failures. hang_seconds: timeout of a
+    """Calls the kernels of `model`, with zeros and with numbers whose result is known, and collects
+    failures. hang_seconds: timeout of a
     call."""
 
     def __init__(self, model: nn.Module, selection: Selection, hang_seconds: float = HANG_SECONDS):
@@ -70,6 +74,32 @@ class FirstCalls:
                 if not self._call(layer.prefix, layer.decision, count, call):
                     break
         self._raise()
+
+    def of_results(self) -> None:
+        """Compares each kernel with the reference before its first use on this machine."""
+        passed = set(read_passed())
+        records = [(layer.prefix, layer.decision) for layer in self._weights()]
+        new = [p for p in probes_of(records, self._selection) if p.name not in passed]
+        if not new:
+            return
+        self._settle()
+        add_passed([probe.name for probe in new if self._is_right(probe)])
+        self._raise()
+
+    def _is_right(self, probe: Probe) -> bool:
+        """False, too, where there is no reference to compare with: the kernel then serves, and the
+        next start tries again."""
+        try:
+            call = probe.prepared()
+            self._wait()
+        except Exception as error:  # no memory for it, or a mistake of ours
+            backend = probe.candidate.backend
+            logger.warning("%s serves without a comparison with the reference: %s", backend, error)
+            return False
+        return self._try(call, partial(self._accuse, probe))
+
+    def _weights(self) -> list[Any]:
+        return [m for m in self._model.modules() if isinstance(m, (Linear, FusedMoE))]
 
     def of_attention(self, inputs: StepInputs, sizes: list[tuple[int, int, int]]) -> None:
         """Attention, one layer per decision, with a KV cache. sizes: tokens, requests and longest
@@ -108,22 +138,41 @@ class FirstCalls:
     def _call(
         self, layer: str, decision: Decision, num_tokens: int, call: Callable[[], object]
     ) -> bool:
-        """Whether the call succeeded; otherwise adds a failure. Raises errors that no kernel
-        caused, and all failures where the GPU is unusable."""
+        """Whether the call succeeded; see `_try`."""
+
+        def accuse(why: Why, reason: str) -> None:
+            text = f"at its first call, with {num_tokens} tokens: {reason}"
+            backend, size_key = running(decision, num_tokens), decision.problem.size_key
+            self._enter(layer, decision, backend, size_key, why, text)
+
+        return self._try(call, accuse)
+
+    def _accuse(self, probe: Probe, why: Why, reason: str) -> None:
+        """For every layer that the kernel was chosen for; of those of one size once."""
+        text = f"when compared with the reference: {reason}"
+        by_size = {size_key: layer for layer, size_key in reversed(probe.layers.items())}
+        for size_key, layer in by_size.items():
+            self._enter(layer, probe.decision, probe.candidate.backend, size_key, why, text)
+
+    def _try(self, call: Callable[[], object], accuse: Callable[[Why, str], None]) -> bool:
+        """Whether the call succeeded; otherwise adds a failure by `accuse`. Raises errors that no
+        kernel caused, and all failures where the GPU is unusable."""
         try:
             call()
             self._wait()
             return True
         except PeerError:
-            self._enter(layer, decision, num_tokens, f"did not end within {self._hang_seconds:g} s")
+            accuse(Why.LIBRARY, f"did not end within {self._hang_seconds:g} s")
             self._raise()
         except VllmError:
             raise
+        except WrongResultError as error:
+            accuse(Why.NUMERICS, str(error))
         except Exception as error:
             if is_of_machine(error):
                 raise
             text = " ".join(str(error).split())[:300]
-            self._enter(layer, decision, num_tokens, f"{type(error).__name__}: {text}")
+            accuse(Why.LIBRARY, f"{type(error).__name__}: {text}")
         try:
             self._wait()
         except Exception:
@@ -136,17 +185,19 @@ class FirstCalls:
             event.record()
             wait_for(event, self._hang_seconds)
 
-    def _enter(self, layer: str, decision: Decision, num_tokens: int, reason: str) -> None:
-        selection, backend = self._selection, running(decision, num_tokens)
+    def _enter(
+        self, layer: str, decision: Decision, backend: str, size_key: str, why: Why, reason: str
+    ) -> None:
+        selection = self._selection
         spec = registry.spec_of(decision, backend)
         assert spec is not None
         failure = Failure(
             backend=backend,
             version=version_of(spec, selection.libs, selection.device),
             device=str(selection.device),
-            size_key=decision.problem.size_key,
-            why=Why.LIBRARY,
-            reason=f"at its first call, with {num_tokens} tokens: {reason}",
+            size_key=size_key,
+            why=why,
+            reason=reason,
             date=date.today().isoformat(),
         )
         self._failures.append((layer, failure))

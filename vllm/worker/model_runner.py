@@ -65,7 +65,7 @@ class ModelRunner:
             calls = FirstCalls(self.model, selection, hang_s)
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 finish_warm_up(self._warm_up)
-                self._call_kernels(calls, config)
+                self._call_kernels(calls, config, report)
             is_eager = config.model_config.enforce_eager or config.parallel_config.needs_eager
             is_eager |= selection.needs_eager
             self._prompt_shapes = captured_prompts(
@@ -110,15 +110,19 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._warm_up = begin_warm_up(selection, self._max_tokens)
 
-    def _call_kernels(self, calls: FirstCalls, config: VllmConfig) -> None:
-        """Runs every chosen kernel once; on a CPU, where nothing compiles, with one token."""
-        if self.device.type == "cpu":
-            calls.of_weights(1, 1)
-            return
-        num_seqs = config.scheduler_config.max_num_seqs
-        calls.of_weights(self._max_tokens, num_seqs, self._parallel.data.size)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    def _call_kernels(self, calls: FirstCalls, config: VllmConfig, report: StartupReport) -> None:
+        """Runs every chosen kernel once; on a CPU, where nothing compiles, with one token. Then
+        compares those that are new on this machine with the reference."""
+        sizes = 1, 1, 1
+        if self.device.type == "cuda":
+            num_seqs = config.scheduler_config.max_num_seqs
+            sizes = self._max_tokens, num_seqs, self._parallel.data.size
+        calls.of_weights(*sizes)
+        with report.phase("numerics"), self._cores_for_kernels():
+            calls.of_results()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def _peak_bytes(self, calls: FirstCalls, config: VllmConfig) -> int:
         """Peak activation memory of the largest steps, measured without a KV cache: all tokens of

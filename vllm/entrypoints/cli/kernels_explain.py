@@ -114,11 +114,11 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str], Asked]
     """The selection after every layer has asked, and the variables that were set."""
     for text in args.env:
         _set_variable(text)
+    given = {name: getattr(args, name) for name in _PREFERENCES}
+    config = KernelConfig(**{**given, "kernel": tuple(args.kernel or ())})
     device = question.device_of(args.device) if args.device else installed_device()
     libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
     asked = _problems(args, device)
-    given = {name: getattr(args, name) for name in _PREFERENCES}
-    config = KernelConfig(**{**given, "kernel": tuple(args.kernel or ())})
     preferences = config.preferences(asked.quant_config).for_device(asked.model_type, device)
     variables = envs.kernel_variables()
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)

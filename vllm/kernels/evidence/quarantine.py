@@ -1,7 +1,7 @@
 """Kernels that failed when they were tried on this machine: a file, and what of it holds now.
 
-`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, a start
-of the engine one that does not end its first call; the selector then rejects it for the same
+`vllm kernels tune` enters a kernel that faults, hangs, raises or computes something else, and so
+does a start of the engine, before a kernel serves; the selector then rejects it for the same
 problem, chip and versions, until another is installed or `vllm kernels quarantine --clear` runs.
 """
 

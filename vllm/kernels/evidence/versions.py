@@ -1,7 +1,8 @@
 """Which code a kernel is: what a measurement of it, or its failure, holds for.
 
 `deep_gemm 0.1.3`, `native 0.1.0 (aab4de81)`: versions of the libraries that it is made of, and of
-our own kernels the build id too, since their code changes within a version.
+our own kernels the build id too, since their code changes within a version. Of a backend of another
+package or of a file also that file: `torch 2.13.0, mine.py 1b2c3d4e`.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ def version_of(spec: KernelSpec, libs: Libs, device: Device) -> str:
     """Of torch where the kernel needs nothing else."""
     names = [name for name, _ in spec.libs] or ["torch"]
     found = (libs.get(name) for name in names)
-    return ", ".join(_text(lib, spec, device) for lib in found if lib is not None)
+    texts = [_text(lib, spec, device) for lib in found if lib is not None]
+    return ", ".join(filter(None, (*texts, registry.code_version(spec.backend))))
 
 
 def _text(lib: Lib, spec: KernelSpec, device: Device) -> str:

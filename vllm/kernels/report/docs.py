@@ -30,7 +30,12 @@ from vllm.machine import CHIPS, Device
 
 _FLAGS = ", ".join(f"`{flag}`" for flag in registry.FLAGS.values())
 _RANKS = (
-    (RANK_LAYER, "`--kernel 'PATTERN=BACKEND'`", "layers whose name matches the pattern"),
+    (
+        RANK_LAYER,
+        "`--kernel 'PATTERN=BACKEND'` or `'PATTERN=path/to/file.py:Name'`",
+        "layers whose name matches the pattern; a backend of a file serves no others "
+        "([backends.md](backends.md))",
+    ),
     (RANK_FLAG, _FLAGS, "every layer of that kind whose format the backend takes"),
     (RANK_VARIABLE, "an environment variable that is set", "see the table of variables"),
     (RANK_CONFIG, "`use_deep_gemm` of the quantisation config", "FP8 block layers of the model"),

@@ -1,0 +1,170 @@
+"""Small problems by which a kernel is compared with the reference before it serves.
+
+A probe has the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes and alignments
+of shards stay. A linear kernel that is compiled at run time has the layer's own sizes: others would
+be compiled for the probe alone.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from vllm.kernels import registry
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.jit.ready import running, stand_in
+from vllm.kernels.make_kernel import make_linear, make_moe
+from vllm.kernels.numerics import LinearCase, MoECase
+from vllm.kernels.select import eligibility
+from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.reason import DEFAULT_ORDER
+from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.selection import Selection
+from vllm.utils.math_utils import round_up
+from vllm.version import __version__
+
+_ROWS, _COLUMNS = 256, 512
+# Small and odd ones, on either side of tiles.
+NUM_TOKENS = (1, 5, 33, 130)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """name: what its result depends on. num_tokens: of its calls. layers: those that the kernel was
+    chosen for, with what a failure of each is filed under."""
+
+    name: str
+    problem: LinearProblem | MoEProblem
+    candidate: Candidate
+    decision: Decision
+    num_tokens: tuple[int, ...]
+    layers: dict[str, str] = field(default_factory=dict)
+
+    def prepared(self) -> Callable[[], None]:
+        """What makes the kernel and calls it; WrongResultError for a result that differs from the
+        reference. The reference is computed here, so that nothing of it is blamed on the kernel."""
+        device, most = torch.device(self.decision.device.kind), max(self.num_tokens)
+        problem, candidate = self.problem, self.candidate
+        alone = Decision(
+            problem, self.decision.device, candidate.backend, DEFAULT_ORDER, (candidate,)
+        )
+        case: Any
+        if isinstance(problem, MoEProblem):
+            case = MoECase.of(problem, candidate, device, most)
+        else:
+            case = LinearCase.of(problem, candidate, device, most)
+        expected = {num_tokens: case.expected(num_tokens) for num_tokens in self.num_tokens}
+
+        def run() -> None:
+            kernel: Any = (make_moe if problem.family == "moe" else make_linear)(
+                alone, case.tensors
+            )
+            for num_tokens, result in expected.items():
+                case.error(kernel, num_tokens, result)
+
+        return run
+
+
+def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
+    """One for each kernel of the decisions, each part of a split and each fallback, with each small
+    problem; with the smallest layer for a kernel that is compiled for its sizes."""
+    found: dict[object, Probe] = {}
+    for layer, decision in sorted(records, key=lambda record: _size(record[1])):
+        if decision.is_emulated:
+            continue
+        for candidate, num_tokens in _kernels(decision):
+            spec = registry.spec_of(decision, candidate.backend)
+            assert spec is not None
+            assert isinstance(decision.problem, LinearProblem | MoEProblem)
+            if spec.is_emulation and not registry.code_version(spec.backend):
+                continue  # ours is the reference
+            problem = probe_problem(decision.problem, spec, max(num_tokens))
+            fit = problem.block_fit(not spec.blocks)
+            candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
+            kind = candidate.backend, candidate.act, candidate.scales, problem.weight, problem.dtype
+            name = _name(problem, candidate, version_of(spec, selection.libs, selection.device))
+            tokens = ",".join(map(str, num_tokens))
+            name = f"{selection.device} vllm {__version__} {name} M {tokens}"
+            probe = Probe(name, problem, candidate, decision, num_tokens)
+            key = (*kind, num_tokens) if _has_own_sizes(spec, problem) else name
+            found.setdefault(key, probe).layers[layer] = decision.problem.size_key
+    return list(found.values())
+
+
+def _size(decision: Decision) -> int:
+    problem = decision.problem
+    return problem.n * problem.k if isinstance(problem, LinearProblem) else 0
+
+
+def _kernels(decision: Decision) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
+    """Every kernel that computes some numbers of tokens now, with those to try."""
+    by_name = {candidate.backend: candidate for candidate in decision.candidates}
+    low = 1
+    for limit, name in decision.winner.parts or ((None, decision.winner.backend),):
+        high = limit or low + max(NUM_TOKENS)
+        counts = sorted({min(low - 1 + count, high) for count in NUM_TOKENS})
+        other = stand_in(decision, name)
+        for candidate in (by_name[name], other):
+            own = [c for c in counts if candidate and running(decision, c) == candidate.backend]
+            if candidate is not None and own:
+                yield candidate, tuple(own)
+        low = high + 1
+
+
+def probe_problem(
+    problem: LinearProblem | MoEProblem, spec: KernelSpec, max_tokens: int
+) -> LinearProblem | MoEProblem:
+    """A small problem that the kernel takes; the problem itself where it takes no smaller one."""
+    if isinstance(problem, LinearProblem):
+        problem = replace(problem, requant_error=None, m_range=(1, max_tokens))
+    else:
+        problem = replace(problem, requant_error=None)
+    if _has_own_sizes(spec, problem):
+        return problem
+    smaller = [_small(problem)]
+    if isinstance(problem, MoEProblem):
+        smaller.append(_few_experts(problem))
+    taken = (
+        small
+        for small in smaller
+        if not eligibility.size_reasons(spec, small, small.block_fit(not spec.blocks))
+    )
+    return next(taken, problem)
+
+
+def _has_own_sizes(spec: KernelSpec, problem: LinearProblem | MoEProblem) -> bool:
+    return bool(spec.compiles) and isinstance(problem, LinearProblem)
+
+
+def _small(problem: LinearProblem | MoEProblem) -> LinearProblem | MoEProblem:
+    """With the sizes modulo those of a probe."""
+    if isinstance(problem, LinearProblem):
+        parts = tuple(n % _ROWS + _ROWS for n in problem.parts)
+        n = sum(parts) or problem.n % _ROWS + _ROWS
+        return replace(problem, n=n, k=problem.k % _COLUMNS + _COLUMNS, parts=parts)
+    return replace(
+        _few_experts(problem),
+        hidden=problem.hidden % _COLUMNS + _COLUMNS,
+        intermediate=problem.intermediate % _ROWS + _ROWS,
+    )
+
+
+def _few_experts(problem: MoEProblem) -> MoEProblem:
+    """More than a token has, in fours, as some kernels take them."""
+    few = round_up(problem.top_k + 1, 4)
+    own = min(problem.num_experts // problem.cut_experts, few)
+    return replace(problem, num_experts=own * problem.cut_experts)
+
+
+def _name(problem: LinearProblem | MoEProblem, candidate: Candidate, version: str) -> str:
+    """The kernel, and everything of the problem that random weights depend on."""
+    if isinstance(problem, LinearProblem):
+        cuts = problem.cut_n > 1, problem.cut_k > 1
+    else:
+        cuts = problem.cut > 1, problem.cut_experts > 1
+    cut = "".join(" cut" if one else " whole" for one in cuts)
+    acts = f"{candidate.act or 'none'} of {','.join(problem.act)}"
+    scales = candidate.scales or "any"
+    return f"{candidate.backend} {version}: {problem}{cut}, activations {acts}, scales {scales}"
