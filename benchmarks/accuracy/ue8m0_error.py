@@ -39,8 +39,8 @@ from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.select.policy import Override, Policy
-from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
 from vllm.ops.fp8 import requant_error
