@@ -154,7 +154,7 @@ class Linear(StoredWeight):
 
     def _final_decision(self, tensors: LinearTensors) -> Decision:
         """Before a weight is re-quantised, what that costs is measured and judged."""
-        if not self.decision.winner.is_lossy:
+        if not self.decision.winner.rescales:
             return self.decision
         from vllm.ops.scale_rounding import requant_error
 
@@ -162,10 +162,10 @@ class Linear(StoredWeight):
         error = requant_error(tensors, decision.winner.scales, dtype_of(self.problem.dtype))
         # All ranks of the layer take the same kernel.
         worst = self.group.greatest(error.relative)
-        if self.selection.exceeds_budget(worst):
+        if self.selection.is_refuted(decision.winner, worst):
             problem = dataclasses.replace(self.problem, requant_error=worst)
             decision = self.selection.replace(self.prefix, decision, problem)
-        if decision.winner.is_lossy:
+        if decision.winner.rescales:
             transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
             self.selection.ledger.record(
                 self.prefix, transform, error.relative, error.max_abs, error.is_exact

@@ -170,7 +170,7 @@ class FusedMoE(nn.Module):
     def _final_decision(self, tensors: MoETensors) -> Decision:
         """Before weights are re-quantised, what that costs is measured and judged."""
         decision = self.decision
-        if not decision.winner.is_lossy:
+        if not decision.winner.rescales:
             return decision
         from vllm.ops.scale_rounding import requant_error
 
@@ -179,10 +179,10 @@ class FusedMoE(nn.Module):
             for stack in tensors.all_experts()
         ]
         worst = self.ranks.greatest(max(error.relative for error in errors))
-        if self.selection.exceeds_budget(worst):
+        if self.selection.is_refuted(decision.winner, worst):
             problem = dataclasses.replace(self.problem, requant_error=worst)
             decision = self.selection.replace(self.prefix, decision, problem)
-        if decision.winner.is_lossy:
+        if decision.winner.rescales:
             transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
             for stack, error in zip(self.stacks, errors):
                 self.selection.ledger.record(
