@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm.ops.fp4_ops import scaled_fp4_quant_grouped
-from vllm.ops.fp4_ops import scaled_fp4_quant_grouped
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry

@@ -3,7 +3,8 @@
     python benchmarks/accuracy/sums_ue8m0.py FILE [--bf16 FOLDER]
 
 FILE (JSON) gets how many of the 4,000 held-out sums are right by each configuration, and McNemar's
-test against float32 scales. --bf16: what tests/evals/sums/train.py wrote.
+test against float32 scales with results of the same type. --bf16: what tests/evals/sums/train.py
+wrote.
 """
 
 import argparse
@@ -24,16 +25,17 @@ from ue8m0_error import machine
 from vllm.evals.paired import compare_answers
 from vllm.evals.statistics import wilson_interval
 
-REFERENCE = "emulate:cutlass@sm_100"
-# --linear-backend and variables; None computes activations as they are.
-CONFIGURATIONS: tuple[tuple[str | None, dict[str, str]], ...] = (
-    (REFERENCE, {}),
-    (None, {}),
-    ("emulation", {}),
-    ("emulation-ue8m0", {}),
-    ("emulate:deep_gemm@sm_100", {}),
-    ("emulate:sm_100", {}),
-    ("emulate:sm_100", {"VLLM_USE_DEEP_GEMM": "1"}),
+# --linear-backend (None computes activations as they are), variables, and the earlier line that it
+# is compared with: results of kernels are bfloat16 with `emulate:`, and float32 without.
+CUTLASS, EMULATION = "emulate:cutlass@sm_100", "emulation"
+CONFIGURATIONS: tuple[tuple[str | None, dict[str, str], str], ...] = (
+    (CUTLASS, {}, CUTLASS),
+    ("emulate:deep_gemm@sm_100", {}, CUTLASS),
+    ("emulate:sm_100", {}, CUTLASS),
+    ("emulate:sm_100", {"VLLM_USE_DEEP_GEMM": "1"}, CUTLASS),
+    (EMULATION, {}, EMULATION),
+    ("emulation-ue8m0", {}, EMULATION),
+    (None, {}, EMULATION),
 )
 
 
@@ -42,21 +44,21 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--bf16", type=Path, help="The model before it was quantised.")
     args = parser.parse_args()
-    sides = [(backend, variables, MODEL) for backend, variables in CONFIGURATIONS]
+    sides = [(*configuration, MODEL) for configuration in CONFIGURATIONS]
     if args.bf16:
-        sides.append((None, {}, args.bf16))
+        sides.append((None, {}, EMULATION, args.bf16))
     rows: list[dict[str, Any]] = []
-    reference: list[bool] = []
-    for backend, variables, model in sides:
+    seen: dict[str | None, list[bool]] = {}
+    for backend, variables, reference, model in sides:
         start = time.monotonic()
         right, _ = right_answers(backend, model, **variables)
-        reference = reference or right
+        seen.setdefault(backend, right)
         rows.append(
             {"linear_backend": backend, "variables": variables, "is_bf16": model is args.bf16,
              "seconds": round(time.monotonic() - start, 1),
              "num_correct": sum(right), "accuracy": sum(right) / len(right),
-             "interval": wilson_interval(sum(right), len(right)),
-             f"against {REFERENCE}": vars(compare_answers(reference, right))}
+             "interval": wilson_interval(sum(right), len(right)), "reference": reference,
+             "mcnemar": vars(compare_answers(seen[reference], right))}
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
     content = {"machine": machine(), "date": datetime.now(UTC).date().isoformat(),

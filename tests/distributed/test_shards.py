@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm.utils.fp8 import per_block_cast_to_fp8
-from vllm.utils.fp8 import per_block_cast_to_fp8
 from vllm.config import CacheConfig, KernelConfig, ModelConfig, VllmConfig
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import planned

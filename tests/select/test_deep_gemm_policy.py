@@ -7,8 +7,6 @@ import pytest
 import torch
 from machines import STAND_INS, Cpu, Gpu, machine, write_package
 
-from vllm.utils import fp8
-from vllm.utils import fp8
 from vllm.errors import ConfigError
 from vllm.utils import deep_gemm, fp8
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT

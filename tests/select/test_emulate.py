@@ -5,10 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from vllm.utils import fp8
-from vllm.ops import nvfp4
-from vllm.utils import fp8
-from vllm.ops import nvfp4
 from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
 from vllm.config.policy import make_policy

@@ -9,8 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm.ops import fp8
-from vllm.ops import fp8
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors

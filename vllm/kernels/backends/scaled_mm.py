@@ -4,8 +4,6 @@ serves each side, else a CUTLASS kernel, so that none of our own is needed."""
 from typing import TYPE_CHECKING
 
 from vllm.kernels.backends import channel_scales
-from vllm.kernels.backends import channel_scales
-from vllm.kernels.backends import channel_scales
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.spec import KernelSpec

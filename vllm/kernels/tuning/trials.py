@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.ops import nvfp4
-from vllm.ops.fp8 import quantise_groups
-from vllm.ops import nvfp4
-from vllm.ops.fp8 import quantise_groups
 from vllm.errors import is_out_of_memory
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.backends import emulation
