@@ -182,6 +182,31 @@ def test_right_wrong_and_invalid_answers_are_counted():
     assert [answer.index for answer in result["answers"]] == list(range(30))
 
 
+def test_the_score_by_upstream_s_rule_stands_beside_ours(tmp_path):
+    """It reads -N as N, and N.00 as 0."""
+
+    def reply(prompt: str) -> str:
+        number = number_asked(prompt)
+        return (f"#### {number}", f"#### -{number}", f"#### {number}.00")[number % 3]
+
+    with scripted_server(reply) as url:
+        result = gsm8k.evaluate(Server(url), items(30), [])
+    assert (result["num_correct"], result["accuracy"]) == (20, pytest.approx(2 / 3))
+    assert (result["num_correct_upstream"], result["accuracy_upstream"]) == (
+        20,
+        pytest.approx(2 / 3),
+    )
+    rights = {(a.is_correct, a.is_correct_upstream) for a in result["answers"]}
+    assert rights == {(True, True), (False, True), (True, False)}
+    assert "By vLLM's rule       0.6667" in gsm8k.summary(result)
+    gsm8k.save(result, tmp_path / "results.json")
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["accuracy_upstream"] == result["accuracy_upstream"]
+    assert [a["is_correct_upstream"] for a in saved["answers"]] == [
+        a.is_correct_upstream for a in result["answers"]
+    ]
+
+
 def test_no_more_requests_run_than_allowed():
     running, most, lock = 0, 0, threading.Lock()
 

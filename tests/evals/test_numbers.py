@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.evals.numbers import last_number
+from vllm.evals.numbers import last_digits, last_number
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,22 @@ def test_any_amount_is_read_with_its_cents(amount):
 @given(st.text())
 def test_no_text_breaks_it(text):
     assert last_number(text) is None or isinstance(last_number(text), Decimal)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", "18"),
+        ("It costs $1,234,567 in all.", "1234567"),
+        ("-7", "7"),
+        ("18.00", "0"),
+        ("choose 1,2", "12"),
+        ("x2 and 007", "7"),
+    ],
+)
+def test_upstream_s_rule_reads_the_last_digits(text, number):
+    assert last_digits(text) == Decimal(number)
+
+
+def test_upstream_s_rule_finds_nothing_without_digits():
+    assert last_digits("no idea, none") is None

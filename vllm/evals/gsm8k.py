@@ -1,7 +1,8 @@
 """GSM8K against the completions API of a running server, ours or any OpenAI-compatible one.
 
 The prompts are those of lm-evaluation-harness' task `gsm8k`, answers are greedy, and the last
-number of an answer counts (there: the filter `flexible-extract`).
+number of an answer counts (there: the filter `flexible-extract`). A second score, by the rule of
+upstream's script, is for comparison with scores and thresholds published there (`last_digits`).
 """
 
 import argparse
@@ -18,7 +19,7 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.evals import gsm8k_data
 from vllm.evals.gsm8k_data import Item
-from vllm.evals.numbers import last_number
+from vllm.evals.numbers import last_digits, last_number
 from vllm.evals.statistics import wilson_interval
 from vllm.utils.http_client import HttpClient, HttpError
 
@@ -37,12 +38,16 @@ class Server:
 
 @dataclass
 class Answer:
-    """What a server made of one question. prediction: the last number in text, or None."""
+    """What a server made of one question. prediction: the last number in text, or None.
+
+    is_correct_upstream: by upstream's rule, `last_digits` of text and worked answer are equal.
+    """
 
     index: int
     label: str
     prediction: str | None
     is_correct: bool
+    is_correct_upstream: bool
     text: str
     num_output_tokens: int
     latency_s: float
@@ -109,7 +114,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Asks every question, and returns the score with all answers.
 
-    accuracy, interval (95 %) and invalid_rate are shares of the questions that were answered.
+    accuracy, interval (95 %), accuracy_upstream and invalid_rate are shares of the questions that
+    were answered.
     The first request that fails ends the run: what was answered until then is in the result, and
     `error` says what happened (None: every question was answered). HttpError if not even the
     list of models comes back.
@@ -157,6 +163,7 @@ def _judged(index: int, item: Item, reply: Any, latency: float) -> Answer:
         label=str(item.label),
         prediction=None if found is None else str(found),
         is_correct=found == item.label,
+        is_correct_upstream=last_digits(text) == last_digits(item.solution),
         text=text,
         num_output_tokens=int(usage.get("completion_tokens", 0)),
         latency_s=latency,
@@ -167,6 +174,7 @@ def score(answers: Sequence[Answer], duration: float) -> dict[str, Any]:
     """Rates, latencies in seconds, and output tokens per second of the whole run."""
     num_all = len(answers)
     num_right = sum(answer.is_correct for answer in answers)
+    num_upstream = sum(answer.is_correct_upstream for answer in answers)
     latencies = [answer.latency_s for answer in answers]
     num_tokens = sum(answer.num_output_tokens for answer in answers)
     return {
@@ -174,6 +182,8 @@ def score(answers: Sequence[Answer], duration: float) -> dict[str, Any]:
         "num_correct": num_right,
         "accuracy": num_right / num_all if num_all else None,
         "interval": wilson_interval(num_right, num_all),
+        "num_correct_upstream": num_upstream,
+        "accuracy_upstream": num_upstream / num_all if num_all else None,
         "invalid_rate": sum(a.prediction is None for a in answers) / num_all if num_all else None,
         "duration_s": duration,
         "mean_latency_s": statistics.fmean(latencies) if latencies else None,
@@ -191,6 +201,7 @@ def summary(result: dict[str, Any]) -> str:
         low, high = result["interval"]
         lines += [
             f"Accuracy             {result['accuracy']:.4f} (95 %: {low:.4f} to {high:.4f})",
+            f"By vLLM's rule       {result['accuracy_upstream']:.4f} (last digits, without sign)",
             f"Invalid answers      {result['invalid_rate']:.4f}",
             f"Latency (s)          {result['mean_latency_s']:.2f} mean, "
             f"{result['max_latency_s']:.2f} most",

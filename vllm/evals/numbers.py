@@ -10,6 +10,18 @@ _NUMBER = re.compile(
 )
 
 
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def last_digits(text: str) -> Decimal | None:
+    """The last run of digits, commas removed; None if there is none.
+
+    What counts in vLLM's and SGLang's GSM8K scripts: no sign, and "18.00" is 0.
+    """
+    runs = _DIGITS.findall(text.replace(",", ""))
+    return Decimal(runs[-1]) if runs else None
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number written in digits: "-$1,234.50." is -1234.50. None if there is none."""
     matches = list(_NUMBER.finditer(text))

@@ -1,7 +1,7 @@
 """Models score on GSM8K what they are known to score, through `vllm serve`.
 
     pytest tests/evals/gsm8k/test_gsm8k_correctness.py -s \\
-        --config-list-file=tests/evals/gsm8k/models-cpu.txt --gsm8k-data-dir=DIR
+        --config-list-file=tests/evals/gsm8k/configs/models-cpu.txt --gsm8k-data-dir=DIR
 """
 
 import os
@@ -38,7 +38,7 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
 def served(config: EvalConfig, log: Path) -> Iterator[str]:
     """The address of `vllm serve` with the config's flags, once it is ready."""
     words = [config.model_name] if config.model_name else []
-    command = [*COMMAND, "serve", *words, "--port", "0", *config.server_args]
+    command = [*COMMAND, "serve", *words, "--port", "0", *config.flags]
     variables = environment(**config.env)
     if "HF_HUB_OFFLINE" not in os.environ:
         del variables["HF_HUB_OFFLINE"]  # models of these lists may come from the hub
@@ -74,4 +74,4 @@ def test_a_model_scores_what_it_is_known_to_score(config_file, data_dir, tmp_pat
     assert result["error"] is None
     if config.accuracy_threshold is None:
         print("not judged: the config has no accuracy_threshold")
-    assert (problem := config.judge(result["accuracy"])) is None, problem
+    assert (problem := config.judge(result["accuracy_upstream"])) is None, problem
