@@ -85,16 +85,16 @@ class Device:
 CHIPS = {
     "sm_70": "V100",
     "sm_75": "T4, RTX 20xx",
-    "sm_80": "A100",
-    "sm_86": "A40, RTX 30xx",
+    "sm_80": "A100, A800, A30",
+    "sm_86": "A10, A40, RTX A6000, RTX 30xx",
     "sm_87": "Jetson Orin",
-    "sm_89": "L40S, RTX 40xx",
-    "sm_90": "H100, H200, H20",
+    "sm_89": "L4, L20, L40, L40S, RTX 6000 Ada, RTX 40xx",
+    "sm_90": "H100, H200, H20, H800, GH200",
     "sm_100": "B200, GB200",
     "sm_103": "B300, GB300",
     "sm_110": "Jetson Thor",
     "sm_120": "RTX 50xx, RTX PRO 6000",
-    "sm_121": "GB10 (DGX Spark)",
+    "sm_121": "GB10, DGX Spark",
 }
 
 # This build, as two libraries: the native library with what it was compiled for (`kernel/90a`, or

@@ -7,20 +7,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from slowness import slowness
 
 from vllm import envs
-from vllm.architectures.registry import builtin_names
+from vllm.architectures.registry import builtin_config, builtin_names
 from vllm.entrypoints.cli.main import main
 from vllm.kernels import registry
-from vllm.kernels.report.docs import requant_error
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.question import dtype_of
 from vllm.machine import Device
 
 from .serving import REPOSITORY, environment
 
-LISTED = "qwen3.5-35b-a3b-fp8"
+LISTED, FREE = "qwen3.5-35b-a3b-fp8", "qwen3-8b-fp8"
 BLOCK = ["--layer", "fp8-block:4096x7168"]
 
 
@@ -177,11 +178,50 @@ def test_the_model_rule_decides_on_blackwell_and_nowhere_else(run, explain):
     layer = "model.layers.0.linear_attn.in_proj_qkvz"
     assert chosen(explain(LISTED, "--device", "sm_100", *where), layer) == "cutlass"
     assert "deep_gemm" in chosen(explain(LISTED, "--device", "sm_90", *where), layer)
-    assert chosen(explain(LISTED, "--device", "sm_121", *where), layer) == "deep_gemm"
+    assert chosen(explain(LISTED, "--device", "sm_121", *where), layer) == "cutlass"
     _, text, _ = run("explain", LISTED, "--device", "sm_100", *where)
-    assert "VLLM_USE_DEEP_GEMM=1 overrides the rule" in unwrapped(text)
+    assert "lifts the model rule" in unwrapped(text)
     _, text, _ = run("explain", LISTED, "--device", "sm_90", *where)
-    assert "overrides the rule" not in unwrapped(text)
+    assert "lifts the model rule" not in unwrapped(text)
+
+
+def fp8_blocks(content: dict) -> set[str]:
+    """The backends of all layers of FP8 blocks."""
+    problems = [d for d in content["decisions"] if "fp8-block" in str(d["problem"].get("weight"))]
+    assert len(problems) > 3
+    return {decision["chosen"] for decision in problems}
+
+
+def test_scales_that_are_powers_of_two_keep_deep_gemm_and_need_no_word(run, explain, tmp_path):
+    where = ["--device", "sm_100", "--libs", "all"]
+    _, text, error = run("explain", "DeepSeek-V3.1", *where)
+    assert "rounded a second time" not in text + error
+    assert fp8_blocks(explain("DeepSeek-V3.1", *where)) == {"deep_gemm"}
+    config = builtin_config(LISTED)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert fp8_blocks(explain(str(tmp_path), *where)) == {"cutlass"}
+    name = "model.language_model.layers.0.mlp.shared_expert.down_proj.weight_scale_inv"
+    for scale, expected in ((2.0**-9, "deep_gemm"), (2.1, "cutlass")):
+        save_file({name: torch.full((16, 4), scale)}, tmp_path / "model.safetensors")
+        assert fp8_blocks(explain(str(tmp_path), *where)) == {expected}
+
+
+def test_a_second_rounding_that_no_rule_forbids_is_told_with_its_estimate(run):
+    _, text, _ = run("explain", FREE, "--device", "sm_100", "--libs", "all")
+    assert "rounded a second time, a relative error of about 2.66%" in unwrapped(text)
+    _, text, _ = run("explain", FREE, "--device", "sm_100", "--libs", "all", "--requant", "allow")
+    assert "rounded a second time" in unwrapped(text)
+    for more in (["--requant", "exact-only"], ["--env", "VLLM_USE_DEEP_GEMM=0"]):
+        _, text, _ = run("explain", FREE, "--device", "sm_100", "--libs", "all", *more)
+        assert "rounded a second time, a relative" not in unwrapped(text)
+
+
+def test_a_permission_that_changes_nothing_warns_and_goes_on(run, caplog):
+    where = ["--device", "sm_89", "--libs", "all", "--env", "VLLM_USE_DEEP_GEMM=1"]
+    code, _, _ = run("explain", FREE, *where)
+    assert code == 0
+    (message,) = {r.message for r in caplog.records if "VLLM_USE_DEEP_GEMM" in r.message}
+    assert "sm_89" in message
 
 
 def test_a_variable_outranks_the_model_rule(explain):
@@ -328,12 +368,6 @@ def test_the_documentation_names_every_variable_and_marks_chips_that_nothing_ran
     assert all(f"`{name}`" in text for name in envs.KERNEL_VARIABLES)
     assert "| sm_100 † |" in text and "| sm_121 † |" in text and "| sm_90 |" in text
     assert "not run on hardware" in text
-
-
-def test_requantising_costs_what_a_rounding_to_four_significant_bits_costs():
-    # Such a rounding is off by up to 2**-4 of a value just above a power of two and 2**-5 of one
-    # just below, evenly spread: its root mean square is that over the root of 3.
-    assert 2**-5 / 3**0.5 < requant_error() < 2**-4 / 3**0.5
 
 
 # ---------------------------------------------------------------- what is refused

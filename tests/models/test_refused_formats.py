@@ -246,3 +246,12 @@ def test_a_format_that_no_method_loads_is_an_error_that_names_layer_and_format()
     for method in (methods.linear_method, methods.moe_method):
         with pytest.raises(ConfigError, match=r"up_proj: .* bf16 cannot be loaded: .*fp8-block"):
             method([PROJECTION.rstrip(".")])
+
+
+def test_experts_in_a_format_that_is_only_explained_are_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="weights in mxfp4 are not served by this engine"):
+        LLM(folder, skip_tokenizer_init=True, max_num_seqs=2)

@@ -294,10 +294,10 @@ def test_what_a_norm_quantises_counts_for_layers_after_one():
 def test_layers_after_attention_are_known_by_their_names():
     from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
-    from vllm.kernels.report.question import read_model
+    from vllm.kernels.report.model_files import find_model
 
     for model in ("Qwen3-8B-FP8", "Qwen3.5-35B-A3B-FP8"):
-        config = read_model(model)
+        config = find_model(model).config
         quant = resolve_quantization(config["quantization_config"], None, model)
         problems = layer_problems(config, quant, dtype="bf16", kv_format="bf16", tp=1)
         after = {
@@ -321,10 +321,10 @@ def test_files_are_named_after_the_chip_and_its_sms():
 def models_on_h100(*ranks: int):
     from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
-    from vllm.kernels.report.question import read_model
+    from vllm.kernels.report.model_files import find_model
 
     for model in _MODELS:
-        config = read_model(model)
+        config = find_model(model).config
         quant = resolve_quantization(config["quantization_config"], None, model)
         for tp in ranks:
             for _, problem in layer_problems(config, quant, dtype="bf16", kv_format="bf16", tp=tp):

@@ -8,6 +8,7 @@ import time
 import pytest
 from entrypoints.serving import COMMAND, environment, run_cli
 
+from vllm.architectures.registry import builtin_config
 from vllm.entrypoints.cli.main import main
 from vllm.kernels.evidence.quarantine import Failure, write_failures
 
@@ -93,6 +94,13 @@ def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm)
     assert "fp8-block[128x128]:768x4096 fp32" in out
     out = vllm("tune", "Qwen3-8B-FP8", "--tp", "1,8", "--plan")[1]
     assert all(f"fp8-block[128x128]:{n}x4096 fp32" in out for n in (768, 6144))
+
+
+def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
+    config = builtin_config("Qwen3-8B-FP8") | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["kernels", "tune", str(tmp_path), "--plan"]) == 2
+    assert "layers are stored as gptq, which is not read here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,36 @@ NormKind = Literal["rms", "rms_zero_centred"]
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention:
-    """Attention over the paged cache, and the writing of that cache."""
+    """Attention over the paged cache, and the writing of that cache.
+
+    variant: what is computed besides or instead of plain attention, "" for that.
+    """
 
     name: str
     heads: Dim
     cache: FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec
+    variant: str = ""
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+"""Weights of a gated MLP, which an expert is too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
-    Ranks hold whole experts, or a share of `intermediate` of every expert."""
+    Ranks hold whole experts, or a share of `intermediate` of every expert.
+
+    activation: of the gate; other than `silu`, and other `parts` than these, are not served.
+    """
 
     name: str
     count: Dim
     router: Router
     hidden: int
     intermediate: Dim
+    activation: str = "silu"
+    parts: tuple[str, ...] = GATED
 
     def per_rank(self, tp: int, ep: int) -> tuple[int, int]:
         """Experts on one rank, and the intermediate size that it has of each."""

@@ -10,13 +10,15 @@ from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 
+MLA = "MLA"
+
 
 def _describe(fields: Fields) -> Decoder:
     rotary_dim = fields.size("qk_rope_head_dim")
-    return decoder(fields, _attention, _feed_forward, rotary_head_dim=rotary_dim)
+    return decoder(fields, latent_attention, _feed_forward, rotary_head_dim=rotary_dim)
 
 
-def _attention(fields: Fields, layer: int) -> LatentAttention:
+def latent_attention(fields: Fields, layer: int) -> LatentAttention:
     """The projections to latents are small and replicated.
 
     Attention is listed as it runs over the cache: the up-projections absorbed into the queries,
@@ -49,7 +51,7 @@ def _attention(fields: Fields, layer: int) -> LatentAttention:
         "self_attn",
         tuple(projections),
         linear("self_attn.o_proj", hidden, values, "row", bias),
-        CachedAttention("self_attn.attn", queries, cache),
+        CachedAttention("self_attn.attn", queries, cache, MLA),
     )
 
 

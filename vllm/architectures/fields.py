@@ -43,7 +43,7 @@ class Fields:
         defaults: Mapping[str, Any],
         source: str = "config.json",
     ):
-        self._given = given
+        self.given = given
         self._values = {**defaults, **given}
         self.source = source
         self._made: dict[Hashable, Any] = {}
@@ -61,7 +61,7 @@ class Fields:
 
     def size(self, name: str) -> int:
         """A positive whole number, which the config must have."""
-        if name not in self._given:
+        if name not in self.given:
             raise CheckpointError(
                 f"{self.source} has no {name}, which the kernels' shapes depend on"
             )

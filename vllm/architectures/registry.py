@@ -52,8 +52,7 @@ def composite(model_type: object) -> Composite | None:
 
 def served(hf_architectures: Sequence[str]) -> Checkpointed:
     """The first of the classes that the engine runs; CheckpointError names all of those."""
-    classes = {name: one for one in known().values() if one.is_served
-               for name in one.hf_architectures}  # fmt: skip
+    classes = _served_classes()
     for name in hf_architectures:
         if name in classes:
             return classes[name]
@@ -62,6 +61,38 @@ def served(hf_architectures: Sequence[str]) -> Checkpointed:
         f"architecture {given} is not supported; supported: {', '.join(classes)}"
         f"{did_you_mean(given, classes)}"
     )
+
+
+def _served_classes() -> dict[str, Checkpointed]:
+    return {name: one for one in known().values() if one.is_served
+            for name in one.hf_architectures}  # fmt: skip
+
+
+def is_described(config: Mapping[str, Any]) -> bool:
+    """Whether the type of the text model is known, whether or not the engine serves it.
+    CheckpointError for what is no config."""
+    if not isinstance(config, Mapping) or config.get("model_type") is None:
+        _checked_type(config, "config.json")
+    whole = composite(config["model_type"])
+    if whole is None:
+        return text_architecture(str(config["model_type"])) is not None
+    nested = config.get("text_config")
+    inner = nested.get("model_type") if isinstance(nested, Mapping) else None
+    return inner is None or text_architecture(str(inner)) is not None
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Of a described model: whether the engine runs the type and, where it is named, the class."""
+    architecture = text_architecture(text_config(config)["model_type"])
+    if architecture is None or not architecture.is_served:
+        return False
+    names = config.get("architectures")
+    is_named = isinstance(names, list) and bool(names)
+    return not is_named or any(str(name) in _served_classes() for name in names or ())
+
+
+def unserved_hint(name: str) -> str:
+    return did_you_mean(name, known())
 
 
 def model_type(config: Mapping[str, Any]) -> str:

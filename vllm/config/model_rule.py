@@ -11,6 +11,13 @@ REQUANT = ("model-rule", "exact-only", "allow")
 """When weights may be re-quantised to UE8M0 scales: not those of models that are known to lose
 accuracy, only those that it does not round, or always."""
 
+FALLBACK_MESSAGE = (
+    "Auto-disabled DeepGemm for model_type=%s on Blackwell. DeepGemm E8M0 scale format causes "
+    "accuracy degradation for this architecture. Falling back to %s. To disable DeepGemm globally, "
+    "set VLLM_USE_DEEP_GEMM=0."
+)
+"""Of the model's type and what serves instead (`config/selection.py` finds that out)."""
+
 
 def model_rule(model_type: str, device: Device) -> str:
     """Why this model is not served by DeepGEMM on this chip; "" where it may be."""

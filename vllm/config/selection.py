@@ -10,6 +10,7 @@ from vllm import envs
 from vllm.config.emulate import emulate, not_emulated
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
+from vllm.config.model_rule import FALLBACK_MESSAGE
 from vllm.config.parallel import ParallelConfig
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.formats.readers.base import QuantizationConfig
@@ -77,9 +78,7 @@ def warn_of_model_rule(
     }
     if instead:
         logger.warning(
-            "Auto-disabled DeepGemm for model_type=%s on Blackwell. DeepGemm E8M0 scale format "
-            "causes accuracy degradation for this architecture. Falling back to %s. "
-            "To disable DeepGemm globally, set VLLM_USE_DEEP_GEMM=0.",
+            FALLBACK_MESSAGE,
             model.model_type,
             ", ".join(sorted(name.upper() for name in instead if name)) or "no kernel",
         )

@@ -1,7 +1,7 @@
 """The forms in which kernels take the scales of weights."""
 
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 
 class Scales(StrEnum):
@@ -13,7 +13,8 @@ class Scales(StrEnum):
     ACTIVATION = "activation-type"
 
 
-class Requant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Requant:
     """The relative Frobenius error of bringing a weight's scales to another form, 0 where nothing
     is rounded. is_estimated: from the formats alone, not from this weight."""
 

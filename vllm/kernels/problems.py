@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
+from vllm.architectures.explained import Layers
+from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
@@ -89,6 +91,7 @@ def moe_problem(
         cut=tp if ep == 1 else 1,
         cut_experts=ep,
         requant_error=requant_error,
+        activation=spec.activation,
     )
 
 
@@ -99,9 +102,10 @@ def attention_problems(
     cache = spec.cache
     kv_heads, window = cache.kv_heads.per_rank(tp), getattr(cache, "window", 0)
     heads = spec.heads.per_rank(tp)
+    cache_variant = spec.variant if isinstance(cache, MLAAttentionSpec) else ""
     return (
-        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window),
-        KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype),
+        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window, spec.variant),
+        KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype, cache_variant),
     )
 
 
@@ -116,13 +120,15 @@ def layer_problems(
     kv_format: str,
     tp: int = 1,
     ep: int = 1,
+    layers: Layers | None = None,
 ) -> list[tuple[str, Problem]]:
     """(layer name, problem) of everything that one rank asks the selector, in the engine's order.
 
     config: config.json as read. dtype: of activations (`bf16` or `bfloat16`); weights that are
     not quantised are kept as the config says they are stored, unless that is wider. kv_format:
     element type of the KV cache. tp: tensor-parallel ranks. ep: expert-parallel ranks; with more
-    than one, experts are dealt out whole and tp does not cut them.
+    than one, experts are dealt out whole and tp does not cut them. layers: those of the model where
+    its description does not say them.
 
     CheckpointError where the config is wrong, ConfigError where a size does not divide by the
     ranks or an argument is not known; both name the field.
@@ -132,7 +138,9 @@ def layer_problems(
             raise ConfigError(f"{name} = {ranks!r}: it takes a whole number from 1 to {_MAX_RANKS}")
     dtype = _known("dtype", _SHORT_NAMES.get(dtype, dtype), tuple(_ITEM_SIZES))
     kv_format = _known("kv_format", _SHORT_NAMES.get(kv_format, kv_format), _CACHE_FORMATS)
-    plain = WeightFormat(_weight_dtype(text_config(config), dtype)), (ActScheme.NONE,)
+    text = layers.text if layers else text_config(config)
+    items = layers.items if layers else describe(config).items()
+    plain = WeightFormat(_weight_dtype(text, dtype)), (ActScheme.NONE,)
 
     def of_item(name: str, item: Item, layer_format: LayerFormat) -> tuple[Problem, ...]:
         error = quant_config.requant_error(layer_format[0]) if quant_config else None
@@ -145,9 +153,9 @@ def layer_problems(
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
     found = []
-    for prefix, item in describe(config).items():
+    for prefix, item in items:
         name = prefix + item.name
-        weights = _quantisable(prefix, item)
+        weights = quantisable(prefix, item)
         layer_format = quant_config.layer_format(weights) if quant_config and weights else None
         key = id(item), layer_format
         if key not in made:
@@ -156,12 +164,11 @@ def layer_problems(
     return found
 
 
-def _quantisable(prefix: str, item: Item) -> tuple[str, ...]:
+def quantisable(prefix: str, item: Item) -> tuple[str, ...]:
     """Checkpoint names of the weights that the format of the layer is asked for."""
     if isinstance(item, ExpertsSpec):
         # One format serves all experts of a layer, so the first one speaks for them.
-        parts = ("gate_proj", "up_proj", "down_proj")
-        return tuple(f"{prefix}{item.name}.0.{part}" for part in parts)
+        return tuple(f"{prefix}{item.name}.0.{part}" for part in item.parts)
     if isinstance(item, LinearSpec) and item.may_quantize:
         parent = prefix + item.name[: item.name.rfind(".") + 1]
         return tuple(parent + part.name for part in item.parts)

@@ -1,10 +1,12 @@
-"""From what a user names to a folder with a model in it."""
+"""From what a user names to a folder with a model in it, or to single files of one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from vllm.errors import CheckpointError, ConfigError, VllmError
+from vllm.utils.safetensors_files import TensorShape
 
 # Everything serving needs; never code, pickles or other frameworks' weights.
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
@@ -43,11 +45,9 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
         raise CheckpointError(
-            f"cannot fetch {model!r} from the Hugging Face hub ({type(error).__name__}: "
-            f"{first_line}); check the name and the network, set HF_TOKEN for a gated model, or "
-            f"give a local folder"
+            f"cannot fetch {model!r} from the Hugging Face hub ({first_line(error)}); check the "
+            f"name and the network, set HF_TOKEN for a gated model, or give a local folder"
         ) from error
 
 
@@ -64,6 +64,65 @@ def local_model(model: str, revision: str | None = None) -> Path | None:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (OSError, ValueError):
         return None
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether it has the form `organisation/name`; `../x` and `a/..` do not."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model, re.ASCII) is not None
+
+
+def hub_file(model: str, name: str) -> Path | None:
+    """One file of a model on the hub, a copy in the local cache first; None where the model has no
+    such file. CheckpointError where it cannot be fetched."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    try:
+        if isinstance(cached := try_to_load_from_cache(model, name), str):
+            return Path(cached)
+        return Path(hf_hub_download(model, name))
+    except RemoteEntryNotFoundError:
+        return None
+    except LocalEntryNotFoundError as error:
+        raise _unfetched(model, name, "it is not in the local cache, and the hub is out of reach"
+                         ) from error  # fmt: skip
+    except (HTTPError, OSError, ValueError) as error:
+        raise _unfetched(model, name, first_line(error)) from error
+
+
+def hub_headers(model: str) -> dict[str, TensorShape]:
+    """By name, from the headers of the safetensors files of a model on the hub; {} where it has no
+    such files. CheckpointError where they cannot be fetched."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import (
+        HTTPError,  # of its HTTP library: no connection is no OSError
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    try:
+        files = get_safetensors_metadata(model).files_metadata.values()
+    except NotASafetensorsRepoError:
+        return {}
+    except (HTTPError, OSError, ValueError, SafetensorsParsingError) as error:
+        raise _unfetched(model, "*.safetensors", first_line(error)) from error
+    return {
+        name: TensorShape(info.dtype, tuple(info.shape))
+        for file in files
+        for name, info in file.tensors.items()
+    }
+
+
+def _unfetched(model: str, name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} of {model!r} cannot be fetched from the Hugging Face hub ({why}): give a local "
+        f"folder, or run `hf download {model} {name}` where there is a network; set HF_TOKEN for a "
+        f"gated model"
+    )
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def read_json_object(path: Path, error: type[VllmError] = CheckpointError) -> dict[str, Any]:

@@ -8,11 +8,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
 
 _MAX_HEADER = 100_000_000  # as the library has it
+
+
+class TensorShape(NamedTuple):
+    """As headers have it. dtype: as the format calls it, such as F8_E4M3; shape: of packed codes
+    that of the bytes or numbers they are packed into."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

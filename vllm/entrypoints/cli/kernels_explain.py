@@ -5,22 +5,29 @@ import dataclasses
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 from vllm.config.kernel import KernelConfig
 from vllm.config.selection import selection_for
-from vllm.errors import ConfigError, did_you_mean
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream
-from vllm.kernels.report.report import Report
+from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
 from vllm.utils.hub import read_json_object
+
+if TYPE_CHECKING:
+    from vllm.formats.readers.base import QuantizationConfig
+    from vllm.formats.readers.unread import UnreadConfig
+    from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
 _PREFERENCES = [f.name for f in dataclasses.fields(KernelConfig) if f.name != "dump_decisions"]
@@ -37,7 +44,8 @@ def add_parser(kinds: Any) -> None:
         "The exit code is 1 if a layer has no kernel.",
     )
     text = parser.add_argument
-    text("model", nargs="?", metavar="MODEL", help="Folder, config.json or built-in name.")
+    text("model", nargs="?", metavar="MODEL", help="Folder, config.json, built-in name, or name on "
+         "the Hugging Face hub (org/name), of any architecture.")  # fmt: skip
     text("--layer", action="append",
          help=f"One layer of size N x K instead of a model: {question.LAYER_SYNTAX}.")  # fmt: skip
     text("--diff", nargs=2, metavar=("A.json", "B.json"),
@@ -76,10 +84,11 @@ def run_explain(args: argparse.Namespace) -> int:
         raise ConfigError("--for goes with MODEL or --layer: --diff compares what was decided")
     if args.diff:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
-    selection, variables = _select(args)
-    refusal = _refusal(selection)
-    report = Report(selection.device, selection.libs, variables, selection.records)
-    found = upstream.advice(report.records, args.engine) if args.engine else None
+    selection, variables, asked = _select(args)
+    refusal = _refusal(selection) or asked.refusal
+    records = selection.records
+    report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
+    found = upstream.advice(records, args.engine) if args.engine else None
     if args.json:
         content = json_report.report(*report)
         if found is not None:
@@ -101,24 +110,35 @@ def run_explain(args: argparse.Namespace) -> int:
     return 1 if refusal else 0
 
 
-def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str]]:
+class Asked(NamedTuple):
+    """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config.
+    facts: of a model. refusal: what makes the engine refuse it whatever kernels there are."""
+
+    problems: list[tuple[str, Problem]]
+    model_type: str
+    quant_config: Any = None
+    facts: ModelFacts | None = None
+    refusal: str = ""
+
+
+def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str], Asked]:
     """The selection after every layer has asked, and the variables that were set."""
     for text in args.env:
         _set_variable(text)
     device = question.device_of(args.device) if args.device else installed_device()
     libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
-    problems, model_type, quant_config = _problems(args, device)
-    asked = {name: getattr(args, name) for name in _PREFERENCES}
-    config = KernelConfig(**{**asked, "kernel": tuple(args.kernel or ())})
-    preferences = config.preferences(quant_config).for_device(model_type, device)
+    asked = _problems(args, device)
+    given = {name: getattr(args, name) for name in _PREFERENCES}
+    config = KernelConfig(**{**given, "kernel": tuple(args.kernel or ())})
+    preferences = config.preferences(asked.quant_config).for_device(asked.model_type, device)
     variables = envs.kernel_variables()
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    selection = selection_for(device, chip, libs, preferences, variables, model_type)
-    for name, problem in problems:
+    selection = selection_for(device, chip, libs, preferences, variables, asked.model_type)
+    for name, problem in asked.problems:
         selection.decide(name, problem)
-    return selection, json_report.variable_texts(variables)
+    return selection, json_report.variable_texts(variables), asked
 
 
 def _set_variable(text: str) -> None:
@@ -133,8 +153,7 @@ def _set_variable(text: str) -> None:
     envs.set_for_children(name, value)
 
 
-def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str, Any]:
-    """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config."""
+def _problems(args: argparse.Namespace, device: Device) -> Asked:
     from vllm.architectures.registry import model_types
 
     asked_type = args.model_type
@@ -149,35 +168,63 @@ def _problems(args: argparse.Namespace, device: Device) -> tuple[list[Any], str,
                 f"--tp and --ep cut models; write a cut layer as {question.BLOCKS}:18432/32xK"
             )
         dtype = question.dtype_of(args.dtype, {}, device)
-        return [question.layer_of(text, dtype) for text in args.layer], asked_type or "", None
-    problems, own_type, quant_config = model_problems(args.model, args, device)
-    return problems, asked_type or own_type, quant_config
+        return Asked([question.layer_of(text, dtype) for text in args.layer], asked_type or "")
+    found = asked_model(args.model, args, device)
+    return found._replace(model_type=asked_type) if asked_type else found
 
 
-def model_problems(
-    model: str, args: argparse.Namespace, device: Device
-) -> tuple[list[Any], str, Any]:
-    """(layer, problem) pairs of a model, its model_type and its quantisation config. args: dtype,
-    tp, ep and, where the command has it, kv_cache_dtype."""
-    from vllm.architectures.registry import model_type, text_config
-    from vllm.formats.readers.registry import modelopt_file, resolve_quantization
+def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
+    """args: dtype, tp, ep and, where the command has it, kv_cache_dtype."""
+    from vllm.architectures.explained import layers_of
+    from vllm.formats.readers.registry import quantization_methods
+    from vllm.formats.stored_scales import with_stored_scales
     from vllm.kernels.problems import layer_problems
+    from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
 
-    config = question.read_model(model)
-    text = text_config(config)
-    dtype = question.dtype_of(args.dtype, text, device)
-    stored = config.get("quantization_config") or text.get("quantization_config")
-    stored = stored or modelopt_file(Path(model).expanduser())
-    quant_config = resolve_quantization(stored, None, model)
+    files = find_model(model)
+    layers = layers_of(files.config, files.tensors)
+    dtype = question.dtype_of(args.dtype, layers.text, device)
+    quant_config, unread, refusal = *_quantization(files), ""
+    quant_config = with_stored_scales(quant_config, Path(model).expanduser())
+    notes = [*layers.notes, *files.notes]
+    if quant_config is not None and quant_config.name not in quantization_methods():
+        layers = replace(layers, is_served=False)
+        notes.append(f"the engine does not load checkpoints quantised as {quant_config.name}")
+    if quant_config is not None and not layers.is_served:
+        layers = replace(layers, items=taken_apart(layers.items, quant_config))
+    if unread is not None:
+        items, refusal, which = without_unread(layers.items, unread)
+        layers = replace(layers, items=items, is_served=False)
+        notes.append(f"{refusal}: {which}")
     problems = layer_problems(
-        config,
+        files.config,
         quant_config,
         dtype=dtype,
         kv_format=question.kv_format_of(getattr(args, "kv_cache_dtype", "auto"), dtype),
         tp=args.tp,
         ep=args.ep,
+        layers=layers,
     )
-    return problems, model_type(config), quant_config
+    weights = (p.weight for _, p in problems if isinstance(p, LinearProblem | MoEProblem))
+    is_loaded = all(weight.description.is_served for weight in weights)
+    facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))
+    return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
+
+
+def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
+    """What a reader says, or what is known where none can say anything."""
+    from vllm.formats.readers.registry import resolve_quantization
+
+    stored = files.quantization()
+    try:
+        return resolve_quantization(stored, None, files.name), None
+    except CheckpointError as error:
+        from vllm.formats.readers.unread import UnreadConfig, read_for_explain
+
+        assert stored is not None
+        if (found := read_for_explain(stored)) is not None:
+            return found, None
+        return None, UnreadConfig(stored, str(error))
 
 
 def _refusal(selection: Selection) -> str:

@@ -22,7 +22,7 @@ from vllm.kernels.jit.caches import (
     write_manifest,
 )
 from vllm.kernels.jit.flashinfer import copy_large_modules
-from vllm.kernels.report import question
+from vllm.kernels.report.model_files import find_model
 
 # Prompt lengths of one batch: long, short and of one token; then it decodes.
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8
@@ -113,7 +113,9 @@ def _model_folder(model: str, folder: Path) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return str(path)
-    (folder / "config.json").write_text(json.dumps(question.read_model(model)))
+    files = find_model(model)
+    quantization = {"quantization_config": stored} if (stored := files.quantization()) else {}
+    (folder / "config.json").write_text(json.dumps(files.config | quantization))
     return str(folder)
 
 

@@ -7,7 +7,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.cli.kernels_explain import model_problems
+from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
@@ -33,7 +33,7 @@ def add_parsers(kinds: Any) -> None:
         "use. The same command continues an interrupted run.",
     )
     text = parser.add_argument
-    text("models", nargs="*", metavar="MODEL", help="Folder, config.json or built-in name.")
+    text("models", nargs="*", metavar="MODEL", help="As of vllm kernels explain.")
     text("--layer", action="append", default=[], help=f"One more layer: {question.LAYER_SYNTAX}.")
     text("--tp", "--tensor-parallel-size", default="1", metavar="N", help="Tensor-parallel ranks; "
          "a list measures the layers of each (1,2). Default: 1.")  # fmt: skip
@@ -115,7 +115,10 @@ def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
     found = []
     for tp, model in product(_numbers("--tp", args.tp), args.models):
         own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)
-        found += [problem for _, problem in model_problems(model, own, device)[0]]
+        asked = asked_model(model, own, device)
+        if asked.refusal:
+            raise ConfigError(f"{model}: {asked.refusal}")
+        found += [problem for _, problem in asked.problems]
     dtype = question.dtype_of(args.dtype, {}, device)
     found += [question.layer_of(layer, dtype)[1] for layer in args.layer]
     return [problem for problem in dict.fromkeys(found) if isinstance(problem, LinearProblem)]

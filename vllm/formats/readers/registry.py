@@ -16,10 +16,12 @@ from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.compressed_tensors import CompressedTensorsConfig
 from vllm.formats.readers.fp8 import Fp8Config
 from vllm.formats.readers.modelopt import ModelOptConfig, ModelOptNvFp4Config
+from vllm.formats.readers.mxfp4 import Mxfp4Config
 from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.quantization_readers"
-_BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, CompressedTensorsConfig, AwqConfig)
+_BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, CompressedTensorsConfig, AwqConfig,
+            Mxfp4Config)  # fmt: skip
 
 
 @cache

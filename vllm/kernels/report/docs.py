@@ -84,6 +84,7 @@ def document() -> str:
     """The whole file."""
     sections = (
         _HEAD,
+        _MODELS,
         _precedence(),
         _reasons(),
         _kernels(),
@@ -116,6 +117,28 @@ preference with every reason against it. All reports show the same decisions:
   force, as JSON.
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
+"""
+
+_MODELS = """
+## Models that can be explained
+
+`MODEL` is a folder, a config.json, the name of a built-in model, or a name on the Hugging Face hub
+(`org/name`). Of a model on the hub, config.json, hf_quant_config.json and the headers of the
+safetensors files are fetched, and nothing else; copies in the local cache come first.
+
+Architectures that the engine does not serve are explained too. The report says "not served by this
+engine" (`model.served` in JSON) and where the layers come from, in this order:
+
+1. the description of the architecture, where this engine has one (DeepSeek V3);
+2. the names and shapes of the tensors, where MODEL has safetensors files;
+3. the fields of config.json, by the names that model families give them. Sizes are then those that
+   the fields imply, not those of the weights.
+
+Kinds of layers that are not known are left out, and the report counts them, as it names fields that
+are not taken into account. Attention and experts that no kernel here computes (MLA, sinks, other
+activation functions than SiLU) are listed without a kernel, and the exit code is 1. The same holds
+for weights in a format that is known but not served, such as MXFP4. Layers whose quantisation is
+not read are named in a note with the name of their format.
 """
 
 _REQUANT = """
@@ -292,7 +315,7 @@ def _upstream() -> str:
             f"`{row.backend}`" if row.family else f"no `{row.backend}`",
             ", ".join(row.formats) or "all",
             ", ".join(row.chips) or "-",
-            row.setting if row.value else f"none: {row.note}",
+            "; ".join(filter(None, _upstream_facts(row))),
             f"[{row.source.version}]({row.source.url})",
         )
         for row in (*upstream.ROWS, *upstream.EXCLUSIONS.values())
@@ -306,10 +329,16 @@ def _upstream() -> str:
         "flag does, which flags contradict each other (upstream takes one backend per kind of "
         "layer, this engine one per layer and number of tokens), and which also decide where "
         "another kernel serves here. With `--json` this is the field `upstream`. Each row has its "
-        "source and the release that the source describes, `latest` where that is undated; what "
-        "is said for the current release is marked *inferred*. None of it was run here. A kernel "
-        "that is not in the table has no documented flag.\n\n" + _markdown(head, rows)
+        "source and the release that the source describes, `latest` where that is undated. None "
+        "describes the current release, so for that every row is inferred, and the output says so; "
+        "what a source leaves open besides is marked *inferred* below. Nothing of it was run here. "
+        "A kernel that is not in the table has no documented flag.\n\n" + _markdown(head, rows)
     )
+
+
+def _upstream_facts(row: upstream.Row) -> tuple[str, ...]:
+    inferred = f"*inferred*: {row.inferred}" if row.inferred else ""
+    return row.setting if row.value else "none", row.note, inferred
 
 
 # ---------------------------------------------------------------- examples

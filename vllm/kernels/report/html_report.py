@@ -21,7 +21,13 @@ def html_page(report: Report, title: str) -> str:
     facts = where(report, ", ").items()
     rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts)
     records = report.records
-    texts = [*notes(by_outcome(records)), *side_effect_lines(records), *stale_lines(records)]
+    of_model = report.model.notes if report.model else ()
+    texts = [
+        *of_model,
+        *notes(by_outcome(records)),
+        *side_effect_lines(records),
+        *stale_lines(records),
+    ]
     said = "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
     grids = "".join(_grid(family, decided) for family, decided in families.items())
     return (

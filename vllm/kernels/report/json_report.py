@@ -15,7 +15,7 @@ from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
-from vllm.kernels.report.report import Report
+from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.decision import Candidate, Decision, Parts, Record
@@ -35,17 +35,23 @@ def report(
     env: Mapping[str, Any],
     records: Iterable[Record],
     ledger: Ledger | None = None,
+    model: ModelFacts | None = None,
 ) -> dict[str, Any]:
     """Everything that was decided and on what grounds; equal decisions once, with their layers."""
     content: dict[str, Any] = {
         "device": str(device),
         "libs": sorted(map(str, libs.libs)),
         "env": variable_texts(env),
+        **({} if model is None else {"model": _model_json(model)}),
         "decisions": [
             _decision_json(decision, layers) for decision, layers in by_decision(records).items()
         ],
     }
     return content if ledger is None else {**content, "ledger": ledger.to_json()}
+
+
+def _model_json(model: ModelFacts) -> dict[str, Any]:
+    return {"served": model.is_served, "notes": list(model.notes)}
 
 
 def variable_texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -80,8 +86,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | WeightFormat):
         return str(value)
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: _plain(getattr(value, f.name)) for f in _compared(value)}
     return value
+
+
+def _compared(kind: Any) -> list[dataclasses.Field[Any]]:
+    """The fields that a value is equal by; others are of use while it is made."""
+    return [f for f in dataclasses.fields(kind) if f.compare]
 
 
 # ---------------------------------------------------------------- from JSON
@@ -91,7 +102,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
     """The values of what `report` made; ConfigError names `source` and the place that is wrong."""
     root = _Node(content, source, "")
     # `upstream`, of `vllm kernels explain --for`, follows from the decisions.
-    root.allow("device", "libs", "env", "decisions", "ledger", "upstream")
+    root.allow("device", "libs", "env", "model", "decisions", "ledger", "upstream")
     device = root["device"].parsed(Device.parse)
     records = [
         (layer.of(str), decision)
@@ -105,6 +116,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
         {name: root["env"][name].of(str) for name in root["env"].fields()},
         records,
         _ledger(root["ledger"]) if "ledger" in root.fields() else None,
+        _model(root["model"]) if "model" in root.fields() else None,
     )
 
 
@@ -199,7 +211,7 @@ def _read(node: _Node, kind: Any) -> Any:
 def _fields(node: _Node, kind: Any, derived: Sequence[str] = ()) -> Any:
     """A value of dataclass `kind`. derived: what the object holds besides; where it does, fields
     with a default may be left out."""
-    fields = dataclasses.fields(kind)
+    fields = _compared(kind)
     node.allow(*derived, *(f.name for f in fields))
     given = node.fields()
     may_lack = {f.name for f in fields if derived and f.default is not dataclasses.MISSING}
@@ -209,6 +221,11 @@ def _fields(node: _Node, kind: Any, derived: Sequence[str] = ()) -> Any:
         if f.name in given or f.name not in may_lack
     }
     return kind(**values)
+
+
+def _model(node: _Node) -> ModelFacts:
+    node.allow("served", "notes")
+    return ModelFacts(node["served"].of(bool), _read(node["notes"], tuple[str, ...]))
 
 
 def _ledger(node: _Node) -> Ledger:

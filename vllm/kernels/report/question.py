@@ -1,10 +1,10 @@
-"""What `vllm kernels explain` is asked, from texts to values: a chip, libraries, a layer, a model.
+"""What `vllm kernels explain` is asked, from texts to values: a chip, libraries, a layer.
 
 Nothing here looks at a GPU or imports torch: any chip can be asked about on any machine.
 """
 
 import re
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
@@ -16,7 +16,6 @@ from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
-from vllm.utils.hub import read_json_object
 
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 # GPUs of one architecture that measurements tell apart; the architecture alone means the first.
@@ -25,6 +24,12 @@ GPUS = {
     "h200": Chip(Device.parse("sm_90"), 132, 4814),
     "h20": Chip(Device.parse("sm_90"), 78),
 }
+
+_SERIES = tuple(f"{number}0" for number in range(1, 10))
+_NO_NAME = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|jetson|agx|dgx|ti|super|blackwell|workstation|server|edition"
+    r"|generation|sxm\d?|\d+gb|hbm\d?e?|nvl\d+"
+)
 
 DTYPES = {
     "float32": "fp32", "float": "fp32", "fp32": "fp32",
@@ -51,13 +56,16 @@ _LAYER = re.compile(
 
 def device_of(text: str) -> Device:
     """The chip `text` names. ConfigError for one that does not exist."""
-    known = [*CPUS, *CHIPS, *GPUS]
+    named = [name for gpus in CHIPS.values() for name in gpu_names(gpus)]
     try:
         device = Device.parse(_arch_of_gpu(text) or text)
     except ConfigError:
         device = None
     if device is None or (device.capability and device.arch not in CHIPS):
-        hint = did_you_mean(text.removeprefix("cuda:"), known)
+        asked = text.lower().removeprefix("cuda:")
+        hint = did_you_mean(
+            asked, [*CPUS, *CHIPS, *map(str.lower, named), *map(_plain_name, named)]
+        )
         chips = ", ".join(f"{chip} ({gpus})" for chip, gpus in CHIPS.items())
         raise ConfigError(
             f"--device {text!r}: unknown chip; it takes {', '.join(CPUS)}, one of these, "
@@ -70,16 +78,23 @@ def _arch_of_gpu(text: str) -> str | None:
     """The architecture of the GPU that `text` names, as CHIPS does: `b200`, `RTX 5090`, `spark`."""
     asked = _plain_name(text)
     for arch, gpus in CHIPS.items():
-        for name in re.split(r"[,()]", gpus):
-            pattern = _plain_name(name).replace("xx", "[0-9]{2}")
-            if pattern and re.fullmatch(pattern, asked):
-                return arch
+        if asked in map(_plain_name, gpu_names(gpus)):
+            return arch
     return None
 
 
+def gpu_names(gpus: str) -> Iterator[str]:
+    """The names in a row of CHIPS; `RTX 50xx` stands for 5010 to 5090."""
+    for name in gpus.split(", "):
+        numbers = _SERIES if name.endswith("xx") else ("",)
+        yield from (name.removesuffix("xx") + number for number in numbers)
+
+
 def _plain_name(gpu: str) -> str:
-    letters = re.sub(r"[^a-z0-9]", "", gpu.lower())
-    return re.sub(r"^(nvidia)?(geforce)?(rtx|jetson|dgx)?", "", letters)
+    """Without words that people and drivers add or leave out: `NVIDIA A100-SXM4-80GB` is a100."""
+    words = re.findall("[a-z0-9]+", gpu.lower())
+    name = "".join(word for word in words if not _NO_NAME.fullmatch(word))
+    return re.sub("^(nvidia|geforce|rtx|jetson|dgx)+", "", name)
 
 
 def libs_of(text: str, device: Device) -> Libs:
@@ -147,7 +162,7 @@ def runs_on(spec: KernelSpec, device: Device) -> bool:
     return device.family in spec.devices or device.arch in spec.devices
 
 
-# ---------------------------------------------------------------- layers and models
+# ---------------------------------------------------------------- layers and types
 
 
 def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
@@ -182,24 +197,7 @@ def _shard(text: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def read_model(model: str) -> dict[str, Any]:
-    """The config.json of a folder, of a file, or of a built-in name. ConfigError otherwise."""
-    from vllm.architectures.registry import builtin_config, builtin_names
-
-    path = Path(model).expanduser()
-    if path.is_file() or path.is_dir():
-        return read_json_object(path / "config.json" if path.is_dir() else path, ConfigError)
-    config = builtin_config(model)
-    if config is None:
-        lower = (name.lower() for name in (*builtin_names(), *builtin_names().values()))
-        raise ConfigError(
-            f"model {model!r} is neither a folder or config.json here nor a built-in name "
-            f"({', '.join(builtin_names())}){did_you_mean(model.lower(), lower)}"
-        )
-    return config
-
-
-def dtype_of(asked: str, config: dict[str, Any], device: Device) -> str:
+def dtype_of(asked: str, config: Mapping[str, Any], device: Device) -> str:
     """`fp32`, `bf16` or `fp16`; for `auto` fp32 on the CPU, else as the checkpoint is stored."""
     if asked == "auto":
         if device.kind == "cpu":

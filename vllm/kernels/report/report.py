@@ -8,11 +8,19 @@ from vllm.kernels.select.decision import Record
 from vllm.machine import Device, Libs
 
 
+class ModelFacts(NamedTuple):
+    """is_served: whether the engine runs it. notes: where its layers come from, and what is left
+    out of them."""
+
+    is_served: bool
+    notes: tuple[str, ...] = ()
+
+
 class Report(NamedTuple):
     """What a report tells: `report(*parse_report(json)) == json`.
 
     env: variables that were set, as text. records: layers with their decisions. ledger: what was
-    re-quantised at load; None where nothing was loaded.
+    re-quantised at load; None where nothing was loaded. model: of one that was asked about.
     """
 
     device: Device
@@ -20,3 +28,4 @@ class Report(NamedTuple):
     env: Mapping[str, str]
     records: list[Record]
     ledger: Ledger | None = None
+    model: ModelFacts | None = None

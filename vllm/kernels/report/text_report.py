@@ -185,6 +185,8 @@ def page(report: Report, width: int = WIDTH, bold: bool = False, is_brief: bool 
     outcomes = by_outcome(report.records)
     facts = where(report, separator="  ").items()
     paragraphs = [[line for row in facts for line in columns(row, [9], width)]]
+    model_notes = report.model.notes if report.model else ()
+    paragraphs += [columns([f"Note: {text}"], [], width) for text in model_notes]
     if len(outcomes) > 1 or is_brief:
         paragraphs.append(_summary(outcomes, width, bold))
     events = [f"Event: {line}" for line in side_effect_lines(report.records)]

@@ -55,7 +55,8 @@ _SG_VARIABLES = Source("https://docs.sglang.io/references/environment_variables.
 
 _FP8_SCALARS = ("fp8-tensor", "fp8-channel")
 _FP8_ALL = ("fp8-block", *_FP8_SCALARS)
-_PLAIN = ("bf16", "fp16", "fp32")
+_HALF = ("bf16", "fp16")
+_PLAIN = (*_HALF, "fp32")
 _ANY: tuple[str, ...] = ()
 _HOPPER, _BLACKWELL = ("sm_9x",), ("sm_10x", "sm_12x")
 
@@ -135,7 +136,7 @@ ROWS: tuple[Row, ...] = (
         ("marlin", (*_FP8_ALL, "nvfp4", "int4-group"), "marlin"),
     ),
     Row("vllm", "moe", ("fp8-block",), "cutlass", "--moe-backend", "", _MOE, note=_CUTLASS_EXPERTS),
-    Row("vllm", "moe", _PLAIN, "triton", "--moe-backend", "triton", _MOE_VALUES,
+    Row("vllm", "moe", _HALF, "triton", "--moe-backend", "triton", _MOE_VALUES,
         inferred="that page does not say that the flag reaches unquantised experts"),
     Row("vllm", "moe", ("fp8-block",), "flashinfer-cutlass", "--moe-backend", "flashinfer_cutlass",
         _MOE_HOPPER, chips=_HOPPER),
@@ -175,7 +176,7 @@ ROWS: tuple[Row, ...] = (
     Row("sglang", "linear", _PLAIN, "torch", "--fp8-gemm-backend", "", _SG_GEMM,
         note="the flags for GEMMs are for FP8 blocks, MXFP8 and NVFP4 only"),
     Row("sglang", "moe", ("fp8-block",), "deep_gemm", "--moe-runner-backend", "deep_gemm", _SG_MOE),
-    Row("sglang", "moe", (*_FP8_ALL, *_PLAIN), "triton", "--moe-runner-backend", "triton", _SG_MOE,
+    Row("sglang", "moe", (*_FP8_ALL, *_HALF), "triton", "--moe-runner-backend", "triton", _SG_MOE,
         inferred=_NO_FORMATS),
     Row("sglang", "moe", ("fp8-block",), "cutlass", "--moe-runner-backend", "cutlass",
         _SG_VARIABLES, chips=_BLACKWELL,

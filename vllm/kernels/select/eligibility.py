@@ -85,6 +85,8 @@ def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Re
         reasons += _linear_reasons(spec, problem, fit)
     elif isinstance(problem, MoEProblem):
         reasons += _moe_reasons(spec, problem, fit)
+    elif problem.variant and problem.variant not in spec.variants:
+        reasons.append(Reason(Why.NUMERICS, f"computes plain attention, not {problem.variant}"))
     return reasons + (spec.check(problem) if spec.check is not None else [])
 
 
@@ -108,6 +110,9 @@ def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -
 def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> Iterator[Reason]:
     if problem.layout not in spec.layouts:
         yield Reason(Why.SHAPE, f"takes {names(spec.layouts)} activations, not {problem.layout}")
+    if problem.activation not in spec.activation_functions:
+        text = f"computes experts with {names(spec.activation_functions)}, not {problem.activation}"
+        yield Reason(Why.NUMERICS, text)
     yield from _block_reasons(spec, problem.weight)
     inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
     for name, size in (("hidden", hidden), ("intermediate", inner)):

@@ -70,7 +70,8 @@ class MoEProblem:
 
     num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
     expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
-    or `batched` (a padded block per expert, as low-latency all-to-all delivers them).
+    or `batched` (a padded block per expert, as low-latency all-to-all delivers them). activation:
+    of the gate, `silu`; other texts say what an expert computes instead.
     """
 
     family: ClassVar[str] = "moe"
@@ -87,6 +88,7 @@ class MoEProblem:
     cut: int = 1
     cut_experts: int = 1
     requant_error: float | None = None
+    activation: str = "silu"
 
     @property
     def format(self) -> str:
@@ -105,12 +107,16 @@ class MoEProblem:
         """What a measurement is filed under: experts, intermediate, hidden and top_k; the rest as
         of a LinearProblem."""
         sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}x{self.top_k}"
-        return f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}"
+        return f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}{self._other_activation}"
+
+    @property
+    def _other_activation(self) -> str:
+        return "" if self.activation == "silu" else f", {self.activation}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
         batched = " batched" if self.layout == "batched" else ""
-        return f"moe {self.weight}:{sizes} {self.dtype}{batched}"
+        return f"moe {self.weight}:{sizes} {self.dtype}{batched}{self._other_activation}"
 
 
 class _CacheProblem:
@@ -131,7 +137,10 @@ class _CacheProblem:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem(_CacheProblem):
-    """Causal attention over a paged KV cache; `format` is the element type of the cache."""
+    """Causal attention over a paged KV cache; `format` is the element type of the cache.
+
+    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    """
 
     family: ClassVar[str] = "attention"
 
@@ -141,16 +150,21 @@ class AttentionProblem(_CacheProblem):
     format: str
     dtype: str = "bf16"
     sliding_window: int = 0
+    variant: str = ""
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         window = f" window={self.sliding_window}" if self.sliding_window else ""
-        return f"attention {heads} {self.dtype}, {self.format} cache{window}"
+        variant = _variant_text(self.variant)
+        return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"
 
 
 @dataclass(frozen=True, slots=True)
 class KVQuantProblem(_CacheProblem):
-    """Writing K and V of new tokens to a paged cache of element type `format`."""
+    """Writing K and V of new tokens to a paged cache of element type `format`.
+
+    variant: of the attention, where its cache holds something else (`MLA`: latents).
+    """
 
     family: ClassVar[str] = "kv_quant"
 
@@ -158,10 +172,15 @@ class KVQuantProblem(_CacheProblem):
     head_dim: int
     format: str
     dtype: str = "bf16"
+    variant: str = ""
 
     def __str__(self) -> str:
         heads = f"{self.num_kv_heads} heads of {self.head_dim}"
-        return f"kv_quant {heads} {self.dtype} -> {self.format}"
+        return f"kv_quant {heads} {self.dtype} -> {self.format}{_variant_text(self.variant)}"
+
+
+def _variant_text(variant: str) -> str:
+    return f", {variant}" if variant else ""
 
 
 Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem

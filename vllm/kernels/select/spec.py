@@ -54,6 +54,10 @@ class KernelSpec:
     """On a GPU the host waits for it in each call: no CUDA graph can hold a step with it."""
     layouts: frozenset[str] = frozenset({"standard"})
     """Activation layouts of a MoE kernel."""
+    activation_functions: frozenset[str] = frozenset({"silu"})
+    """Values of `MoEProblem.activation` that a MoE kernel computes."""
+    variants: frozenset[str] = frozenset()
+    """Variants of attention that it computes besides the plain one."""
     takes_bias: bool = True
     is_emulation: bool = False
     guarantees: frozenset[str] = frozenset()

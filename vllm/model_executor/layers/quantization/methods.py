@@ -7,7 +7,7 @@ A format of another package has a method too: an entry point of the group
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm.errors import ConfigError
+from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.formats.weight_format import WeightFormat
@@ -52,8 +52,8 @@ class QuantizationMethods:
             return None
         methods = known | extensions(ENTRY_POINTS)
         if (make := methods.get(stored.format.kind)) is None:
-            raise ConfigError(
-                f"{names[0]}: weights of the format {stored.format} cannot be loaded: it takes "
+            raise CheckpointError(
+                f"{names[0]}: weights in {stored.format} are not served by this engine: it takes "
                 f"{', '.join(methods)}, or a package with an entry point of {ENTRY_POINTS}"
             )
         return make(self.config, stored)
