@@ -17,7 +17,7 @@ from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.own_backend import SYNTAX, OwnBackend
 from vllm.kernels.registry import FLAGS
-from vllm.kernels.select.policy import Budget, Exclusion, Override, Policy, Preference
+from vllm.kernels.select.policy import Budget, Override, Policy, Preference
 from vllm.kernels.select.reason import (
     RANK_ACCURACY,
     RANK_CONFIG,
@@ -65,7 +65,7 @@ def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Polic
         *_variable_overrides(env),
     ]
     _refuse_contradictions(overrides, exclusions)
-    exclusions += [Exclusion(*own, _ONLY_NAMED) for own in registry.own_backends()]
+    exclusions += [Preference(*own, _ONLY_NAMED) for own in registry.own_backends()]
     return Policy(
         overrides=tuple(overrides),
         exclusions=tuple(exclusions),
@@ -143,11 +143,11 @@ def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
 
 def _deep_gemm(
     preferences: KernelPreferences, env: Mapping[str, Any]
-) -> tuple[list[Preference], list[Exclusion]]:
+) -> tuple[list[Preference], list[Preference]]:
     """What variables say of DeepGEMM: 1 permits and prefers it, 0 excludes it, of
     VLLM_USE_DEEP_GEMM for experts too. Then the quantisation config or the model rule."""
     preferred: list[Preference] = []
-    exclusions: list[Exclusion] = []
+    exclusions: list[Preference] = []
     both = ("VLLM_USE_DEEP_GEMM", env.get("VLLM_USE_DEEP_GEMM"))
     moe = ("VLLM_MOE_USE_DEEP_GEMM", env.get("VLLM_MOE_USE_DEEP_GEMM"))
     rule, decided = preferences.model_rule, preferences.use_deep_gemm
@@ -163,11 +163,11 @@ def _deep_gemm(
         if answer:
             preferred.append(Preference(family, "deep_gemm", origin))
         elif answer is False:
-            exclusions.append(Exclusion(family, "deep_gemm", origin, origin.text == rule))
+            exclusions.append(Preference(family, "deep_gemm", origin, origin.text == rule))
     return preferred, exclusions
 
 
-def _refuse_contradictions(overrides: list[Override], exclusions: list[Exclusion]) -> None:
+def _refuse_contradictions(overrides: list[Override], exclusions: list[Preference]) -> None:
     """Two preferences of one rank for one layer contradict each other."""
     for first, second in combinations(overrides, 2):
         same = (first.family, first.pattern) == (second.family, second.pattern)

@@ -43,22 +43,16 @@ class Override:
 
 
 @dataclass(frozen=True, slots=True)
-class Exclusion:
-    """`backend` is not to serve `family`; spares_exact: but for weights that it takes unrounded."""
+class Preference:
+    """For or against `backend` in `family`: `Policy.preferred` or `Policy.exclusions`.
+
+    spares_exact: an exclusion does not hold for weights that the backend takes unrounded.
+    """
 
     family: str
     backend: str
     origin: Origin
     spares_exact: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """`backend` comes before the default order of `family`; measurements still decide."""
-
-    family: str
-    backend: str
-    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +67,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything that was asked for. e8m0: VLLM_USE_DEEP_GEMM_E8M0, None for automatic."""
+    """Everything that was asked for. exclusions: backends that are not to serve. preferred: those
+    that come before the default order, where measurements still decide. e8m0:
+    VLLM_USE_DEEP_GEMM_E8M0, None for automatic."""
 
     overrides: tuple[Override, ...] = ()
-    exclusions: tuple[Exclusion, ...] = ()
+    exclusions: tuple[Preference, ...] = ()
     preferred: tuple[Preference, ...] = ()
     falls_back: bool = False
     requires_native: bool = False
@@ -97,18 +93,15 @@ class Policy:
                 )
         return first
 
-    def exclusion_of(self, backend: str, family: str, is_exact: bool) -> Exclusion | None:
-        """The strongest exclusion of this backend from this family. is_exact: it would take the
-        weight unrounded."""
-        own = (
-            exclusion
-            for exclusion in self.exclusions
-            if (exclusion.backend, exclusion.family) == (backend, family)
-            and not (is_exact and exclusion.spares_exact)
-        )
-        return min(own, key=lambda exclusion: exclusion.origin.rank, default=None)
+    def exclusion_of(self, backend: str, family: str, is_exact: bool) -> Preference | None:
+        """is_exact: it would take the weight unrounded."""
+        held = (e for e in self.exclusions if not (is_exact and e.spares_exact))
+        return _strongest(held, backend, family)
 
     def preference_of(self, backend: str, family: str) -> Preference | None:
-        """The strongest preference for this backend in this family."""
-        own = (p for p in self.preferred if (p.backend, p.family) == (backend, family))
-        return min(own, key=lambda preference: preference.origin.rank, default=None)
+        return _strongest(self.preferred, backend, family)
+
+
+def _strongest(entries: Iterable[Preference], backend: str, family: str) -> Preference | None:
+    own = (entry for entry in entries if (entry.backend, entry.family) == (backend, family))
+    return min(own, key=lambda entry: entry.origin.rank, default=None)
