@@ -87,21 +87,13 @@ def test_an_engine_goes_on_after_ctrl_c(checkpoint):
     def tokens() -> list[list[int]]:
         return [out.outputs[0].token_ids for out in llm.generate(inputs, params, use_tqdm=False)]
 
-    def is_interrupted_after(milliseconds: int) -> bool:
-        """False where a finaliser ran just then: Python swallows what is raised in one."""
-        timer = threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGINT))
-        end = time.monotonic() + 10
-        try:
-            timer.start()
-            while time.monotonic() < end:
-                tokens()
-        except KeyboardInterrupt:
-            return True
-        return False
-
     wanted = tokens()
     for milliseconds in range(2, 20, 2):
-        assert any(is_interrupted_after(milliseconds) for _ in range(3))
+        timer = threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                tokens()
         assert tokens() == wanted
 
 

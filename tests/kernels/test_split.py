@@ -17,6 +17,8 @@ def told(monkeypatch):
     def make(problem, tensors, candidate):
         return lambda x, *routing: candidate.backend
 
+    for family in ("linear", "moe"):
+        registry.specs(family)  # made once, of the real backends
     made, real = SimpleNamespace(linear=make, moe=make), registry.backend
     monkeypatch.setattr(registry, "maker", lambda decision, name: made)
     monkeypatch.setattr(

@@ -13,7 +13,13 @@ from slow import quick
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "gpu"
 FILES = sorted(f.name for f in FOLDER.glob("test_*.py") if "triton_device" in f.read_text())
-SLOW = {"test_delta_rule.py", "test_moe_router.py", "test_triton_attention.py"}
+SLOW = {
+    "test_triton_moe.py",
+    "test_skinny.py",
+    "test_delta_rule.py",
+    "test_moe_router.py",
+    "test_triton_attention.py",
+}
 
 
 @pytest.mark.parametrize("file", quick(FILES, {*FILES} - SLOW))

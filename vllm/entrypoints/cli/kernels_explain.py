@@ -243,16 +243,19 @@ def _refusal(selection: Selection) -> str:
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> int:
-    old, new = (
-        json_report.parse_report(read_json_object(path, ConfigError), str(path))
-        for path in (before, after)
-    )
+    old, new = _read(before), _read(after)
     found = diff.changes(old, new, (str(before), str(after)))
     if as_json:
         print(json.dumps([change.to_json() for change in found], indent=1))
     elif text := diff.page(old, new, found, text_width()):
         print(text)
     return 1 if found else 0
+
+
+def _read(path: Path) -> Report:
+    if not path.exists():
+        raise ConfigError(f"{path} is not readable JSON: there is no such file")
+    return json_report.parse_report(read_json_object(path, ConfigError), str(path))
 
 
 # ---------------------------------------------------------------- output
