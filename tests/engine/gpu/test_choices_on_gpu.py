@@ -21,6 +21,7 @@ from vllm.kernels.report.question import GPUS
 from vllm.kernels.select.decision import NoKernelError
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.ops.gemm_ops import cutlass_fp8_block_gemm
 from vllm.platforms.probe import probe_chip
 
 pytestmark = pytest.mark.gpu
@@ -93,8 +94,7 @@ def files_of(kernel) -> set[str]:
     module = kernel.__module__
     if module == shared.__name__:
         gemm = inspect.getclosurevars(kernel).nonlocals["gemm"]
-        is_wrapped = gemm.__module__.startswith("vllm.kernels.backends.")
-        return {gemm.__module__.rpartition(".")[2] if is_wrapped else gemm.__name__.split("_")[0]}
+        return {"cutlass" if gemm is cutlass_fp8_block_gemm else gemm.__module__.rpartition(".")[2]}
     return {module.rpartition(".")[2] if "flashinfer" not in module else "flashinfer"}
 
 
