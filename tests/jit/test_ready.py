@@ -189,7 +189,7 @@ def test_only_the_tokens_that_a_part_serves_are_planned_for():
 
 
 def test_every_number_of_tokens_up_to_the_most_has_a_size():
-    decision = ask(linear(), "90", "all", "VLLM_USE_DEEP_GEMM=1")
+    decision = ask(linear(), "90", "all", "--linear-backend deep_gemm")
     (needed,) = needed_calls([decision], 8192)
     assert needed.must_wait and needed.call.sizes[:4] == (16, 32, 64, 128)
     assert needed.call.sizes[-1] == 8192 and len(needed.call.sizes) == 130
@@ -207,7 +207,7 @@ def test_experts_are_planned_by_rows_of_both_products():
 
 def test_a_layer_that_asks_for_a_kernel_is_waited_for_whoever_else_has_its_size():
     alone = ask(linear(), "90", timings=timed(**BEST))
-    asked = ask(linear(), "90", "all", "VLLM_USE_DEEP_GEMM=1")
+    asked = ask(linear(), "90", "all", "--linear-backend deep_gemm")
     for decisions in ([alone, asked], [asked, alone]):
         (needed,) = needed_calls(decisions, 300)
         assert needed.must_wait
@@ -234,10 +234,12 @@ def test_nothing_stands_in_that_would_keep_the_weight_widened():
     assert "torch" in others
 
 
-@pytest.mark.parametrize("wish", ["VLLM_USE_DEEP_GEMM=1", "--linear-backend deep_gemm"])
-def test_nothing_stands_in_for_what_was_asked_for(wish):
-    decision = ask(linear(), "90", "all", wish, timings=timed(**BEST))
+def test_nothing_stands_in_for_what_was_asked_for():
+    forced, permitted = "--linear-backend deep_gemm", "VLLM_USE_DEEP_GEMM=1"
+    decision = ask(linear(), "90", "all", forced, timings=timed(**BEST))
     assert decision.chosen == "deep_gemm" and stand_in(decision, "deep_gemm") is None
+    decision = ask(linear(), "90", "all", permitted, timings=timed(**BEST))
+    assert decision.chosen == "deep_gemm" and stand_in(decision, "deep_gemm").backend == "cutlass"
 
 
 def test_nothing_stands_in_where_the_weight_would_be_kept_twice():

@@ -14,7 +14,7 @@ from typing import Any
 from vllm import envs
 from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
-from vllm.kernels.report import catalog, upstream
+from vllm.kernels.report import catalog
 from vllm.kernels.report.question import BLOCKS, PACKED
 from vllm.kernels.report.text_report import KINDS
 from vllm.kernels.select.reason import (
@@ -78,10 +78,6 @@ _EXAMPLES: tuple[tuple[str, str], ...] = (
         "--json > obeyed.json\n"
         "vllm kernels explain --diff rule.json obeyed.json",
     ),
-    (
-        "What makes upstream's vLLM take the same kernels.",
-        f"vllm kernels explain {_MODEL} --device sm_100 --libs all --brief --for vllm",
-    ),
 )
 
 
@@ -98,7 +94,6 @@ def document() -> str:
         _numerics(),
         _REQUANT,
         _CUTS,
-        _upstream(),
         _examples(),
     )
     return "\n\n".join(section.strip() for section in sections) + "\n"
@@ -117,7 +112,7 @@ preference with every reason against it. All reports show the same decisions:
 
 - `vllm kernels explain MODEL --device sm_100 --libs all`: on any machine, without the chip and the
   weights. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` for the effect
-  of a change, `--for vllm` or `--for sglang` for [upstream's flags](#flags-of-upstream-engines).
+  of a change.
 - `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the decisions in
   force, as JSON.
 - the log of the engine: one line per distinct decision.
@@ -307,43 +302,6 @@ def _numerics() -> str:
         "fp16, the dtype of the activations, which is exact where the checkpoint stores them so. "
         "Elsewhere the loss is measured at load and counts against the budget."
     )
-
-
-# ---------------------------------------------------------------- upstream's flags
-
-
-def _upstream() -> str:
-    rows = [
-        (
-            upstream.RELEASES[row.engine].name,
-            row.family or "linear, moe",
-            f"`{row.backend}`" if row.family else f"no `{row.backend}`",
-            ", ".join(row.formats) or "all",
-            ", ".join(row.chips) or "-",
-            "; ".join(filter(None, _upstream_facts(row))),
-            f"[{row.source.version}]({row.source.url})",
-        )
-        for row in (*upstream.ROWS, *upstream.EXCLUSIONS.values())
-    ]
-    releases = " and ".join(map(str, upstream.RELEASES.values()))
-    head = ("engine", "layers", "kernel", "formats", "chips", "flag or variable", "source")
-    return (
-        "## Flags of upstream engines\n\n"
-        "`vllm kernels explain MODEL --for vllm` (or `--for sglang`) also names the flags and "
-        f"variables that make {releases} take the kernels that are chosen here. It says where no "
-        "flag does, which flags contradict each other (upstream takes one backend per kind of "
-        "layer, this engine one per layer and number of tokens), and which also decide where "
-        "another kernel serves here. With `--json` this is the field `upstream`. Each row has its "
-        "source and the release that the source describes, `latest` where that is undated. None "
-        "describes the current release, so for that every row is inferred, and the output says so; "
-        "what a source leaves open besides is marked *inferred* below. Nothing of it was run here. "
-        "A kernel that is not in the table has no documented flag.\n\n" + _markdown(head, rows)
-    )
-
-
-def _upstream_facts(row: upstream.Row) -> tuple[str, ...]:
-    inferred = f"*inferred*: {row.inferred}" if row.inferred else ""
-    return row.setting if row.value else "none", row.note, inferred
 
 
 # ---------------------------------------------------------------- examples
