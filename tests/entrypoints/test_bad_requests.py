@@ -54,8 +54,9 @@ def answers_the_next_request(server: RunningServer) -> Iterator[None]:
          "structured output: "),
         (TEXT, {"prompt": "a", "guided_regex": "("}, None,
          "structured output: Regex parsing error at position 2"),
-        (TEXT, {"prompt": "a", "guided_json": '{"anyOf":[' * 4000 + "{}" + "]}" * 4000}, None,
-         "more than 10 s to compile; simplify it"),
+        pytest.param(
+            TEXT, {"prompt": "a", "guided_json": '{"anyOf":[' * 4000 + "{}" + "]}" * 4000}, None,
+            "more than 10 s to compile; simplify it", marks=pytest.mark.slow),
         (CHAT, {"messages": []}, "messages", "messages takes at least 1 item, not []"),
         (CHAT, {"messages": [5]}, "messages", "messages.0 should be an object, not 5"),
         (CHAT, {"messages": "hi"}, "messages", "messages should be a valid list"),

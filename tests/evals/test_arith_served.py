@@ -101,6 +101,7 @@ def test_all_held_out_problems_are_answered_as_well_as_after_training(data, tmp_
     assert accuracy >= trained - 0.01  # measured: 0.9955 after 0.9970
 
 
+@pytest.mark.slow
 def test_on_sm_100_the_model_rule_keeps_the_numbers_of_float32_scales(
     data, tmp_path, tmp_path_factory
 ):

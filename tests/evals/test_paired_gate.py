@@ -45,6 +45,7 @@ def against_default(linear_backend: str) -> Comparison:
     return compare(measured(None).positions, measured(linear_backend).positions)
 
 
+@pytest.mark.slow
 def test_every_token_but_the_first_of_a_text_is_compared():
     num_tokens = sum(len(ids) - 1 for ids in job().texts)
     assert against_default("emulation").num_positions == num_tokens > 1000
