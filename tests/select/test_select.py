@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from selection_cases import LIBS, MODELS, ask, linear, moe, policy_of, timed, whys
+from selection_cases import LIBS, MODELS, ask, linear, moe, parse_device, policy_of, timed, whys
 
 from vllm.errors import ConfigError
 from vllm.formats.scales import Requant, Scales, estimated
 from vllm.formats.weight_format import WeightFormat
+from vllm.kernels import registry
 from vllm.kernels.interface import LinearTensors
+from vllm.kernels.select.select import select
 from vllm.machine import Lib, Libs
 from vllm.ops.fp8 import requant_error
 from vllm.utils.fp8 import per_block_cast_to_fp8
@@ -284,6 +286,16 @@ def test_a_permission_keeps_what_was_measured():
         decision = ask(DENSE, "100", "all", "VLLM_USE_DEEP_GEMM=1", model, timings=split)
         assert outcome(decision) == ("cutlass<=64|deep_gemm", 6)
     assert outcome(ask(DENSE, "100", "all", "VLLM_USE_DEEP_GEMM=1", QWEN3_5)) == ("deep_gemm", 3)
+
+
+def test_a_permission_puts_deep_gemm_before_any_default_order():
+    specs, machine = registry.specs("linear")[::-1], (parse_device("100"), LIBS["all"])
+    usual = select(DENSE, *machine, policy_of(), specs)
+    assert usual.chosen != "deep_gemm" and usual.origin.rank == 7
+    assert outcome(select(DENSE, *machine, policy_of("VLLM_USE_DEEP_GEMM=1"), specs)) == (
+        "deep_gemm",
+        3,
+    )
 
 
 def test_0_of_the_variable_for_all_outranks_1_of_that_for_experts_and_says_so():
