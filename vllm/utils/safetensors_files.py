@@ -60,11 +60,12 @@ def _of_file(file: Path) -> Iterator[StoredTensor]:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
-                raise _unreadable(file, f"its header is said to have {length} bytes")
-            header = json.loads(opened.read(length))
+            is_possible = size >= 8 and length <= min(_MAX_HEADER, size - 8)
+            header = json.loads(opened.read(length)) if is_possible else None
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(file, str(error)) from error
+    if not is_possible:
+        raise _unreadable(file, f"its header is said to have {length} bytes")
     if not isinstance(header, dict):
         raise _unreadable(file, "its header is no JSON object")
     for name, entry in header.items():
