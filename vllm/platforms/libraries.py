@@ -214,11 +214,11 @@ _REMEMBERING = threading.Lock()  # libraries are tried in several threads
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
     file = _module_file(module)
-    version = next(filter(None, map(_distribution_version, distributions)), "")
+    version = next(filter(None, map(_full_version, distributions)), "")
     if file is None and not version:
         return None
     archs = _ARCHS[module](file.parent, version) if file is not None and module in _ARCHS else ()
-    return Lib(module, version, archs)
+    return Lib(module, _public_version(version), archs)
 
 
 def _module_file(module: str) -> Path | None:
@@ -232,8 +232,12 @@ def _module_file(module: str) -> Path | None:
 
 
 def _distribution_version(name: str) -> str:
+    return _public_version(_full_version(name))
+
+
+def _full_version(name: str) -> str:
     try:
-        return _public_version(metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
 
@@ -251,13 +255,15 @@ def one_line(error: BaseException) -> str:
 
 
 def _deep_gemm_archs(folder: Path, version: str) -> tuple[str, ...]:
-    """Architectures whose FP8 GEMM the package carries.
+    """Architectures whose FP8 GEMM the package carries, and the revision of its source that the
+    version names: `8b1392b` of 2.5.0+8b1392b.
 
     Its own kernels alone count: the CUTLASS headers beside them name sm120 in every version.
     """
     names = (path.name for path in folder.glob("include/deep_gemm/impls/*.cuh"))
     matches = (re.match(r"sm(\d+)_fp8.*gemm", name) for name in names)
-    return tuple(f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
+    archs = (f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
+    return (*archs, *filter(None, (version.partition("+")[2],)))
 
 
 def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
@@ -272,7 +278,7 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
         place, below = Path(jit_cache.origin).parent, "**/"
     elif not place.exists():
         place = envs.VLLM_KERNEL_CACHE / FLASHINFER_CACHE
-        below = f"{version}/*/cached_ops/cuda*/"
+        below = f"{_public_version(version)}/*/cached_ops/cuda*/"
     return tuple(
         name
         for name in FLASHINFER_LARGE_MODULES

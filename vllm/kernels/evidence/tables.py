@@ -122,6 +122,7 @@ class Table:
             tuple(tokens),
             tuple((name, tuple(map(own.get, tokens))) for name, own in us.items()),
             stale,
+            self.is_near,
         )
 
     def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
@@ -185,6 +186,7 @@ def _filled(first: Timings, second: Timings, here: Collection[str] | None) -> Ti
         tuple(columns),
         tuple((name, tuple(map(times.get, columns))) for name, times in us.items()),
         first.stale + tuple(entry for entry in second.stale if entry[0] in added),
+        first.is_near,
     )
 
 

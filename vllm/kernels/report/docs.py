@@ -16,7 +16,7 @@ from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
 from vllm.kernels.report import catalog
 from vllm.kernels.report.question import BLOCKS, PACKED
-from vllm.kernels.report.text_report import KINDS
+from vllm.kernels.report.text_report import GRADES, KINDS
 from vllm.kernels.select.reason import (
     DEFAULT_ORDER,
     RANK_ACCURACY,
@@ -88,6 +88,7 @@ def document() -> str:
         _MODELS,
         _precedence(),
         _reasons(),
+        _grades(),
         _kernels(),
         _chips(),
         _variables(),
@@ -189,7 +190,8 @@ def _precedence() -> str:
         "the default order, measurements still decide, and where DeepGEMM cannot run the next "
         "kernel serves; a warning says so where that is every layer. `--linear-backend deep_gemm` "
         "forces it.\n\n`--require-native` refuses weight-only and emulated kernels for quantised "
-        "weights.\n\n"
+        "weights. `--require-evidence run` keeps out kernels that never ran on the chip's "
+        "architecture, `measured` those that were not timed for the size.\n\n"
         "Three side effects of a decision on a GPU are reported in the log (a warning), in "
         "`explain` and in the JSON: weights that are rounded a second time, weights made for "
         "quantised activations that run weight-only, and attention for which the host waits "
@@ -201,6 +203,25 @@ def _precedence() -> str:
 def _reasons() -> str:
     return "## Verdicts\n\n" + _markdown(
         ("verdict", "meaning"), [(f"`{kind}`", text) for kind, text in KINDS.items()]
+    )
+
+
+def _grades() -> str:
+    rows = [(f"`{grade}`", text) for grade, text in GRADES.items()]
+    bad = [
+        (f"{one.lib} {one.revision or f'{one.since} to before {one.until}'}",
+         ", ".join(one.chips) or "all", ", ".join(f"{name} {a} to before {b}"
+         for name, a, b in one.beside) or "-", one.what, one.source)
+        for one in registry.every_known_bad()
+    ]  # fmt: skip
+    return (
+        "## Evidence\n\nEvery candidate has a grade, the best first; a split has the least of its "
+        "parts. `vllm/kernels/evidence/ran_on.json` lists the comparisons with the reference that "
+        "passed, with machine, versions, date and command.\n\n"
+        + _markdown(("grade", "meaning"), rows)
+        + "\n\nVersions that are known to hang, or to compute what they should not, serve "
+        "nothing (`vllm/kernels/evidence/known_bad.json`):\n\n"
+        + _markdown(("library", "chips", "beside", "what", "source"), bad)
     )
 
 
