@@ -13,10 +13,9 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from vllm import envs
 from vllm.kernels import registry
 from vllm.machine import NATIVE, Lib, Libs
-from vllm.platforms import child, native
+from vllm.platforms import native
 from vllm.platforms.installed import installed_device
 from vllm.utils.files import write_atomically
 
@@ -78,6 +77,8 @@ def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:
     """Libraries after a trial of each of `modules`; the others by package metadata."""
     installed = installed_libs().libs
     wanted = [lib.name for lib in installed if lib.name in modules]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor() as pool:  # each waits for a process
         tried = [state for state in pool.map(library_state, wanted) if state is not None]
     return Libs.of([*(lib for lib in installed if lib.name not in modules), *tried])
@@ -141,6 +142,8 @@ def find_nvcc() -> str | None:
 
 def _try_in_child(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
     """(its own version, why it does not work); one of them may be empty."""
+    from vllm.platforms import child
+
     trial = _declared_trial(module)
     seconds = TRIAL_SECONDS if trial is None else trial.seconds or TRIAL_SECONDS
     try:
@@ -236,6 +239,8 @@ def _distribution_version(name: str) -> str:
 
 
 def _full_version(name: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
