@@ -299,6 +299,13 @@ def test_a_kernel_of_another_package_has_no_entry():
     assert (answer.settings, answer.entry) == ((), None)
 
 
+def test_a_kernel_that_is_emulated_is_chosen_by_no_flag():
+    decision = replace(ask(linear(), "90", wishes="--linear-backend cutlass"), is_emulated=True)
+    (answer,) = advice_for("vllm", decision).answers
+    assert answer.text.endswith("chooses cutlass for linear fp8-block: it is emulated here")
+    assert (answer.settings, answer.entry) == ((), None)
+
+
 def test_layers_without_a_kernel_are_said_to_have_none():
     (answer,) = advice_for("vllm", ask(linear(), "90", wishes="--linear-backend cpu")).answers
     assert (answer.backend, answer.settings) == ("(none)", ())
