@@ -102,7 +102,8 @@ def _compared(kind: Any) -> list[dataclasses.Field[Any]]:
 def parse_report(content: Any, source: str = "report") -> Report:
     """The values of what `report` made; ConfigError names `source` and the place that is wrong."""
     root = _Node(content, source, "")
-    root.allow("device", "libs", "env", "model", "decisions", "ledger")
+    # `upstream`, of `vllm kernels explain --for`, follows from the decisions.
+    root.allow("device", "libs", "env", "model", "decisions", "ledger", "upstream")
     device = root["device"].parsed(Device.parse)
     records = [
         (layer.of(str), decision)
