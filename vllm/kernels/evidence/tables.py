@@ -95,16 +95,15 @@ class Table:
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
-        """What it says of `problem`; None where nobody measured that, or where a shard has partial
-        scale blocks, which kernels pay for differently. versions: by backend, what is here."""
+        """What it says of `problem`; None where nobody measured that. versions: by backend, what is
+        here."""
         if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
         if not row:
             return None
-        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
         us = {
-            name: dict(entry.us) | (dict(entry.quantised_us) if takes else {})
+            name: dict(entry.us) | (dict(entry.quantised_us) if problem.comes_quantised else {})
             for name, entry in row.items()
         }
         tokens = sorted({m for own in us.values() for m in own})
@@ -136,11 +135,9 @@ class Table:
 
 
 def is_measurable(problem: LinearProblem | MoEProblem) -> bool:
-    """Whether `size_key` says everything that a kernel's speed depends on."""
-    if isinstance(problem, MoEProblem):
-        is_whole = problem.cut == problem.cut_experts == 1
-        return is_whole and problem.layout == "standard"
-    return problem.block_fit(takes_any_block=False) is None
+    """Whether `size_key` says everything that a kernel's speed depends on: it says nothing of how
+    many rows of each expert's block a batched layout fills."""
+    return not isinstance(problem, MoEProblem) or problem.layout == "standard"
 
 
 def timings_of(
@@ -309,6 +306,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     return content
 
 
-def _by_size(item: tuple[str, Any]) -> tuple[str, list[int]]:
+def _by_size(item: tuple[str, Any]) -> tuple[str, list[int], str]:
     weight, _, sizes = item[0].partition(":")
-    return weight, [int(size) for size in sizes.partition(" ")[0].split("x")]
+    numbers = sizes.partition(" ")[0].replace("/", "x").split("x")
+    return weight, [int(size) for size in numbers], item[0]
