@@ -73,13 +73,17 @@ def explain(*words: str) -> int:
     return main(["kernels", "explain", *words])
 
 
+@pytest.mark.parametrize("flags", [(), ("--for", "vllm")])
 def test_the_command_writes_what_it_prints_as_json_into_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     page = tmp_path / "page.html"
-    words = ("Qwen3-30B-A3B-FP8", "--device", "sm_90", "--libs", "all", "--json")
+    words = ("Qwen3-30B-A3B-FP8", "--device", "sm_90", "--libs", "all", "--json", *flags)
     assert explain(*words, "--html", str(page)) == 0
-    assert embedded(page.read_text()) == json.loads(capsys.readouterr().out)
+    content = json.loads(capsys.readouterr().out)
+    assert embedded(page.read_text()) == content
+    assert ("upstream" in content) == bool(flags)
+    assert ("<h2>Flags of vLLM" in page.read_text()) == bool(flags)
 
 
 def test_a_difference_is_written_as_a_page_too(

@@ -91,10 +91,7 @@ def run_explain(args: argparse.Namespace) -> int:
     report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
     found = upstream.advice(records, args.engine) if args.engine else None
     if args.json:
-        content = json_report.report(*report)
-        if found is not None:
-            content["upstream"] = upstream_report.to_json(found)
-        print(json.dumps(content, indent=1))
+        print(json.dumps(upstream_report.content(report, found), indent=1))
     else:
         if args.device and args.libs is None:
             note = "note: with the libraries installed here; --libs all assumes all of them"
@@ -105,7 +102,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.html:
         from vllm.kernels.report.html_report import html_page
 
-        write_text(args.html, html_page(report, args.model or ", ".join(args.layer)))
+        write_text(args.html, html_page(report, args.model or ", ".join(args.layer), found))
     if refusal:
         print(f"vllm: error: {refusal}", file=sys.stderr)
     return 1 if refusal else 0

@@ -378,7 +378,7 @@ def _upstream() -> str:
         "flag does, which flags contradict each other (upstream takes one backend per kind of "
         "layer, this engine one per layer and number of tokens), and which also decide where "
         "another kernel serves here. With `--json` this is the field `upstream`; a page of "
-        "`--html` does not have it. Each entry has its sources and the release that a source "
+        "`--html` has it too. Each entry has its sources and the release that a source "
         "describes, `latest` for an undated page, or a month. Where that is not the current "
         "release, what it says is inferred for that one, and the output says so; what a source "
         "leaves open besides is marked as inferred below. Nothing of it was run here. A kernel "

@@ -67,7 +67,9 @@ def legend(kinds: Iterable[str]) -> str:
 
 
 def grade_legend(grades: Iterable[Grade]) -> str:
-    items = "".join(f"<li>{grade_mark(grade)} {graded(grade)}</li>" for grade in grades)
+    items = "".join(
+        f"<li>{grade_mark(grade)} <span>{graded(grade)}</span></li>" for grade in grades
+    )
     return f'<ul class="legend grades" aria-label="Evidence">{items}</ul>\n'
 
 

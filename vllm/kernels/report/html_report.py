@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.versions import stale_lines
-from vllm.kernels.report import json_report
+from vllm.kernels.report import upstream_report
 from vllm.kernels.report.html_document import (
     breakable,
     chip,
@@ -31,6 +31,7 @@ from vllm.kernels.report.text_report import (
     EXPECTED_TOKENS,
     GRADES,
     KINDS,
+    WIDTH,
     asks,
     expectation_of,
     expectation_text,
@@ -40,6 +41,7 @@ from vllm.kernels.report.text_report import (
     where,
     why,
 )
+from vllm.kernels.report.upstream import Advice
 from vllm.kernels.select.decision import Candidate, Decision, Parts
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
@@ -72,8 +74,9 @@ class _Verdict(NamedTuple):
         return list(dict.fromkeys(kind for kind, _ in self.lines))
 
 
-def html_page(report: Report, title: str) -> str:
-    """A page for a browser without a network; `title` says what was asked about."""
+def html_page(report: Report, title: str, found: Advice | None = None) -> str:
+    """A page for a browser without a network. title: what was asked about; found: flags of an
+    upstream engine."""
     rows = [
         _Row(number, decision, layers)
         for number, (decision, layers) in enumerate(by_decision(report.records).items())
@@ -85,15 +88,25 @@ def html_page(report: Report, title: str) -> str:
     grids = "".join(_grid(family, own, verdicts) for family, own in families.items())
     kinds = [kind for kind in KINDS if kind == CHOSEN or kind in verdicts.kinds()]
     grades = [grade for grade in GRADES if grade in verdicts.grades()]
+    decisions = "".join(map(_decision, rows))
+    flags = "" if found is None else _upstream(found)
     body = (
         f"{facts(_facts(report))}{_notes(report)}{legend(kinds)}{grade_legend(grades)}"
         f"{filters(kinds)}"
         f'<p class="hint">{_HINT}</p>\n{grids}'
-        f'<section id="decisions"><h2>Decisions</h2>\n<ol>\n{"".join(map(_decision, rows))}</ol>'
+        f'{flags}<section id="decisions"><h2>Decisions</h2>\n<ol>\n{decisions}</ol>'
         f'</section>\n<section id="verdicts"><h2>Verdicts</h2>\n{verdicts.html()}</section>\n'
     )
-    content = json_report.report(*report)
+    content = upstream_report.content(report, found)
     return document(f"Kernels of {title}", f" on {report.device}", body, content)
+
+
+def _upstream(found: Advice) -> str:
+    heading, _, text = upstream_report.page(found, WIDTH).partition("\n\n")
+    return (
+        f'<section id="upstream"><h2>{escape(heading)}</h2>\n'
+        f'<div class="scroll"><pre>{escape(text)}</pre></div></section>\n'
+    )
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -205,9 +218,15 @@ def _line(row: _Row, backends: Iterable[str], has_others: bool, verdicts: _Verdi
         cells = f"<td>{others}</td>{cells}"
     return (
         f'<tr data-d="{number}"><th scope="row"><div class="names">{layer_names(layers)}</div>'
-        f"<small>{counted(len(layers), 'layer')}, {escape(str(decision.problem))}</small></th>"
+        f"<small>{counted(len(layers), 'layer')}, {_sizes(decision.problem)}</small></th>"
         f"{_chosen_cell(number, decision)}{cells}</tr>"
     )
+
+
+def _sizes(problem: Problem) -> str:
+    """The problem's text, which breaks between its sizes."""
+    text = escape(str(problem)).replace(":", ":<wbr>").replace(")", ")<wbr>")
+    return text.replace("(", "<wbr>(")
 
 
 def _chosen_cell(number: int, decision: Decision) -> str:

@@ -70,6 +70,7 @@ h2 small { font-weight: 400 }
 h3 { font-size: 1rem; margin: 1rem 0 .25rem }
 small { color: var(--soft); font-size: 11.5px; line-height: 1.35 }
 code { font: 12px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere }
+pre { margin: 0; padding: .6rem .8rem; font: 12px/1.4 ui-monospace, "DejaVu Sans Mono", monospace }
 code i { font-style: normal; white-space: nowrap }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .2rem 1rem;
   margin: 0 0 1rem }
@@ -150,7 +151,7 @@ a.split { text-align: left }
 a.split + a.split { margin-top: .3rem }
 @media (max-width: 60rem) { :root { --layers: 12rem; --kernel: 9.5rem } }
 @media (max-width: 36rem) {
-  :root { --layers: 7.4rem; --kernel: 6.6rem }
+  :root { --layers: 8rem; --kernel: 6.5rem }
   body { padding: 1rem .6rem 4rem }
   table[role=grid] tr > :nth-child(1) { padding-left: .4rem }
   td.kernel a { padding: .2rem }
