@@ -117,10 +117,9 @@ def _facts(report: Report) -> dict[str, str]:
 def _notes(report: Report) -> str:
     records = report.records
     of_model = report.model.notes if report.model else ()
-    texts = [*of_model, *notes(by_outcome(records))]
-    texts += [*side_effect_lines(records), *stale_lines(records)]
-    said = (text.removeprefix("Note: ") for text in texts)
-    return "".join(f'<p class="note">{escape(text[:1].upper() + text[1:])}</p>\n' for text in said)
+    said = [*of_model, *(text.removeprefix("Note: ") for text in notes(by_outcome(records)))]
+    said += [*side_effect_lines(records), *stale_lines(records)]
+    return "".join(f'<p class="note">{escape(text)}</p>\n' for text in said)
 
 
 # ---------------------------------------------------------------- verdicts
@@ -233,7 +232,8 @@ def _chosen_cell(number: int, decision: Decision) -> str:
     """What serves, a split as its ranges of M, and what decided."""
     decided = f"<small>{escape(decision.origin.text)}</small>"
     if decision.chosen is None:
-        return f'<td class="kernel none"><a href="#d{number}">{_NO_KERNEL}{decided}</a></td>'
+        name = f"<strong>{_NO_KERNEL}</strong>"
+        return f'<td class="kernel none"><a href="#d{number}">{name}{decided}</a></td>'
     winner, mark = decision.winner, grade_mark(decision.winner.grade)
     if winner.parts:
         emulated = f"of {decision.device}, emulated" if decision.is_emulated else ""
