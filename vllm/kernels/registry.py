@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.default_order import DEFAULT_ORDER
+from vllm.kernels.default_order import DEFAULT_ORDER, DEVICE_ORDER
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
@@ -71,9 +71,10 @@ def _digest(provider: str) -> str:
 
 
 @cache
-def backend_names(family: str) -> tuple[str, ...]:
-    """In order of preference; the values that the family's flag takes."""
-    names = list(DEFAULT_ORDER[family])
+def backend_names(family: str, device_family: str = "") -> tuple[str, ...]:
+    """In order of preference on the chips of a device family, "" for most; the values that the
+    family's flag takes, the same on all."""
+    names = list(DEVICE_ORDER.get((family, device_family), DEFAULT_ORDER[family]))
     own_objects = (backend for backend, _ in _own.values())
     for module in (*extensions(ENTRY_POINTS).values(), *own_objects):
         before = getattr(module, "BEFORE", {}).get(family)
@@ -100,11 +101,11 @@ def maker(decision: Decision, name: str | None = None) -> ModuleType:
 
 
 @cache
-def specs(family: str) -> tuple[KernelSpec, ...]:
-    """Every kernel of the family, in order of preference."""
+def specs(family: str, device_family: str = "") -> tuple[KernelSpec, ...]:
+    """Every kernel of the family, in the order of `backend_names`."""
     return tuple(
         spec
-        for name in backend_names(family)
+        for name in backend_names(family, device_family)
         for spec in backend(name).SPECS
         if spec.backend == name and spec.family == family
     )
