@@ -56,6 +56,7 @@ PARTS = {
 COMPILING = (
     "test_flashinfer_attention.py",
     "test_flashinfer_on_gpu.py",
+    "test_deep_gemm_blocks.py",
     "test_deep_gemm_h100.py",
     "test_no_compile_on_gpu.py",
 )
