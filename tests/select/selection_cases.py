@@ -111,7 +111,7 @@ def parse_wishes(text: str) -> Asked:
         elif word.startswith("use_deep_gemm="):
             value = word.partition("=")[2]
             given["use_deep_gemm"] = {"True": True, "False": False, "rule": None}[value]
-        elif word in ("--requant", "--on-unmet"):
+        elif word in ("--requant", "--on-unmet", "--require-evidence"):
             given[word[2:].replace("-", "_")] = next(words)
         elif word == "--kernel":
             given["kernels"] += (next(words),)

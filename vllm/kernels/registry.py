@@ -12,8 +12,10 @@ and optionally MAKES (formats that a maker takes, by backend and family or by fa
 """
 
 import hashlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, cast
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.default_order import DEFAULT_ORDER
 from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.grade import KnownBad, known_bad_of
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
 from vllm.utils.entry_points import extensions
@@ -101,13 +104,44 @@ def maker(decision: Decision, name: str | None = None) -> ModuleType:
 
 @cache
 def specs(family: str) -> tuple[KernelSpec, ...]:
-    """Every kernel of the family, in order of preference."""
+    """Every kernel of the family, in order of preference, with what is known of it."""
     return tuple(
-        spec
+        replace(spec, ran_on=spec.ran_on.union(_ran_on(spec)), known_bad=_known_bad(spec))
         for name in backend_names(family)
         for spec in backend(name).SPECS
         if spec.backend == name and spec.family == family
     )
+
+
+_EVIDENCE = Path(__file__).parent / "evidence"
+
+
+@cache
+def runs() -> dict[str, list[str]]:
+    """By architecture the kernels whose results were compared there: `family/backend/format`."""
+    runs = json.loads((_EVIDENCE / "ran_on.json").read_text())
+    return {arch: run["kernels"] for arch, run in runs.items()}
+
+
+def _ran_on(spec: KernelSpec) -> Iterable[str]:
+    own = f"{spec.family}/{spec.backend}/"
+    formats = spec.formats
+    return (
+        f"{arch}/{weight_format}"
+        for arch, kernels in runs().items()
+        for weight_format in formats
+        if own + weight_format in kernels
+    )
+
+
+@cache
+def every_known_bad() -> tuple[KnownBad, ...]:
+    """Versions of libraries whose kernels are not to serve."""
+    return tuple(known_bad_of(json.loads((_EVIDENCE / "known_bad.json").read_text())))
+
+
+def _known_bad(spec: KernelSpec) -> tuple[KnownBad, ...]:
+    return tuple(bad for bad in every_known_bad() if bad.lib in dict(spec.libs))
 
 
 def spec_of(decision: Decision, name: str) -> KernelSpec | None:
