@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import selection_cases
 import torch
+from kernel_comparisons import WRONG
 
 from vllm import LLM
 from vllm.entrypoints.cli.main import main
@@ -58,51 +59,24 @@ def records(llm: LLM) -> list:
     return llm.llm_engine.core.executor.selection.records
 
 
-def wrong(make, factor: float = 1.03):
-    """A maker whose kernels compute `factor` times what those of `make` do."""
-
-    def made(*given):
-        kernel = make(*given)
-        return lambda *inputs: kernel(*inputs) * factor
-
-    return made
-
-
-def wrong_attention(make):
-    def made(*given):
-        kernel = make(*given)
-        kernel._attend = wrong(lambda: kernel._attend)()
-        return kernel
-
-    return made
-
-
-def wrong_writer(make):
-    def made(problem):
-        write = make(problem)
-        return lambda k, v, *places: write(k * 1.03, v, *places)
-
-    return made
-
-
-# By family: what makes it wrong by 3 %, a checkpoint, and how many sizes of layers that has.
-WRONG = {
-    "linear": (wrong, "llama", 5),
-    "moe": (wrong, "qwen3_moe", 1),
-    "attention": (wrong_attention, "llama", 1),
-    "kv_quant": (wrong_writer, "llama", 1),
+# By family: a checkpoint, and how many sizes of its layers.
+MODELS = {
+    "linear": ("llama", 5),
+    "moe": ("qwen3_moe", 1),
+    "attention": ("llama", 1),
+    "kv_quant": ("llama", 1),
 }
 
 
 # ---------------------------------------------------------------- at a start
 
 
-@pytest.mark.parametrize("family", WRONG)
+@pytest.mark.parametrize("family", MODELS)
 def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(
     checkpoint, monkeypatch, capsys, family
 ):
-    make_wrong, name, num_sizes = WRONG[family]
-    monkeypatch.setattr(cpu, family, make_wrong(getattr(cpu, family)))
+    name, num_sizes = MODELS[family]
+    monkeypatch.setattr(cpu, family, WRONG[family](getattr(cpu, family)))
     with pytest.raises(KernelFailedError) as caught:
         load(checkpoint, name)
     text = str(caught.value)
