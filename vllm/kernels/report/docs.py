@@ -7,13 +7,14 @@ committed file is what this writes.
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
+from vllm.kernels.default_order import DEVICE_ORDER
 from vllm.kernels.report import catalog, upstream, upstream_report
 from vllm.kernels.report.question import BLOCKS, PACKED
 from vllm.kernels.report.text_report import GRADES, KINDS
@@ -243,17 +244,27 @@ def _kernels() -> str:
     head = ("backend", "formats", "chips", "types", "activations", "needs", "scale form", "sizes",
             "in this build")  # fmt: skip
     parts = [
-        "## Kernels\n\nIn default order of preference. *Declared only*: the limits are declared, "
-        "so that choices can be explained, but this build has no code and never runs it."
-        f"{_MARK}: not run on hardware. Its limits come from the vendor's documents, and native "
-        "code for it is compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` therefore come "
-        "after every kernel of ours; experts of the first need a module that is built beforehand "
+        "## Kernels\n\nIn default order of preference; where chips have another one, it is below "
+        "the table. *Declared only*: the limits are declared, so that choices can be explained, "
+        f"but this build has no code and never runs it.{_MARK}: not run on hardware. Its limits "
+        "come from the vendor's documents, and native code for it is compiled only. Experts of "
+        "`flashinfer-cutlass` need a module that is built beforehand "
         "([cold-start.md](cold-start.md))."
     ]
     for family in registry.FAMILIES:
         rows = [_kernel_row(entry) for entry in catalog.entries(family)]
-        parts.append(f"### {family}\n\n{_markdown(head, rows)}")
+        parts += [f"### {family}", _markdown(head, rows), *_orders_of_devices(family)]
     return "\n\n".join(parts)
+
+
+def _orders_of_devices(family: str) -> Iterator[str]:
+    for own, device_family in DEVICE_ORDER:
+        if own == family:
+            chips = [Device.parse(chip) for chip in CHIPS]
+            chip = next(chip for chip in chips if chip.family == device_family)
+            names = dict.fromkeys(entry["backend"] for entry in catalog.entries(family, chip))
+            order = ", ".join(f"`{name}`" for name in names)
+            yield f"In default order of preference on `{device_family}`{_MARK}: {order}."
 
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
