@@ -177,7 +177,7 @@ def _entry(one: _Verdict, number: int) -> str:
 
 
 def _grid(family: str, rows: Sequence[_Row], verdicts: _Verdicts) -> str:
-    backends = _columns(family, (row.decision for row in rows))
+    backends = _columns(family, [row.decision for row in rows])
     has_others = any(_other_splits(row.decision) for row in rows)
     heads = ["other split"] * has_others + [breakable(name) for name in backends]
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
@@ -192,10 +192,11 @@ def _grid(family: str, rows: Sequence[_Row], verdicts: _Verdicts) -> str:
     )
 
 
-def _columns(family: str, decisions: Iterable[Decision]) -> list[str]:
-    """Backends in default order; those that are not known here last."""
+def _columns(family: str, decisions: Sequence[Decision]) -> list[str]:
+    """Backends in the chip's default order; those that are not known here last."""
     used = dict.fromkeys(c.backend for d in decisions for c in d.candidates if not c.parts)
-    known = [name for name in registry.backend_names(family) if name in used]
+    device_family = decisions[0].device.family
+    known = [name for name in registry.backend_names(family, device_family) if name in used]
     return list(dict.fromkeys((*known, *used)))
 
 

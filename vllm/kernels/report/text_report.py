@@ -261,8 +261,8 @@ def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     found = []
     if any(one.chosen and one.winner.grade is Grade.COMPILED for one in outcomes):
         found.append(
-            "Note: compiled: of such a kernel no result was compared on this chip: not run on "
-            "hardware. --require-evidence run keeps them out."
+            "Note: what is marked compiled was not run on hardware: none of its results was ever "
+            "compared on this chip. --require-evidence run keeps such kernels out."
         )
     if all(one.origin.rank != RANK_ACCURACY for one in outcomes):
         return found
