@@ -230,6 +230,34 @@ def test_the_error_is_how_far_frameworks_disagree_on_one_kernel(run, tmp_path):
     assert kind.at((128, 4096)).error == (0.1, 0.3)
 
 
+def test_two_calls_by_one_framework_are_no_disagreement(run, tmp_path):
+    calls = [f"vllm 0.24.0: vllm_fp8moe_flashinfer_trtllm_{name}" for name in ("modular", "whole")]
+    rows = [
+        moe_row(20 * (i + 1), call, hidden_size=128 * n)
+        for i, call in enumerate(calls)
+        for n in range(1, 31)
+    ]
+    write_parquet(tmp_path / "in" / MOE, rows)
+    run(*NAMED)
+    (kind,) = imported(tmp_path).kinds
+    assert kind.error == (0.2,) * 5  # nothing is known
+
+
+def test_an_estimate_compares_kernels_at_the_same_sizes(run, tmp_path):
+    """DeepGEMM lacks a token count of the nearer size, whose time would favour the other."""
+    rows = [
+        *(moe_row(10, hidden_size=4096, num_tokens=m) for m in (8, 16)),
+        *(moe_row(40, hidden_size=8192, num_tokens=m) for m in (8, 16)),
+        moe_row(20, DEEP_GEMM, hidden_size=4096, num_tokens=8),
+        *(moe_row(80, DEEP_GEMM, hidden_size=8192, num_tokens=m) for m in (8, 16)),
+    ]
+    write_parquet(tmp_path / "in" / MOE, rows)
+    run(*NAMED)
+    times = imported(tmp_path).kinds[0].at((4608, 1536, 8, 128, 1))
+    for lead in times.leads():
+        assert (lead.backend, lead.lead) == ("flashinfer-trtllm", pytest.approx(1.0, abs=0.01))
+
+
 # ---------------------------------------------------------------- labels
 
 
