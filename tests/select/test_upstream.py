@@ -225,21 +225,22 @@ def test_a_model_that_loses_accuracy_with_deep_gemm_on_sm_100(explain):
     found = texts(content)
     assert found["cutlass", "linear fp8-block"] == (160, "--linear-backend cutlass")
     assert found["triton", "attention bf16"] == (10, "--attention-backend TRITON_ATTN")
-    count, text = found["cutlass", "moe fp8-block"]
-    assert count == 40 and "no flag in vLLM 0.33.0 chooses cutlass for moe fp8-block" in text
+    count, text = found["flashinfer-trtllm", "moe fp8-block"]
+    assert count == 40 and text.startswith("--moe-backend flashinfer_trtllm")
     (excluded,) = content["upstream"]["exclusions"]
     assert excluded["setting"] == "VLLM_USE_DEEP_GEMM=0"
     assert "model rule" in excluded["excluded_by"][0]
     assert content["upstream"]["command"] == (
         "VLLM_USE_DEEP_GEMM=0 vllm serve MODEL --linear-backend cutlass "
-        "--attention-backend TRITON_ATTN"
+        "--moe-backend flashinfer_trtllm --attention-backend TRITON_ATTN"
     )
 
     content = explain(*words, "--for", "sglang")
     found = texts(content)
     _, text = found["cutlass", "linear fp8-block"]
     assert "--fp8-gemm-backend cutlass is documented for sm_120 only" in text
-    assert found["cutlass", "moe fp8-block"] == (40, "--moe-runner-backend cutlass")
+    _, text = found["flashinfer-trtllm", "moe fp8-block"]
+    assert text.startswith("--moe-runner-backend flashinfer_trtllm")
     assert content["upstream"]["command"].startswith(
         "SGLANG_ENABLE_JIT_DEEPGEMM=0 python -m sglang"
     )

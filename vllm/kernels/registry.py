@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.default_order import DEFAULT_ORDER
+from vllm.kernels.default_order import DEFAULT_ORDER, DEVICE_ORDER
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.grade import KnownBad, known_bad_of
 from vllm.kernels.select.spec import KernelSpec
@@ -74,9 +74,10 @@ def _digest(provider: str) -> str:
 
 
 @cache
-def backend_names(family: str) -> tuple[str, ...]:
-    """In order of preference; the values that the family's flag takes."""
-    names = list(DEFAULT_ORDER[family])
+def backend_names(family: str, device_family: str = "") -> tuple[str, ...]:
+    """In order of preference on the chips of a device family, "" for most; the values that the
+    family's flag takes, the same on all."""
+    names = list(DEVICE_ORDER.get((family, device_family), DEFAULT_ORDER[family]))
     own_objects = (backend for backend, _ in _own.values())
     for module in (*extensions(ENTRY_POINTS).values(), *own_objects):
         before = getattr(module, "BEFORE", {}).get(family)
@@ -103,14 +104,19 @@ def maker(decision: Decision, name: str | None = None) -> ModuleType:
 
 
 @cache
-def specs(family: str) -> tuple[KernelSpec, ...]:
-    """Every kernel of the family, in order of preference, with what is known of it."""
+def specs(family: str, device_family: str = "") -> tuple[KernelSpec, ...]:
+    """Every kernel of the family, in the order of `backend_names`, with what is known of it."""
     return tuple(
-        replace(spec, ran_on=spec.ran_on.union(_ran_on(spec)), known_bad=_known_bad(spec))
-        for name in backend_names(family)
+        _with_evidence(spec)
+        for name in backend_names(family, device_family)
         for spec in backend(name).SPECS
         if spec.backend == name and spec.family == family
     )
+
+
+@cache
+def _with_evidence(spec: KernelSpec) -> KernelSpec:
+    return replace(spec, ran_on=spec.ran_on.union(_ran_on(spec)), known_bad=_known_bad(spec))
 
 
 _EVIDENCE = Path(__file__).parent / "evidence"

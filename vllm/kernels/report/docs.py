@@ -7,13 +7,14 @@ committed file is what this writes.
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
+from vllm.kernels.default_order import DEVICE_ORDER
 from vllm.kernels.report import catalog, upstream, upstream_report
 from vllm.kernels.report.question import BLOCKS, PACKED
 from vllm.kernels.report.text_report import GRADES, KINDS
@@ -118,11 +119,20 @@ preference with every reason against it. All reports show the same decisions:
 
 - `vllm kernels explain MODEL --device sm_100 --libs all`: on any machine, without the chip and the
   weights. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` for the effect
-  of a change, `--for vllm` or `--for sglang` for [upstream's flags](#flags-of-upstream-engines).
-- `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the decisions in
-  force, as JSON.
+  of a change, with `--html FILE` as a page too; `--for vllm` or `--for sglang` for
+  [upstream's flags](#flags-of-upstream-engines).
+- `GET /kernels` of a running server: the decisions in force, as a page in a browser
+  (`Accept: text/html` first), as JSON for all other clients.
+- `vllm serve --dump-decisions FILE`: the same JSON.
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
+
+The page is one file that needs no network: layers down, candidates across, a split as ranges of M
+(the number of tokens of a step) in one cell. The colour of a cell is the kind of its verdict, the
+circle its evidence. Reasons, evidence and the estimated error stand beside the cell that the
+pointer or the keyboard selects (Tab, arrow keys; Esc closes), and in full in print. Rows are
+filtered by layer (`mlp.experts`, `*.5.mlp.*`) and by verdict. The element with the id `report` has
+the JSON of `--json`.
 """
 
 _MODELS = """
@@ -234,17 +244,27 @@ def _kernels() -> str:
     head = ("backend", "formats", "chips", "types", "activations", "needs", "scale form", "sizes",
             "in this build")  # fmt: skip
     parts = [
-        "## Kernels\n\nIn default order of preference. *Declared only*: the limits are declared, "
-        "so that choices can be explained, but this build has no code and never runs it."
-        f"{_MARK}: not run on hardware. Its limits come from the vendor's documents, and native "
-        "code for it is compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` therefore come "
-        "after every kernel of ours; experts of the first need a module that is built beforehand "
+        "## Kernels\n\nIn default order of preference; where chips have another one, it is below "
+        "the table. *Declared only*: the limits are declared, so that choices can be explained, "
+        f"but this build has no code and never runs it.{_MARK}: not run on hardware. Its limits "
+        "come from the vendor's documents, and native code for it is compiled only. Experts of "
+        "`flashinfer-cutlass` need a module that is built beforehand "
         "([cold-start.md](cold-start.md))."
     ]
     for family in registry.FAMILIES:
         rows = [_kernel_row(entry) for entry in catalog.entries(family)]
-        parts.append(f"### {family}\n\n{_markdown(head, rows)}")
+        parts += [f"### {family}", _markdown(head, rows), *_orders_of_devices(family)]
     return "\n\n".join(parts)
+
+
+def _orders_of_devices(family: str) -> Iterator[str]:
+    for own, device_family in DEVICE_ORDER:
+        if own == family:
+            chips = [Device.parse(chip) for chip in CHIPS]
+            chip = next(chip for chip in chips if chip.family == device_family)
+            names = dict.fromkeys(entry["backend"] for entry in catalog.entries(family, chip))
+            order = ", ".join(f"`{name}`" for name in names)
+            yield f"In default order of preference on `{device_family}`{_MARK}: {order}."
 
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -369,7 +389,7 @@ def _upstream() -> str:
         "flag does, which flags contradict each other (upstream takes one backend per kind of "
         "layer, this engine one per layer and number of tokens), and which also decide where "
         "another kernel serves here. With `--json` this is the field `upstream`; a page of "
-        "`--html` does not have it. Each entry has its sources and the release that a source "
+        "`--html` has it too. Each entry has its sources and the release that a source "
         "describes, `latest` for an undated page, or a month. Where that is not the current "
         "release, what it says is inferred for that one, and the output says so; what a source "
         "leaves open besides is marked as inferred below. Nothing of it was run here. A kernel "

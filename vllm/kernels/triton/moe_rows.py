@@ -197,6 +197,14 @@ def activate(x: Tensor, positions: Tensor, layout: Rows) -> tuple[Tensor, Tensor
     return q, scales
 
 
+def taken_rows(counts: Tensor, size: int) -> Tensor:
+    """Of blocks of `size` rows the first counts[e] are taken: int32 [E, size] of the row's number
+    where it is, and -1 elsewhere, as `activate` takes them."""
+    rows = torch.arange(len(counts) * size, dtype=torch.int32, device=counts.device)
+    rows = rows.view(-1, size)
+    return rows.masked_fill(rows % size >= counts.unsqueeze(1), -1)
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] in E4M3, and float32 scales [T, groups of 128 columns]."""
     return spread(x, None, Rows(len(x), is_row_major=True))
