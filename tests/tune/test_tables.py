@@ -304,15 +304,40 @@ def libs_without(names) -> Libs:
 
 def shipped_problems(own: Table):
     for size_key in own.rows:
-        weight, _, rest = size_key.partition(":")
-        sizes, dtype, schemes = rest.split(" ")
-        numbers = [int(size) for size in sizes.split("x")]
-        act = tuple(map(ActScheme, schemes.split(",")))
-        if len(numbers) == 2:
-            yield linear(weight, n=numbers[0], k=numbers[1], dtype=dtype, act=act)
-        else:
-            names = ("num_experts", "intermediate", "hidden", "top_k")
-            yield moe(dtype=dtype, act=act, **dict(zip(names, numbers)))
+        yield problem_of(size_key)
+
+
+def problem_of(size_key: str):
+    """Some problem of this size; of partial blocks one of a built-in model."""
+    if "padded" in size_key:
+        names = *_MODELS, "Qwen3-235B-A22B-FP8"
+        problems = models_on_h100(1, 2, 4, 8, names=names)
+        return next(problem for problem in problems if problem.size_key == size_key)
+    weight, _, rest = size_key.partition(":")
+    sizes, dtype, schemes = rest.split(" ")
+    experts, _, ranks = sizes.partition("x")[0].partition("/")
+    numbers = [int(size) for size in (experts, *sizes.split("x")[1:])]
+    act = tuple(map(ActScheme, schemes.split(",")))
+    if len(numbers) == 2:
+        return linear(weight, n=numbers[0], k=numbers[1], dtype=dtype, act=act)
+    names = ("num_experts", "intermediate", "hidden", "top_k")
+    sizes = dict(zip(names, numbers))
+    return moe(weight.partition("[")[0], dtype=dtype, act=act, cut_experts=int(ranks or 1), **sizes)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        linear(),
+        moe(),
+        moe(cut_experts=8),
+        moe(intermediate=64, cut=8),
+        moe(num_experts=128, hidden=4096, intermediate=192, cut=8),
+        linear("bf16", n=64),
+    ],
+)
+def test_a_size_key_says_which_problem_it_is_of(problem):
+    assert problem_of(problem.size_key).size_key == problem.size_key
 
 
 def test_what_a_norm_quantises_counts_for_layers_after_one():
@@ -350,18 +375,22 @@ def test_files_are_named_after_the_chip_and_its_sms():
             assert set(row) <= set(registry.backend_names("linear"))
 
 
-def models_on_h100(*ranks: int):
+def models_on_h100(*ranks: int, names=()):
     from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.model_files import find_model
 
-    for model in _MODELS:
+    for model in names or _MODELS:
         config = find_model(model).config
         quant = resolve_quantization(config["quantization_config"], None, model)
         for tp in ranks:
             for _, problem in layer_problems(config, quant, dtype="bf16", kv_format="bf16", tp=tp):
-                if isinstance(problem, LinearProblem) and problem.weight.is_quantized:
+                if getattr(problem, "weight", None) and problem.weight.is_quantized:
                     yield problem
+
+
+def layers_on_h100(*ranks: int) -> set[LinearProblem]:
+    return {problem for problem in models_on_h100(*ranks) if isinstance(problem, LinearProblem)}
 
 
 _MODELS = ("Qwen3-8B-FP8", "Qwen3-30B-A3B-FP8", "Qwen3.5-35B-A3B-FP8", "Devstral-Small-2-24B")
@@ -374,7 +403,7 @@ _FORMATS = {
 
 def test_every_fp8_layer_of_the_models_is_measured_on_the_h100():
     tables = find_tables(H100)
-    for problem in set(models_on_h100(1, 2)):
+    for problem in layers_on_h100(1, 2):
         timings = timings_of(tables, problem)
         assert timings is not None, str(problem)
         assert _FORMATS[problem.format] <= {name for name, _ in timings.us}, str(problem)
@@ -384,7 +413,7 @@ def test_every_fp8_layer_of_the_models_is_measured_on_the_h100():
 def test_on_one_h100_measurements_choose_among_our_kernels_for_every_layer():
     libs = libs_without(_WITHOUT["only ours"])
     tables = find_tables(H100)
-    problems = {p for p in models_on_h100(1) if p.format == "fp8-block"}
+    problems = {p for p in layers_on_h100(1) if p.format == "fp8-block"}
     assert len(problems) >= 10
     for problem in problems:
         timings = timings_of(tables, problem)
