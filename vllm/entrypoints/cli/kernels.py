@@ -5,7 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.cli import kernels_explain, kernels_precompile, kernels_tune
+from vllm.entrypoints.cli import (
+    kernels_explain,
+    kernels_fit,
+    kernels_precompile,
+    kernels_tune,
+)
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
 from vllm.kernels.report import question
@@ -23,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
     listing.set_defaults(run=run_list)
     kernels_explain.add_parser(kinds)
     kernels_tune.add_parsers(kinds)
+    kernels_fit.add_parser(kinds)
     kernels_precompile.add_parser(kinds)
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
