@@ -102,6 +102,12 @@ def test_the_error_is_that_of_sizes_left_out_and_larger_beyond_the_others():
         assert 0.1 < one.error <= one.error_beyond / 2
 
 
+def test_two_sizes_that_are_alike_do_not_make_an_estimate_exact():
+    alike = fit(made_table(((1152, 2048), (1280, 2048))))
+    for one in next(iter(alike.values())).kernels[0].ranges:
+        assert (one.error, one.error_beyond) == (0.1, 0.2)
+
+
 def test_numbers_are_not_negative_and_a_kernel_never_takes_no_time():
     for path in FILES:
         for kind in read_fitted(path_of_fitted(path)).kinds.values():

@@ -36,8 +36,8 @@ UNITS = {
     "outputs": "us per 10^6 activations written",
     "products": "us per 10^9 products",
     "waves": "us per 10^3 columns of K and wave of tiles",
-    "error": "relative, on sizes left out",
-    "error_beyond": "relative, on sizes left out beyond the others",
+    "error": "mean relative error on sizes left out",
+    "error_beyond": "the same on sizes beyond all others",
 }
 Sizes = tuple[int, ...]
 """N and K, or experts, intermediate, hidden, top_k and expert-parallel ranks."""
@@ -46,7 +46,8 @@ Sizes = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class RangeCost:
     """One kernel in one range of tokens. tile: tokens and rows of a weight that a thread block
-    multiplies. error, error_beyond: held-out relative errors, between and beyond measured sizes."""
+    multiplies. error, error_beyond: mean relative errors on sizes that were left out, and on such
+    that were beyond all others."""
 
     max_tokens: int
     tile: tuple[int, int]

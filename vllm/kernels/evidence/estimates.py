@@ -37,9 +37,9 @@ REACH = 4
 
 @dataclass(frozen=True, slots=True)
 class Estimated(Timings):
-    """Estimates that choose. error: by backend, the relative error at each of `tokens`: the time
-    is likely between us / (1 + error) and us * (1 + error). is_beyond: a size is smaller or larger
-    than all that was measured, for which the errors are those of such sizes."""
+    """Estimates that choose. error: by backend, the mean relative error at each of `tokens`, 0
+    where there is no estimate. is_beyond: a size is smaller or larger than all that was measured,
+    and the errors are those of such sizes."""
 
     error: tuple[tuple[str, tuple[float, ...]], ...] = ()
     is_beyond: bool = False

@@ -41,6 +41,8 @@ TILES = (
 SLOW_TILES = {"deep_gemm": ((128, 192, 0.8334), (256, 128, 0.875))}
 # Fewer sizes than this say nothing about others.
 MIN_SIZES = 2
+# Two sizes may be alike: the error is taken to be at least that of kinds with twenty.
+_FEW_SIZES, _ERROR_OF_FEW = 3, 0.1
 # The error beyond all measured sizes where there are too few to tell, in that between them.
 _UNKNOWN_BEYOND = 2.0
 _COLLINEAR = 1e-9
@@ -216,6 +218,8 @@ class _RangeFit:
         if len(self.kept(left_out)) < MIN_SIZES:
             return self._errors(_NONE)  # nothing is known of a single size
         error = _mean([off for sizes in kept for off in self._off((sizes,), left_out)])
+        if len(kept) < _FEW_SIZES:
+            error = max(error, _ERROR_OF_FEW)
         groups = _outermost(kept)
         beyond = max((_mean(self._off(group, left_out)) for group in groups), default=0.0)
         return error, max(error, beyond or _UNKNOWN_BEYOND * error)
