@@ -1,13 +1,12 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllm import envs
 from vllm.errors import ConfigError, nearest_names
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Table, timings_of
@@ -30,7 +29,8 @@ logger = get_logger(__name__)
 class Selection:
     """Asks `select` once per distinct problem and remembers which layers each answer covers.
 
-    tables: what was measured on this chip, the strongest first. is_emulated: the chip is not at
+    tables: what was measured on this chip, the strongest first. variables: those that are set and
+    that `policy` follows. is_emulated: the chip is not at
     hand. emulated: by family, who chooses instead of this one. records: (layer, decision) in the
     order of asking. ledger: what was re-quantised at load.
     """
@@ -39,6 +39,7 @@ class Selection:
     libs: Libs
     policy: Policy
     tables: Sequence[Table] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     is_emulated: bool = False
     emulated: "dict[str, Selection]" = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
@@ -165,9 +166,7 @@ class Selection:
 
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
-        return json_report.report(
-            self.device, self.libs, envs.kernel_variables(), self.records, self.ledger
-        )
+        return json_report.report(self.device, self.libs, self.variables, self.records, self.ledger)
 
     def dump(self, file: Path) -> None:
         try:

@@ -1,0 +1,183 @@
+"""`explain` and an engine that is built for the same machine say the same, layer by layer.
+
+The engine is built as at a start, but on torch's `meta` device, which takes neither memory nor the
+chip, and stops where weights would be laid out for their kernels.
+"""
+
+import contextlib
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from machines import Cpu, Gpu, machine
+from questions import Question, question
+
+from vllm import envs
+from vllm.config.selection import Facts
+from vllm.distributed.parallel import planned
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli import kernels_explain
+from vllm.entrypoints.cli.main import Parser
+from vllm.errors import VllmError
+from vllm.executor.uniproc import engine_layout, make_selection
+from vllm.kernels import registry
+from vllm.kernels.report.question import chip_of, device_of, libs_of
+from vllm.kernels.select.decision import NoKernelError
+from vllm.kernels.select.reason import Why
+from vllm.model_executor.model_loader import build_model
+from vllm.model_executor.model_loader.checkpoint import Checkpoint
+from vllm.platforms.probe import installed_kernel_libs
+
+NUM_QUESTIONS, SHARE = 2000, 500
+
+
+class Answer(NamedTuple):
+    """shown: the JSON; None where nothing was decided. refusal: why no engine starts; "" where one
+    does."""
+
+    shown: dict[str, Any] | None
+    refusal: str = ""
+
+    @property
+    def is_served(self) -> bool:
+        """As far as `explain` tells."""
+        facts = (self.shown or {}).get("model", {"served": True})
+        return facts["served"] and not self.refusal
+
+
+def _parser(add: Callable[[Any], object]) -> Parser:
+    parser = Parser()
+    add(parser)
+    return parser
+
+
+EXPLAIN = _parser(lambda parser: kernels_explain.add_parser(parser.add_subparsers()))
+SERVE = _parser(EngineArgs.add_cli_args)
+
+
+def explained(asked: Question, folder: Path) -> Answer:
+    """What `vllm kernels explain --json` prints."""
+    words = ["explain", str(folder), "--json", "--device", asked.device, "--dtype", asked.dtype]
+    words += ["--kv-cache-dtype", asked.kv_cache_dtype, "--tp", str(asked.tp), *asked.flags]
+    words += ["--ep", str(asked.tp * asked.dp)] if asked.is_ep else []
+    words += ["--libs", asked.libs] if asked.libs is not None else []
+    words += [word for pair in asked.variables.items() for word in ("--env", "=".join(pair))]
+    args = EXPLAIN.parse_args(words)
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = args.run(args)
+    except VllmError as error:
+        return Answer(None, str(error))
+    finally:
+        for name in asked.variables:
+            envs.set_for_children(name, None)
+    return Answer(json.loads(out.getvalue()), err.getvalue() if code else "")
+
+
+def built(asked: Question, folder: Path) -> Answer:
+    """What /kernels shows of an engine."""
+    device, selection, refusal = device_of(asked.device), None, ""
+    with machine(Gpu(device.capability.to_int()) if device.capability else Cpu()) as patch:
+        for name, value in asked.variables.items():
+            patch.setenv(name, value)
+        try:
+            config = engine_args(asked, folder).create_engine_config(device)
+            libs = libs_of(asked.libs, device) if asked.libs else installed_kernel_libs(device)
+            selection = make_selection(config, Facts.of(chip_of(asked.device, device), libs))
+            ranks = planned(engine_layout(config, asked.rank), asked.is_ep)
+            with torch.device("meta"):
+                build_model(config, selection, Checkpoint(folder) if asked.stored else None, ranks)
+        except VllmError as error:
+            is_for_want = isinstance(error, NoKernelError)
+            refusal = f"no kernel: {error}" if is_for_want else str(error)
+        return Answer(selection and json.loads(json.dumps(selection.to_json())), refusal)
+
+
+def engine_args(asked: Question, folder: Path) -> EngineArgs:
+    words = ["--tensor-parallel-size", str(asked.tp), "--data-parallel-size", str(asked.dp)]
+    words += ["--enable-expert-parallel"] if asked.is_ep else []
+    words += ["--dtype", asked.dtype, "--kv-cache-dtype", asked.kv_cache_dtype, *asked.flags]
+    words += ["--load-format", "auto" if asked.stored else "dummy", "--skip-tokenizer-init"]
+    return EngineArgs.from_cli_args(SERVE.parse_args(words), str(folder))
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def differences(said: Answer, done: Answer) -> Iterator[str]:
+    """Between what `explain` said and what the engine did."""
+    if said.is_served != (not done.refusal):
+        yield f"refusal: {said.refusal!r} against {done.refusal!r}"
+    if done.shown is None:
+        return
+    if said.shown is None:
+        # What is refused once all layers have asked.
+        if said.refusal != done.refusal and not is_refused_earlier(done):
+            yield f"refusal: {said.refusal!r} against {done.refusal!r}"
+        return
+    for name in ("device", "libs", "env"):
+        if said.shown[name] != done.shown[name]:
+            yield f"{name}: {said.shown[name]} against {done.shown[name]}"
+    ours, theirs = by_layer(said.shown), by_layer(done.shown)
+    # One that stops at a layer has asked for those before it.
+    if not (theirs.keys() <= ours.keys() if done.refusal else list(theirs) == list(ours)):
+        yield f"layers: {list(ours)} against {list(theirs)}"
+    for layer in ours.keys() & theirs.keys():
+        mine, its = ours[layer], theirs[layer]
+        if wrong := [name for name in {**mine, **its} if mine.get(name) != its.get(name)]:
+            shown = ", ".join(f"{name} {mine.get(name)} against {its.get(name)}" for name in wrong)
+            yield f"{layer}: {shown}"
+
+
+def is_refused_earlier(done: Answer) -> bool:
+    """Whether the engine stopped at a layer, before it looked at what all layers asked for."""
+    return done.refusal.startswith(("no kernel", "model.layers.", "lm_head"))
+
+
+def by_layer(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By layer and family the decision: problem, chosen, origin, candidates, reasons."""
+    return {
+        f"{layer} ({entry['problem']['family']})": {**entry, "layers": None}
+        for entry in shown["decisions"]
+        for layer in entry["layers"]
+    }
+
+
+# ---------------------------------------------------------------- the property
+
+
+def kinds(answer: Answer) -> set[str]:
+    """What decided, what spoke against kernels, and of which families problems were."""
+    found = set() if answer.is_served else {"refused"}
+    for entry in (answer.shown or {"decisions": []})["decisions"]:
+        found |= {f"rank {entry['origin']['rank']}", entry["problem"]["family"]}
+        found |= {r["why"] for c in entry["candidates"] for r in c["reasons"]}
+        found |= {name for name in ("emulated", "event", "timings") if name in entry}
+    return found
+
+
+# Every origin, kind of reason and family of problems.
+KINDS = {f"rank {rank}" for rank in range(1, 8)} | {*Why, *registry.FAMILIES}
+KINDS |= {"refused", "emulated", "event", "timings"}
+
+
+@pytest.mark.parametrize("first", range(0, NUM_QUESTIONS, SHARE))
+def test_explain_and_the_engine_give_the_same_answer(first, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    folder, seen = tmp_path / "model", Counter()
+    folder.mkdir()
+    for number in range(first, first + SHARE):
+        asked = question(number)
+        asked.write(folder)
+        said, done = explained(asked, folder), built(asked, folder)
+        found = "\n".join(differences(said, done))
+        assert not found, f"explain against the engine, for question {number}, {asked}:\n{found}"
+        seen.update(kinds(said))
+    assert seen.keys() == KINDS
+    assert 0.2 < seen["refused"] / SHARE < 0.6
