@@ -46,6 +46,7 @@ PARTS = {
     "test_formats_on_gpu.py": 8,
     "test_fp8_quant.py": 2,
     "test_humming.py": 6,
+    "test_kernel_probes_on_gpu.py": 8,
     "test_moe_backends_on_gpu.py": 6,
     "test_nccl_on_gpus.py": 4,
     "test_no_compile_on_gpu.py": 3,
@@ -56,7 +57,9 @@ PARTS = {
 COMPILING = (
     "test_flashinfer_attention.py",
     "test_flashinfer_on_gpu.py",
+    "test_deep_gemm_blocks.py",
     "test_deep_gemm_h100.py",
+    "test_kernel_probes_on_gpu.py",
     "test_no_compile_on_gpu.py",
 )
 LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python", "transformers")

@@ -80,7 +80,7 @@ def generate(count: int, seed: int = 0) -> list[Case]:
 def judged(case: Case, device: Device, libs: Libs) -> dict[str, Candidate]:
     """Every backend, with all that speaks against it."""
     libs = Libs(libs.libs | {registry.built()})
-    decision = select(case.problem, device, libs, Policy(), registry.specs("moe"))
+    decision = select(case.problem, device, libs, Policy(), registry.specs("moe", device.family))
     return {c.backend: c for c in decision.candidates}
 
 

@@ -85,7 +85,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.stop = list(stop or ())
         if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
             raise RequestError(f"stop must be a text or a list of texts, not {self.stop!r}", "stop")
-        if not isinstance(ids, list | tuple | set | frozenset | None):
+        is_list = isinstance(ids, list | tuple | set | frozenset | None)
+        if not is_list or not all(map(_is_integer, ids or ())):
             raise RequestError(
                 f"stop_token_ids must be a list of token ids, not {ids!r}", "stop_token_ids"
             )
@@ -117,10 +118,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def _check_types(self) -> None:
         for name, (kind, _, _) in _NUMBERS.items():
             value = getattr(self, name)
-            accepted = int | None if kind is int else int | float
-            if isinstance(value, bool) or not isinstance(value, accepted):
-                what = "an integer" if kind is int else "a number"
-                raise RequestError(f"{name} must be {what}, not {value!r}", name)
+            is_left_out = value is None and name in _MAY_BE_NONE
+            if is_left_out or _is_integer(value) or (kind is float and isinstance(value, float)):
+                continue
+            what = "an integer" if kind is int else "a number"
+            what += " or None" * (name in _MAY_BE_NONE)
+            raise RequestError(f"{name} must be {what}, not {value!r}", name)
         for name in _BOOLS:
             _check_bool(name, getattr(self, name))
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
@@ -174,7 +177,15 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def _is_bias(given: Any) -> bool:
-    return isinstance(given, dict) and all(isinstance(v, int | float) for v in given.values())
+    return isinstance(given, dict) and all(
+        not isinstance(token, bool) and (_is_integer(bias) or isinstance(bias, float))
+        for token, bias in given.items()
+    )
+
+
+def _is_integer(value: object) -> bool:
+    """True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_bool(name: str, value: object) -> None:
@@ -205,6 +216,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "top_p": (float, 0, 1),
     "repetition_penalty": (float, 0, 100),
 }
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _ABOVE_LOW = ("top_p", "repetition_penalty")  # which the lowest value itself is not for
 
 _GENERATION_FIELDS = {

@@ -117,7 +117,8 @@ def problem_of(model: str) -> MoEProblem:
 def decide(problem: MoEProblem, device: Device, libs: Libs) -> Decision:
     timings = timings_of(find_tables(chip_of(str(device), device)), problem)
     libs = Libs(libs.libs | {registry.built()})
-    return select(problem, device, libs, Policy(), registry.specs("moe"), timings=timings)
+    specs = registry.specs("moe", device.family)
+    return select(problem, device, libs, Policy(), specs, timings=timings)
 
 
 def kernels_of(problem: MoEProblem, tensors: MoETensors) -> dict[str, MoEKernel]:

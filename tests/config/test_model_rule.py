@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import STAND_INS, Cpu, Gpu, machine, write_package
+from machines import STAND_INS, Cpu, Gpu, machine, write_distribution, write_package
 from safetensors.torch import save_file
 
 from vllm.architectures.registry import builtin_config
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 
 MESSAGE = "Auto-disabled DeepGemm for model_type=qwen3_5_moe_text on Blackwell."
 SM120 = tuple(f"include/deep_gemm/impls/sm{n}_fp8_gemm_1d1d.cuh" for n in (90, 100, 120))
+TRTLLM = (("flashinfer", "flashinfer-python"), ("flashinfer_cubin", "flashinfer-cubin"))
 LISTED, FREE = "Qwen3.5-35B-A3B-FP8", "Qwen3-30B-A3B-FP8"
 
 
@@ -99,6 +100,21 @@ def test_what_deep_gemm_would_not_have_served_is_decided_in_silence(
         else:
             assert decided(config(kernels=kernels)) == (False, True)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("has_trtllm", [False, True])
+def test_experts_that_deep_gemm_would_not_have_served_are_no_reason_to_speak(
+    config, has_trtllm, caplog, tmp_path
+):
+    packages = tmp_path / "packages"
+    write_package(packages, "deep_gemm", files=SM120)
+    for name, package in TRTLLM if has_trtllm else ():
+        write_package(packages, name)
+        write_distribution(packages, package, "0.6.13")
+    with machine(Gpu(100), packages):
+        dense = KernelConfig(linear_backend="triton")
+        assert decided(config(kernels=dense)) == (False, True)
+    assert len(caplog.records) == (not has_trtllm)
 
 
 @pytest.mark.parametrize("model", [LISTED, FREE])

@@ -6,22 +6,11 @@ import pytest
 import torch
 
 from vllm.distributed.all2all import Experts
-from vllm.distributed.deep_ep import expert_of_places, widen_packed_ue8m0
+from vllm.distributed.deep_ep import expert_of_places
 from vllm.distributed.layout import Layout
 from vllm.distributed.make_all2all import make_all2all
 from vllm.distributed.parallel import planned
 from vllm.errors import ConfigError
-from vllm.utils.deep_gemm import pack_ue8m0
-
-
-def test_packed_scales_of_received_tokens_are_applied_exactly():
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 0x7F, (2, 8, 1024), generator=generator, dtype=torch.uint8)
-    q = codes.view(torch.float8_e4m3fn)
-    scales = 2.0 ** torch.randint(-20, 6, (2, 8, 8), generator=generator)
-    packed = torch.stack([pack_ue8m0(expert) for expert in scales])
-    wide = widen_packed_ue8m0(q, packed, torch.bfloat16)
-    assert torch.equal(wide.float(), q.float() * scales.repeat_interleave(128, -1))
 
 
 def test_places_without_a_token_belong_to_no_expert():

@@ -1,18 +1,20 @@
 """A kernel that computes something else is quarantined before it serves, with its error."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import selection_cases
 import torch
+from kernel_comparisons import WRONG
 
 from vllm import LLM
 from vllm.entrypoints.cli.main import main
 from vllm.errors import KernelFailedError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
-from vllm.kernels import numerics, registry
+from vllm.kernels import cache_numerics, numerics, registry
 from vllm.kernels.backends import cpu
 from vllm.kernels.evidence.passed import path_of_passed, read_passed
 from vllm.kernels.evidence.quarantine import read_failures
@@ -57,24 +59,24 @@ def records(llm: LLM) -> list:
     return llm.llm_engine.core.executor.selection.records
 
 
-def wrong(make, factor: float = 1.03):
-    """A maker whose kernels compute `factor` times what those of `make` do."""
-
-    def made(*given):
-        kernel = make(*given)
-        return lambda *inputs: kernel(*inputs) * factor
-
-    return made
+# By family: a checkpoint, and how many sizes of its layers.
+MODELS = {
+    "linear": ("llama", 5),
+    "moe": ("qwen3_moe", 1),
+    "attention": ("llama", 1),
+    "kv_quant": ("llama", 1),
+}
 
 
 # ---------------------------------------------------------------- at a start
 
 
-@pytest.mark.parametrize(("family", "name"), [("linear", "llama"), ("moe", "qwen3_moe")])
+@pytest.mark.parametrize("family", MODELS)
 def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(
-    checkpoint, monkeypatch, capsys, family, name
+    checkpoint, monkeypatch, capsys, family
 ):
-    monkeypatch.setattr(cpu, family, wrong(getattr(cpu, family)))
+    name, num_sizes = MODELS[family]
+    monkeypatch.setattr(cpu, family, WRONG[family](getattr(cpu, family)))
     with pytest.raises(KernelFailedError) as caught:
         load(checkpoint, name)
     text = str(caught.value)
@@ -83,7 +85,7 @@ def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(
     entered = read_failures()
     assert {(f.backend, f.why) for f in entered} == {("cpu", "numerics")}
     # Under the sizes of all layers that it was chosen for, at once.
-    assert len({f.size_key for f in entered}) == {"linear": 5, "moe": 1}[family]
+    assert len({f.size_key for f in entered}) == num_sizes
     llm = load(checkpoint, name)
     served = [d for _, d in records(llm) if d.problem.family == family]
     assert {d.chosen for d in served} == {"torch"}
@@ -98,14 +100,16 @@ def test_a_kernel_that_is_wrong_by_3_percent_does_not_serve(
 
 def passed_kinds() -> set[str]:
     """Backend and family of what passed."""
-    words = [name.split(" vllm ")[1].split()[1] for name in read_passed()]
-    kinds = ["moe" if ": moe " in name else "linear" for name in read_passed()]
-    return {f"{backend} {kind}" for backend, kind in zip(words, kinds)}
+    found = (re.search(r" vllm \S+ (\S+) .*?: (\w+) ", name) for name in read_passed())
+    return {f"{match[1]} {match[2]}" for match in found}
+
+
+CACHE = {"cpu attention", "cpu kv_quant"}
 
 
 def test_what_passed_is_not_compared_again(checkpoint, monkeypatch):
     load(checkpoint, "qwen3_moe")
-    assert passed_kinds() == {"cpu linear", "cpu moe"}
+    assert passed_kinds() == {"cpu linear", "cpu moe", *CACHE}
     compared = []
     prepared = kernel_probes.Probe.prepared
     monkeypatch.setattr(
@@ -122,7 +126,7 @@ def test_a_broken_file_of_what_passed_is_written_anew(checkpoint, content):
     path_of_passed().parent.mkdir(parents=True)
     path_of_passed().write_text(content)
     load(checkpoint)
-    assert passed_kinds() == {"cpu linear"}
+    assert passed_kinds() == {"cpu linear", *CACHE}
     assert json.loads(path_of_passed().read_text()) == read_passed()
 
 
@@ -141,23 +145,25 @@ def test_without_memory_for_the_reference_a_kernel_serves_and_is_compared_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(numerics, "reference", full)
+        patch.setattr(cache_numerics, "attention_reference", full)
         load(checkpoint)
-    assert not read_passed() and not read_failures()
+    assert passed_kinds() == {"cpu kv_quant"} and not read_failures()
     load(checkpoint)
-    assert read_passed()
+    assert passed_kinds() == {"cpu linear", *CACHE}
 
 
 def test_another_build_is_compared_again(checkpoint):
     llm = load(checkpoint)
     own = llm.llm_engine.core.executor.selection
     libs = Libs.of(
-        replace(lib, builds=("cpu_linear:cpu:0badc0de",)) if lib.name == "native" else lib
+        replace(lib, builds=tuple(f"{build[:-1]}!" for build in lib.builds))
         for lib in own.libs.libs
     )
     other = Selection(own.device, libs, own.policy)
-    linear = [(name, d) for name, d in own.records if d.problem.family == "linear"]
-    assert {p.name for p in probes_of(linear, own)} == set(read_passed())
-    assert {p.name for p in probes_of(linear, other)}.isdisjoint(read_passed())
+    assert {p.name for p in probes_of(own.records, own, 16)} == set(read_passed())
+    assert {p.name for p in probes_of(own.records, other, 16)}.isdisjoint(read_passed())
+    longer = {p.name for p in probes_of(own.records, own, 32)} - set(read_passed())
+    assert len(longer) == 2 and all(name.endswith("pages of 32") for name in longer)
 
 
 def test_a_kernel_that_reads_behind_its_input_is_wrong(checkpoint, monkeypatch):
@@ -176,7 +182,7 @@ def test_a_kernel_that_reads_behind_its_input_is_wrong(checkpoint, monkeypatch):
     monkeypatch.setattr(kernel_probes, "NUM_TOKENS", (5,))
     problem = LinearProblem(48, 64, WeightFormat("fp32"), dtype="fp32")
     selection = Selection(probe_device(), probe_libs(), Policy())
-    (probe,) = probes_of([("a", selection.choose("a", problem))], selection)
+    (probe,) = probes_of([("a", selection.choose("a", problem))], selection, 16)
     with pytest.raises(WrongResultError, match="NaN or infinity"):
         probe.prepared()()
 
@@ -216,7 +222,7 @@ def test_kernels_of_the_cpu_are_right_and_are_wrong_when_scaled(problem, backend
     problem = replace(problem, dtype=dtype, act=(*problem.act, ActScheme.NONE))
     decision = chosen(problem, backend)
     selection = Selection(decision.device, probe_libs(), Policy())
-    (probe,) = probes_of([("layer", decision)], selection)
+    (probe,) = probes_of([("layer", decision)], selection, 16)
     probe.prepared()()
     is_moe = isinstance(problem, MoEProblem)
     case = (MoECase if is_moe else LinearCase).of(probe.problem, probe.candidate, CPU, 130)
@@ -303,7 +309,7 @@ def test_each_part_of_a_split_is_called_with_tokens_of_its_range():
     )
     decision = replace(decision, chosen="all", candidates=(split, *own))
     selection = Selection(h100, selection_cases.LIBS["all"], Policy())
-    found = {p.candidate.backend: p for p in probes_of([("a", decision)], selection)}
+    found = {p.candidate.backend: p for p in probes_of([("a", decision)], selection, 16)}
     assert {name: p.num_tokens for name, p in found.items()} == {
         "skinny": (1, 5, 16), "triton": (17, 21, 49, 64), "torch": (65, 69, 97, 194)}  # fmt: skip
     # What is compiled for a size is compared with that size.

@@ -357,15 +357,35 @@ def test_a_prompt_of_another_kind_is_refused(llm, prompt, says):
         ({"stop": 5}, "stop must be a text or a list of texts, not 5"),
         ({"stop": "a", "detokenize": False}, "stop texts need detokenize"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, not 5"),
+        ({"stop_token_ids": [7, True]}, r"must be a list of token ids, not \[7, True\]"),
+        ({"stop_token_ids": ["7"]}, r"must be a list of token ids, not \['7'\]"),
+        ({"n": None}, "n must be an integer, not None"),
+        ({"n": True}, "n must be an integer, not True"),
+        ({"top_k": None}, "top_k must be an integer, not None"),
+        ({"min_tokens": None}, "min_tokens must be an integer, not None"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+        ({"temperature": True}, "temperature must be a number, not True"),
+        ({"max_tokens": "5"}, "max_tokens must be an integer or None, not '5'"),
         ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"logit_bias": [1]}, "numbers by token id"),
         ({"logit_bias": {5: "x"}}, "numbers by token id"),
+        ({"logit_bias": {True: 1.0}}, "numbers by token id"),
+        ({"logit_bias": {5: True}}, "numbers by token id"),
         ({"structured_outputs": {"regex": "a"}}, "must be a StructuredOutputsParams"),
     ],
 )
 def test_sampling_params_of_another_kind_are_refused(params, says):
     with pytest.raises(RequestError, match=says):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "seed", "logprobs", "prompt_logprobs"])
+def test_what_may_be_left_out_may_be_none(field):
+    assert getattr(SamplingParams(**{field: None}), field) is None
+
+
+def test_stop_token_ids_may_come_as_a_set():
+    assert SamplingParams(stop_token_ids={7}).stop_token_ids == [7]
 
 
 def test_stop_texts_may_come_as_a_tuple():

@@ -18,7 +18,8 @@ def told(monkeypatch):
         return lambda x, *routing: candidate.backend
 
     for family in ("linear", "moe"):
-        registry.specs(family)  # made once, of the real backends
+        for device_family in ("", "sm_9x"):
+            registry.specs(family, device_family)  # made once, of the real backends
     made, real = SimpleNamespace(linear=make, moe=make), registry.backend
     monkeypatch.setattr(registry, "maker", lambda decision, name: made)
     monkeypatch.setattr(

@@ -49,6 +49,7 @@ STDLIB_ONLY = (
 # Of those, what is about tensors.
 TAKES_TORCH = (
     "vllm/kernels/activations.py",
+    "vllm/kernels/cache_numerics.py",
     "vllm/kernels/cuda_ops.py",
     "vllm/kernels/flashinfer/",
     "vllm/kernels/interface.py",

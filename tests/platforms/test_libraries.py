@@ -103,6 +103,12 @@ def test_deep_gemm_carries_the_architectures_of_its_own_fp8_kernels(folder, file
     assert installed_libs().get("deep_gemm") == expected
 
 
+def test_the_revision_of_a_build_from_source_is_told(folder):
+    write_package(folder, "deep_gemm", files=(KERNEL.format(90),))
+    write_distribution(folder, "deep-gemm", "2.5.0+8b1392b")
+    assert library_state("deep_gemm") == Lib("deep_gemm", "2.5.0", ("sm90", "8b1392b"))
+
+
 def test_metadata_is_read_without_importing_anything(folder):
     for module, (distribution, *_) in DISTRIBUTIONS.items():
         if module != "torch":

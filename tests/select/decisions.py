@@ -85,7 +85,7 @@ class Book:
 
 
 def _place(reason: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
-    """Reasons stand in the order of families and of their backends."""
+    """Reasons, and (family, backend), stand in the order of families and of their backends."""
     family, backend = reason[:2]
     names = registry.backend_names(family)
     at = names.index(backend) if backend in names else len(names)
@@ -106,7 +106,7 @@ def table() -> str:
                 found = _merged(found, position)
             own = rejected.setdefault((section.family, backend), [])
             own += [f"{section.title}", *("  " + " | ".join((*key, why)) for key, why in found)]
-    for (family, backend), own in rejected.items():
+    for (family, backend), own in sorted(rejected.items(), key=lambda entry: _place(entry[0])):
         lines += _titled(f"Rejected: {family} {backend}", own)
     lines += book.lines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -111,7 +111,7 @@ def parse_wishes(text: str) -> Asked:
         elif word.startswith("use_deep_gemm="):
             value = word.partition("=")[2]
             given["use_deep_gemm"] = {"True": True, "False": False, "rule": None}[value]
-        elif word in ("--requant", "--on-unmet"):
+        elif word in ("--requant", "--on-unmet", "--require-evidence"):
             given[word[2:].replace("-", "_")] = next(words)
         elif word == "--kernel":
             given["kernels"] += (next(words),)
@@ -146,8 +146,9 @@ def ask(
     """What is chosen for one layer of a model on a machine, as the engine asks it."""
     known = LIBS[libs] if isinstance(libs, str) else libs
     policy = policy_of(wishes, model, device)
-    specs = registry.specs(problem.family)
-    return select(problem, parse_device(device), known, policy, specs, layer, timings)
+    chip = parse_device(device)
+    specs = registry.specs(problem.family, chip.family)
+    return select(problem, chip, known, policy, specs, layer, timings)
 
 
 TOKENS = (1, 8, 64, 512, 4096)

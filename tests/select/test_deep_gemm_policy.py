@@ -197,8 +197,9 @@ def test_calls_into_a_broken_library_carry_its_own_error(tmp_path):
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(None, None, None, None)
 
 
-def test_calls_that_the_library_lacks_name_them():
-    with machine(Gpu(90), STAND_INS), pytest.raises(RuntimeError, match="gemm_nt_masked"):
+def test_calls_that_the_library_lacks_name_them(tmp_path):
+    write_package(tmp_path, "deep_gemm")
+    with machine(Gpu(90), tmp_path), pytest.raises(RuntimeError, match="gemm_nt_masked"):
         deep_gemm.fp8_m_grouped_gemm_nt_masked(None, None, None, None, 1)
 
 

@@ -1,7 +1,9 @@
 """Every declared kernel is the choice for something: none is there for nothing."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 from selection_cases import (
@@ -18,12 +20,13 @@ from selection_cases import (
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
+from vllm.kernels.default_order import DEFAULT_ORDER, DEVICE_ORDER
 from vllm.kernels.registry import FAMILIES
 from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec
-from vllm.machine import Libs
+from vllm.machine import CHIPS, Device, Libs
 
 ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 
@@ -128,6 +131,30 @@ def test_every_kernel_of_a_backend_is_registered():
         modules |= {registry.backend(backend) for backend in names}
     declared = [spec for module in modules for spec in module.SPECS]
     assert len(declared) == len(ALL_SPECS)
+
+
+@pytest.mark.parametrize(("family", "device_family"), DEVICE_ORDER)
+def test_the_order_of_a_device_family_has_every_backend_once(family, device_family):
+    names = DEVICE_ORDER[family, device_family]
+    assert sorted(names) == sorted(DEFAULT_ORDER[family]) and names != DEFAULT_ORDER[family]
+    assert device_family in {Device.parse(chip).family for chip in CHIPS}
+    own = registry.specs(family, device_family)
+    assert sorted(map(name, own)) == sorted(map(name, registry.specs(family)))
+    assert registry.specs(family, "sm_9x") == registry.specs(family)
+
+
+@pytest.mark.parametrize("device_family", ["", "sm_10x"])
+def test_a_backend_of_a_package_is_preferred_to_the_one_it_names_on_every_chip(device_family):
+    (spec,) = (spec for spec in registry.specs("moe") if spec.backend == "cpu")
+    added = SimpleNamespace(SPECS=(replace(spec, backend="added"),), BEFORE={"moe": "deep_gemm"})
+    registry.register("added", added, "")
+    try:
+        names = registry.backend_names("moe", device_family)
+    finally:
+        del registry._own["added"]
+        for cached in (registry.backend_names, registry.specs, registry.built):
+            cached.cache_clear()
+    assert names.index("added") == names.index("deep_gemm") - 1
 
 
 def test_minimum_versions_are_of_libraries_that_the_table_of_decisions_knows():

@@ -41,7 +41,9 @@ def candidates(decision: Decision) -> dict:
 def forced_to(problem, backend: str, device: str, libs: Libs, falls_back: bool = False) -> Decision:
     override = Override(problem.family, backend, Origin(2, f"--flag {backend}"))
     policy = Policy((override,), falls_back=falls_back)
-    return select(problem, parse_device(device), libs, policy, registry.specs(problem.family))
+    chip = parse_device(device)
+    specs = registry.specs(problem.family, chip.family)
+    return select(problem, chip, libs, policy, specs)
 
 
 def is_free(problem, device: str, libs: Libs, backend: str) -> bool:
@@ -97,7 +99,7 @@ def test_what_is_chosen_has_no_reason_against_it_and_comes_first(
     free = [c.backend for c in decision.candidates if not c.reasons]
     assert decision.chosen == (free[0] if free else None)
     names = [candidate.backend for candidate in decision.candidates]
-    order = list(registry.backend_names(problem.family))
+    order = list(registry.backend_names(problem.family, parse_device(device).family))
     prefers = any(text in wish for text in ("DEEP_GEMM=1", "use_deep_gemm=True"))
     assert names == order or (prefers and sorted(names) == sorted(order))
 

@@ -49,10 +49,23 @@ def test_on_sm_10x_the_model_rule_keeps_deep_gemm_from_qwen3_5(model, device):
 
 
 def test_its_experts_obey_the_rule_too():
-    decision = ask(EXPERTS, "100", "all", model=QWEN3_5)
+    decision = ask(EXPERTS, "100", "deep_gemm", model=QWEN3_5)
     assert outcome(decision) == ("cutlass", 5)
     assert whys(decision, "deep_gemm") == ["policy"]
-    assert outcome(ask(EXPERTS, "100", "all", model="qwen3_moe")) == ("deep_gemm", 7)
+    assert outcome(ask(EXPERTS, "100", "deep_gemm", model="qwen3_moe")) == ("deep_gemm", 7)
+
+
+@pytest.mark.parametrize("device", ["100", "103"])
+def test_experts_on_sm_10x_are_first_for_the_libraries_kernels_of_that_chip(device):
+    for model in (QWEN3_5, "qwen3_moe"):  # the rule decides nothing: DeepGEMM would not serve
+        decision = ask(EXPERTS, device, "all", model=model)
+        assert outcome(decision) == ("flashinfer-trtllm", 7)
+        assert not decision.winner.is_lossy
+    free = [c.backend for c in decision.candidates if not c.reasons]
+    assert free == ["flashinfer-trtllm", "deep_gemm", "cutlass", "triton", "marlin", "torch"]
+    nvfp4 = ask(moe("nvfp4"), device, "all")
+    assert outcome(nvfp4) == ("flashinfer-cutlass", 7)
+    assert outcome(ask(moe("nvfp4"), device, "none")) == ("cutlass", 7)
 
 
 @pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
@@ -66,7 +79,7 @@ def test_the_variable_set_to_1_overrides_the_rule(problem):
 @pytest.mark.parametrize("problem", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_variable_set_to_0_means_never_and_decides(problem, model):
-    decision = ask(problem, "100", "all", "VLLM_USE_DEEP_GEMM=0", model)
+    decision = ask(problem, "100", "deep_gemm", "VLLM_USE_DEEP_GEMM=0", model)
     assert outcome(decision) == ("cutlass", 3)
     assert decision.origin.text == "VLLM_USE_DEEP_GEMM=0"
 
@@ -203,7 +216,7 @@ def test_a_layer_that_no_pattern_names_follows_the_next_rank():
 def test_a_variable_about_experts_leaves_dense_layers_to_the_other():
     wishes = "VLLM_USE_DEEP_GEMM=1 VLLM_MOE_USE_DEEP_GEMM=0"
     assert outcome(ask(DENSE, "100", wishes=wishes)) == ("deep_gemm", 3)
-    assert outcome(ask(EXPERTS, "100", "all", wishes)) == ("cutlass", 3)
+    assert outcome(ask(EXPERTS, "100", "deep_gemm", wishes)) == ("cutlass", 3)
     assert outcome(ask(DENSE, "100", wishes="VLLM_MOE_USE_DEEP_GEMM=0")) == ("deep_gemm", 7)
     alone = "VLLM_MOE_USE_DEEP_GEMM=1"
     assert outcome(ask(DENSE, "100", wishes=alone, model=QWEN3_5)) == ("cutlass", 5)

@@ -22,7 +22,9 @@ MEASURED = timed(skinny=(1, 8), deep_gemm=(9, 512), cutlass=(513, 8192), torch=(
 
 def microseconds(problem, device: str, wishes: str, timings=None) -> float:
     policy = policy_of(wishes, "qwen3_5_moe_text", device)
-    arguments = (problem, parse_device(device), LIBS["all"], policy, registry.specs(problem.family))
+    chip = parse_device(device)
+    specs = registry.specs(problem.family, chip.family)
+    arguments = (problem, chip, LIBS["all"], policy, specs)
 
     def choose() -> object:
         return select(*arguments, "model.layers.0.mlp.down_proj", timings)

@@ -15,6 +15,23 @@ def fp8_gemm_nt(a, b, d, c=None, recipe=None, disable_ue8m0_cast=False):
     d.copy_(_widen(*a, 1) @ _widen(*b, 128).T)
 
 
+def m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices, disable_ue8m0_cast=False):
+    assert m_indices.dtype == torch.int32 and len(m_indices) == len(d) and d.is_contiguous()
+    wide = _widen(*a, 1)
+    d.fill_(torch.nan)
+    for expert, weight in enumerate(zip(*b, strict=True)):
+        rows = m_indices == expert
+        d[rows] = (wide[rows] @ _widen(*weight, 128).T).to(d.dtype)
+
+
+def m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m, disable_ue8m0_cast=False):
+    """Of rows that are not there the library promises nothing: NaN."""
+    assert masked_m.dtype == torch.int32 and expected_m > 0 and d.is_contiguous()
+    d.fill_(torch.nan)
+    for count, x, weight, out in zip(masked_m.tolist(), zip(*a), zip(*b), d, strict=True):
+        out[:count] = (_widen(*x, 1)[:count] @ _widen(*weight, 128).T).to(d.dtype)
+
+
 def _widen(q, scales, block_rows):
     assert q.dtype == torch.float8_e4m3fn and q.is_contiguous() and q.shape[1] % 128 == 0
     num_rows, num_groups = q.shape[0], q.shape[1] // 128

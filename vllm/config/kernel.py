@@ -11,6 +11,7 @@ from vllm.formats.readers.base import QuantizationConfig
 from vllm.kernels import registry
 from vllm.kernels.own_backend import OwnBackend
 from vllm.kernels.registry import FLAGS
+from vllm.kernels.select.grade import Grade
 
 ON_UNMET = ("error", "fallback")
 
@@ -25,7 +26,8 @@ class KernelConfig:
     emulated kernels for weights with a native one. max_requant_error: most relative Frobenius
     error that re-quantising a weight at load may cause. requant: when weights may be re-quantised
     to UE8M0 scales, a value of REQUANT: but for models known to lose accuracy, only where nothing
-    is rounded, or always. dump_decisions: a file for the decisions.
+    is rounded, or always. require_evidence: the least that must be known of a kernel on this
+    chip, a Grade. dump_decisions: a file for the decisions.
     """
 
     kernel: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class KernelConfig:
     require_native: bool = False
     max_requant_error: float | None = None
     requant: str = REQUANT[0]
+    require_evidence: str = Grade.COMPILED
     dump_decisions: Path | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +57,11 @@ class KernelConfig:
             raise ConfigError(
                 f"--requant {self.requant!r}: it takes {', '.join(REQUANT)}"
                 f"{did_you_mean(self.requant, REQUANT)}"
+            )
+        if self.require_evidence not in tuple(Grade):
+            raise ConfigError(
+                f"--require-evidence {self.require_evidence!r}: it takes {', '.join(Grade)}"
+                f"{did_you_mean(self.require_evidence, tuple(Grade))}"
             )
         error = self.max_requant_error
         if error is not None and not 0 <= error < float("inf"):
@@ -88,6 +96,7 @@ class KernelConfig:
             require_native=self.require_native,
             max_requant_error=self.max_requant_error,
             requant=self.requant,
+            require_evidence=self.require_evidence,
             use_deep_gemm=quant_config.use_deep_gemm if quant_config is not None else None,
             model_rule=quant_config.model_rule if quant_config is not None else "",
             is_exact=quant_config is not None and bool(quant_config.exact_scales),

@@ -17,6 +17,7 @@ from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.own_backend import SYNTAX, OwnBackend
 from vllm.kernels.registry import FLAGS
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.policy import Budget, Override, Policy, Preference
 from vllm.kernels.select.reason import (
     RANK_ACCURACY,
@@ -32,7 +33,7 @@ from vllm.machine import Device
 @dataclass(frozen=True)
 class KernelPreferences:
     """What a user set. kernels: PATTERN=BACKEND and
-    PATTERN=FILE:NAME texts. backends: by family. requant: of REQUANT.
+    PATTERN=FILE:NAME texts. backends: by family. requant: of REQUANT. require_evidence: a Grade.
     use_deep_gemm: of the quantisation config, None where nobody decided. model_rule: where the
     model rule decided it, its reason. is_exact: the checkpoint's scales are powers of two.
     """
@@ -43,6 +44,7 @@ class KernelPreferences:
     require_native: bool = False
     max_requant_error: float | None = None
     requant: str = REQUANT[0]
+    require_evidence: str = Grade.COMPILED
     use_deep_gemm: bool | None = None
     model_rule: str = ""
     is_exact: bool = False
@@ -72,6 +74,7 @@ def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Polic
         preferred=tuple(preferred),
         falls_back=preferences.on_unmet == "fallback",
         requires_native=preferences.require_native,
+        least_grade=Grade(preferences.require_evidence),
         e8m0=env.get("VLLM_USE_DEEP_GEMM_E8M0"),
         budgets=tuple(_budgets(preferences)),
     )

@@ -25,13 +25,11 @@ tensor-parallel ranks. x is a float tensor; with one rank it may be the kernel's
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """own: local experts among num_experts. hidden: hidden size. takes_ue8m0: the expert kernel
-    quantises its input to FP8 with power-of-two (UE8M0) scales."""
+    """own: local experts among num_experts. hidden: hidden size."""
 
     own: range
     num_experts: int
     hidden: int
-    takes_ue8m0: bool = False
 
 
 class AllGatherReduceScatter:

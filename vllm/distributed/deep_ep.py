@@ -12,12 +12,22 @@ from vllm.distributed.all2all import AllGatherReduceScatter, Experts, PerRankAll
 from vllm.distributed.groups import Addend
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
-from vllm.kernels.interface import MoEKernel
+from vllm.formats.scales import Scales
+from vllm.kernels.activations import batched
+from vllm.kernels.interface import BatchedMoEKernel, MoEKernel
+from vllm.utils.math_utils import cdiv
 
 # Low latency reserves a slot per token of every rank at every expert, so it is for decoding.
 MAX_LOW_LATENCY_TOKENS = 256
-_UE8M0_BIAS = 127
-_BYTES_PER_INT32 = 4
+# Tokens are sent in FP8 where the experts' kernel takes them so, by the form of its scales: of what
+# hidden must be a multiple, and how the library is asked. With powers of two its numbers are those
+# of our quantisation (of groups with a value of 2^-14 or more: it takes amax to be 1e-4 at least).
+# With float32 scales they are not: it multiplies by 448 / amax where we divide by amax / 448, and
+# one E4M3 number in about 3,000 is the next one. There tokens are sent in bfloat16.
+_FP8_DISPATCH: dict[str, tuple[int, dict[str, bool]]] = {
+    Scales.UE8M0: (512, {"use_fp8": True, "round_scale": True, "use_ue8m0": True}),
+    Scales.FLOAT32_CEIL_UE8M0: (128, {"use_fp8": True, "round_scale": True}),
+}
 
 # All layers share one buffer: they run one after the other.
 _buffers: dict[str, Any] = {}
@@ -52,9 +62,9 @@ class DeepEPHighThroughput(PerRankAll2All):
 class DeepEPLowLatency(PerRankAll2All):
     """`deepep_low_latency`: a fixed-size buffer per expert; the host never learns the counts.
 
-    Where the expert kernel takes UE8M0 scales, tokens are sent as FP8 with packed UE8M0 scales:
-    half the bytes, and the kernel's quantisation reproduces the same values. Steps of more than
-    MAX_LOW_LATENCY_TOKENS per rank use allgather_reducescatter.
+    Where the experts' kernel takes FP8 tokens in blocks (`BatchedMoEKernel`) with scales that are
+    powers of two, they are sent so, which is half the bytes, and it gets them as they arrive. Steps
+    of more than MAX_LOW_LATENCY_TOKENS per rank use allgather_reducescatter.
     """
 
     def __init__(self, parallel: Parallel, experts: Experts):
@@ -71,38 +81,36 @@ class DeepEPLowLatency(PerRankAll2All):
         return super().__call__(kernel, x, weights, ids)
 
     def all2all(self, kernel: MoEKernel, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        is_packed = self.experts.takes_ue8m0
+        takes_blocks = batched(kernel)
+        fp8 = fp8_dispatch(takes_blocks, self.experts.hidden)
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-            x,
-            ids,
-            MAX_LOW_LATENCY_TOKENS,
-            self.experts.num_experts,
-            use_fp8=is_packed,
-            round_scale=is_packed,
-            use_ue8m0=is_packed,
+            x, ids, MAX_LOW_LATENCY_TOKENS, self.experts.num_experts, **(fp8 or {"use_fp8": False})
         )
-        blocks = widen_packed_ue8m0(*received, x.dtype) if is_packed else received
-        num_own, size, hidden = blocks.shape
-        own_ids = expert_of_places(counts, size)
-        alone = torch.ones(num_own * size, 1, dtype=torch.float32, device=x.device)
-        results = kernel(blocks.view(-1, hidden), alone, own_ids.view(-1, 1))
-        combined, _, _ = self._buffer.low_latency_combine(
-            results.view(num_own, size, hidden), ids, weights, handle
-        )
+        if takes_blocks is not None and fp8:
+            # Scales arrive as the kernel reads them: rows run fastest.
+            expected = self._rows_of_expert(*ids.shape)
+            results = takes_blocks.from_quantized(*received, counts, expected)
+        else:
+            num_own, size, hidden = received.shape
+            own_ids = expert_of_places(counts, size)
+            alone = torch.ones(num_own * size, 1, dtype=torch.float32, device=x.device)
+            results = kernel(received.view(-1, hidden), alone, own_ids.view(-1, 1))
+            results = results.view(num_own, size, hidden)
+        combined, _, _ = self._buffer.low_latency_combine(results, ids, weights, handle)
         return combined
 
+    def _rows_of_expert(self, num_tokens: int, top_k: int) -> int:
+        """The mean, as far as the host knows: of ranks without the numbers of others, as if all had
+        `num_tokens`."""
+        num_all = sum(self._parallel.num_tokens_across_dp) or num_tokens * self.ranks.size
+        return max(1, cdiv(num_all * top_k, self.experts.num_experts))
 
-def widen_packed_ue8m0(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """q float8_e4m3fn [E, M, hidden], scales int32 [E, M, hidden / 512] -> [E, M, hidden].
 
-    Each int32 holds the exponents of four groups of 128 columns, the first in its lowest byte. An
-    E4M3 value times a power of two is exact in bfloat16.
-    """
-    shifts = torch.arange(0, 8 * _BYTES_PER_INT32, 8, dtype=torch.int32, device=scales.device)
-    exponents = (scales.unsqueeze(-1) >> shifts & 0xFF).flatten(-2) - _UE8M0_BIAS
-    wide = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    groups = q.to(dtype).unflatten(-1, (wide.shape[-1], -1))
-    return (groups * wide.to(dtype).unsqueeze(-1)).flatten(-2)
+def fp8_dispatch(kernel: BatchedMoEKernel | None, hidden: int) -> dict[str, bool]:
+    """Arguments of `low_latency_dispatch` for FP8 tokens that the kernel takes as they arrive; {}
+    where they are sent as they are."""
+    columns, how = _FP8_DISPATCH.get(kernel.scales if kernel is not None else "", (1, {}))
+    return how if hidden % columns == 0 else {}
 
 
 def expert_of_places(counts: Tensor, size: int) -> Tensor:

@@ -26,6 +26,7 @@ from vllm.config.model_rule import REQUANT
 from vllm.config.parallel import EXECUTOR_BACKENDS
 from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
 from vllm.errors import ConfigError, did_you_mean
+from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 
@@ -143,6 +144,12 @@ class EngineArgs:
         "When weights may be re-quantised to UE8M0 scales for a kernel: not for models that are "
         "known to lose accuracy, only where nothing is rounded, or always.",
         choices=REQUANT,
+    )
+    require_evidence: str = _arg(
+        Grade.COMPILED,
+        "The least that must be known of a kernel on this chip: run keeps kernels out that never "
+        "ran on it, measured those that nobody timed here for the size.",
+        choices=tuple(Grade),
     )
     dump_decisions: Path | None = _arg(
         None, "File to write every kernel decision to, as JSON.", metavar="FILE"

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from vllm.kernels.interface import LinearKernel, MoEKernel
+from vllm.kernels.interface import BatchedMoEKernel, LinearKernel, MoEKernel
 from vllm.ops.fp8_quant import (
     GROUP_SIZE,
     ScaleLayout,
@@ -186,6 +186,13 @@ class KernelByTokens:
 
     def __call__(self, x: Activation, *routing: Tensor) -> Tensor:
         return self.kernel(x.shape[0])(x, *routing)
+
+
+def batched(kernel: MoEKernel) -> BatchedMoEKernel | None:
+    """The kernel for blocks of quantised tokens; None where it takes none. Of a split that is the
+    part for the most tokens: blocks have room for those of all ranks."""
+    taker: Any = kernel.parts[-1][1] if isinstance(kernel, KernelByTokens) else kernel
+    return taker if hasattr(taker, "from_quantized") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The backends of each problem family in default order of preference, on every chip."""
+"""The backends of each problem family in default order of preference."""
 
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -9,7 +9,7 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
         "skinny",
         "flashinfer-deepgemm",
         "triton",
-        # Never run here: after ours of the same arithmetic, before those that do not quantise x.
+        # After ours of the same arithmetic, before those that do not quantise x.
         "flashinfer-cutlass",
         "flashinfer-trtllm",
         "marlin-w4a8",
@@ -34,4 +34,21 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
     # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
     "attention": ("triton", "flashinfer", "cpu", "torch"),
     "kv_quant": ("rotary", "triton", "cpu", "torch"),
+}
+
+# By problem family and device family, where the order is another one there.
+DEVICE_ORDER: dict[tuple[str, str], tuple[str, ...]] = {
+    # The libraries' kernels for B200 and B300, then ours, then those that do not quantise x. None
+    # was run there.
+    ("moe", "sm_10x"): (
+        "flashinfer-trtllm",
+        "flashinfer-cutlass",
+        "deep_gemm",
+        "cutlass",
+        "triton",
+        "marlin-w4a8",
+        "marlin",
+        "cpu",
+        "torch",
+    ),
 }

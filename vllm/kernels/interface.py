@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,27 @@ MoEKernel: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 the sum, for each token, of its experts' results times their weights. An id of -1 stands for an
 expert of another rank and adds nothing. x is a Tensor, or what the kernel's own `input_quant` made
 of one."""
+
+
+class BatchedMoEKernel(Protocol):
+    """A MoE kernel that also takes tokens in a block for each expert, quantised to E4M3 by the rank
+    that sent them: neither sorted nor quantised again."""
+
+    @property
+    def scales(self) -> str:
+        """The form of scales it takes (`Scales`)."""
+        ...
+
+    def from_quantized(self, q: Tensor, scales: Tensor, counts: Tensor, expected_m: int) -> Tensor:
+        """What each expert computes of its rows, bfloat16 [E, M, hidden]; the router's weights are
+        not in it. Rows after counts[e] hold anything.
+
+        q: float8_e4m3fn [E, M, hidden]. scales: of groups of 128 columns, rows running fastest:
+        float32 [E, M, hidden / 128], or UE8M0, four exponents in an int32 [E, M, hidden / 512].
+        counts: int32 [E], of rows that are there. M: a multiple of 128. expected_m: a guess at the
+        mean of counts, which decides the tiling.
+        """
+        ...
 
 
 @dataclass(slots=True)

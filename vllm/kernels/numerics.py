@@ -18,7 +18,13 @@ from vllm.kernels.activations import input_quant
 from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    AttentionProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+    Problem,
+)
 from vllm.ops import nvfp4, torch_ops
 from vllm.ops.block_fit import padded_experts, padded_tensors
 from vllm.ops.packed_weights import element_values
@@ -31,9 +37,10 @@ from vllm.utils.torch_utils import dtype_of
 MAX_ERROR = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4}
 # Experts round twice more, what is between their products and the sum over experts.
 _MOE_ROUNDINGS = 2
-# Where what is between the products is quantised, an error of relative size e there moves the share
-# e / step of the codes to the next number, each by a step: a relative error of sqrt(e * step). The
-# steps are those of normal E4M3 and E2M1 numbers, as shares of the mean number between them.
+# Where what is between the products, or what a cache stores, is quantised, an error of relative
+# size e there moves the share e / step of the codes to the next number, each by a step: a relative
+# error of sqrt(e * step). The steps are those of normal E4M3 and E2M1 numbers, as shares of the
+# mean number between them.
 _STEPS = {ActScheme.NVFP4_GROUP16: 2**-1 / 1.44}
 _E4M3_STEP = 2**-3 / 1.44
 # Most by which the result may be too large or too small as a whole. Roundings go either way and do
@@ -48,10 +55,12 @@ class WrongResultError(Exception):
     """The kernel's result differs from the reference."""
 
 
-def max_error(problem: LinearProblem | MoEProblem, act: ActScheme | None) -> float:
+def max_error(problem: Problem, act: ActScheme | None = None) -> float:
     """Of a kernel for the problem that quantises activations by `act`."""
     limit = MAX_ERROR[problem.dtype]
-    if isinstance(problem, LinearProblem):
+    if isinstance(problem, KVQuantProblem) and problem.format == "fp8":
+        return float((limit * _E4M3_STEP) ** 0.5)
+    if isinstance(problem, LinearProblem | AttentionProblem | KVQuantProblem):
         return limit
     if act in (None, ActScheme.NONE):
         return _MOE_ROUNDINGS * limit
@@ -146,9 +155,14 @@ def _poisoned(x: Tensor, num_tokens: int, num_columns: int) -> Tensor:
     return next, for outputs and scales."""
     x = x[: num_tokens + _NUM_POISONED_ROWS].clone()
     x[num_tokens:] = float("nan")
-    for size in (num_tokens * num_columns // part for part in (1, 2, 32)):
-        torch.full((size + 1,), float("nan"), device=x.device, dtype=x.dtype)
+    poison_memory(x, num_tokens * num_columns)
     return x[:num_tokens]
+
+
+def poison_memory(like: Tensor, num_elements: int) -> None:
+    """Leaves NaN in memory that the allocator is likely to return next for up to `num_elements`."""
+    for size in (num_elements // part for part in (1, 2, 32)):
+        torch.full((size + 1,), float("nan"), device=like.device, dtype=like.dtype)
 
 
 def _worst_error(
@@ -157,29 +171,27 @@ def _worst_error(
     """Of a call with floats, and of one with x as the layer before quantises it for the kernel."""
     quant = input_quant(kernel, x.shape[0])
     given = [x] if quant is None else [x, quant.quantise(x)]
-    return max(_checked_error(call(one).float(), expected, limit) for one in given)
+    what = f"M = {len(expected)}", "beside x"
+    return max(checked_error(call(one).float(), expected, limit, *what) for one in given)
 
 
-def _checked_error(out: Tensor, expected: Tensor, limit: float) -> float:
-    num_tokens = len(expected)
+def checked_error(out: Tensor, expected: Tensor, limit: float, what: str, poisoned: str) -> float:
+    """The relative error; WrongResultError for one above the limit, or another size as a whole.
+
+    what: which result. poisoned: where NaN was that a kernel must not read.
+    """
     if out.shape != expected.shape:
         shapes = f"{list(out.shape)} and not {list(expected.shape)}"
-        raise WrongResultError(f"the result for M = {num_tokens} is {shapes}")
+        raise WrongResultError(f"the result for {what} is {shapes}")
     if not bool(torch.isfinite(out).all()):
-        row, column = (~torch.isfinite(out)).nonzero()[0].tolist()
-        raise WrongResultError(
-            f"NaN or infinity at [{row}, {column}] for M = {num_tokens}, with NaN beside x"
-        )
+        place = ", ".join(map(str, (~torch.isfinite(out)).nonzero()[0].tolist()))
+        raise WrongResultError(f"NaN or infinity at [{place}] for {what}, with NaN {poisoned}")
     error = float((out - expected).norm() / expected.norm())
     if not error <= limit:
-        raise WrongResultError(
-            f"relative error {error:.2e} for M = {num_tokens}, more than {limit:.0e}"
-        )
+        raise WrongResultError(f"relative error {error:.2e} for {what}, more than {limit:.0e}")
     gain = float((out * expected).sum() / expected.square().sum())
     if not abs(gain - 1) <= MAX_GAIN_ERROR:
-        raise WrongResultError(
-            f"relative error {error:.2e} for M = {num_tokens}, and {gain:.4f} of the size"
-        )
+        raise WrongResultError(f"relative error {error:.2e} for {what}, and {gain:.4f} of the size")
     return error
 
 
@@ -188,7 +200,7 @@ def _checked_error(out: Tensor, expected: Tensor, limit: float) -> float:
 
 def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor:
     """x [M, K] times the weight in float32, with activations rounded as the kernel rounds them."""
-    if tensors.is_cut and candidate.fit is not None and candidate.fit.how == "padded":
+    if tensors.is_cut and _pads(candidate):
         # Groups of activations begin where the padded weight does.
         padded, kept = padded_tensors(tensors)
         before = tensors.column_offset
@@ -205,6 +217,13 @@ def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor
     return out if tensors.bias is None else out + tensors.bias
 
 
+def _pads(candidate: Candidate) -> bool:
+    """Whether the kernel takes a weight that begins inside a block with zeros before it."""
+    emulations = {spec.backend for spec in emulation.SPECS}
+    is_padded = candidate.fit is not None and candidate.fit.how == "padded"
+    return is_padded or candidate.backend in emulations
+
+
 def reference_experts(
     problem: MoEProblem,
     candidate: Candidate,
@@ -217,7 +236,7 @@ def reference_experts(
     rounded to the problem's type, and then as the kernel rounds activations."""
     dtype = dtype_of(problem.dtype)
     is_cut = tensors.row_offset or tensors.column_offset
-    if is_cut and candidate.fit is not None and candidate.fit.how == "padded":
+    if is_cut and _pads(candidate):
         tensors = padded_experts(tensors)
     total = torch.zeros_like(x, dtype=torch.float32)
     for index in range(tensors.num_experts):

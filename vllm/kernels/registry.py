@@ -12,8 +12,10 @@ and optionally MAKES (formats that a maker takes, by backend and family or by fa
 """
 
 import hashlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,8 +23,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.kernels.default_order import DEFAULT_ORDER
+from vllm.kernels.default_order import DEFAULT_ORDER, DEVICE_ORDER
 from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.grade import KnownBad, known_bad_of
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
 from vllm.utils.entry_points import extensions
@@ -71,9 +74,10 @@ def _digest(provider: str) -> str:
 
 
 @cache
-def backend_names(family: str) -> tuple[str, ...]:
-    """In order of preference; the values that the family's flag takes."""
-    names = list(DEFAULT_ORDER[family])
+def backend_names(family: str, device_family: str = "") -> tuple[str, ...]:
+    """In order of preference on the chips of a device family, "" for most; the values that the
+    family's flag takes, the same on all."""
+    names = list(DEVICE_ORDER.get((family, device_family), DEFAULT_ORDER[family]))
     own_objects = (backend for backend, _ in _own.values())
     for module in (*extensions(ENTRY_POINTS).values(), *own_objects):
         before = getattr(module, "BEFORE", {}).get(family)
@@ -100,14 +104,50 @@ def maker(decision: Decision, name: str | None = None) -> ModuleType:
 
 
 @cache
-def specs(family: str) -> tuple[KernelSpec, ...]:
-    """Every kernel of the family, in order of preference."""
+def specs(family: str, device_family: str = "") -> tuple[KernelSpec, ...]:
+    """Every kernel of the family, in the order of `backend_names`, with what is known of it."""
     return tuple(
-        spec
-        for name in backend_names(family)
+        _with_evidence(spec)
+        for name in backend_names(family, device_family)
         for spec in backend(name).SPECS
         if spec.backend == name and spec.family == family
     )
+
+
+@cache
+def _with_evidence(spec: KernelSpec) -> KernelSpec:
+    return replace(spec, ran_on=spec.ran_on.union(_ran_on(spec)), known_bad=_known_bad(spec))
+
+
+_EVIDENCE = Path(__file__).parent / "evidence"
+
+
+@cache
+def runs() -> dict[str, list[str]]:
+    """By architecture the kernels whose results were compared there: `family/backend/format`."""
+    runs = json.loads((_EVIDENCE / "ran_on.json").read_text())
+    return {arch: run["kernels"] for arch, run in runs.items()}
+
+
+def _ran_on(spec: KernelSpec) -> Iterable[str]:
+    own = f"{spec.family}/{spec.backend}/"
+    formats = spec.formats
+    return (
+        f"{arch}/{weight_format}"
+        for arch, kernels in runs().items()
+        for weight_format in formats
+        if own + weight_format in kernels
+    )
+
+
+@cache
+def every_known_bad() -> tuple[KnownBad, ...]:
+    """Versions of libraries whose kernels are not to serve."""
+    return tuple(known_bad_of(json.loads((_EVIDENCE / "known_bad.json").read_text())))
+
+
+def _known_bad(spec: KernelSpec) -> tuple[KnownBad, ...]:
+    return tuple(bad for bad in every_known_bad() if bad.lib in dict(spec.libs))
 
 
 def spec_of(decision: Decision, name: str) -> KernelSpec | None:

@@ -72,7 +72,7 @@ class Selection:
         key = (problem, tuple(override.matches(layer) for override in self._by_layer))
         decision = self._decided.get(key)
         if decision is None:
-            specs = registry.specs(problem.family)
+            specs = registry.specs(problem.family, self.device.family)
             versions = versions_here(problem.family, problem.format, self.device, self.libs)
             timings = timings_of(self.tables, problem, versions)
             if self.is_emulated:

@@ -115,6 +115,13 @@ class PagedAttention:
             for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
         )
 
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """Views of both caches, [blocks, tokens of a block, kv heads, head_dim]."""
+        order = _GPU_AXES[0]
+        axes = _CPU_AXES if self.k_cache.device.type == "cpu" else _GPU_AXES
+        k_axes, v_axes = ([own.index(axis) for axis in order] for own in axes)
+        return self.k_cache.permute(k_axes), self.v_cache.permute(v_axes)
+
     def target(self, v: Tensor, batch: AttentionBatch) -> CacheTarget | None:
         """Where K and V are to be written while K is rotated; None where the call does it."""
         if self._write is not None:

@@ -13,10 +13,9 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from vllm import envs
 from vllm.kernels import registry
 from vllm.machine import NATIVE, Lib, Libs
-from vllm.platforms import child, native
+from vllm.platforms import native
 from vllm.platforms.installed import installed_device
 from vllm.utils.files import write_atomically
 
@@ -78,6 +77,8 @@ def working_libs(modules: Collection[str] = tuple(DISTRIBUTIONS)) -> Libs:
     """Libraries after a trial of each of `modules`; the others by package metadata."""
     installed = installed_libs().libs
     wanted = [lib.name for lib in installed if lib.name in modules]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor() as pool:  # each waits for a process
         tried = [state for state in pool.map(library_state, wanted) if state is not None]
     return Libs.of([*(lib for lib in installed if lib.name not in modules), *tried])
@@ -141,6 +142,8 @@ def find_nvcc() -> str | None:
 
 def _try_in_child(module: str, archs: tuple[str, ...]) -> tuple[str, str]:
     """(its own version, why it does not work); one of them may be empty."""
+    from vllm.platforms import child
+
     trial = _declared_trial(module)
     seconds = TRIAL_SECONDS if trial is None else trial.seconds or TRIAL_SECONDS
     try:
@@ -214,11 +217,11 @@ _REMEMBERING = threading.Lock()  # libraries are tried in several threads
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
     file = _module_file(module)
-    version = next(filter(None, map(_distribution_version, distributions)), "")
+    version = next(filter(None, map(_full_version, distributions)), "")
     if file is None and not version:
         return None
     archs = _ARCHS[module](file.parent, version) if file is not None and module in _ARCHS else ()
-    return Lib(module, version, archs)
+    return Lib(module, _public_version(version), archs)
 
 
 def _module_file(module: str) -> Path | None:
@@ -232,8 +235,14 @@ def _module_file(module: str) -> Path | None:
 
 
 def _distribution_version(name: str) -> str:
+    return _public_version(_full_version(name))
+
+
+def _full_version(name: str) -> str:
+    from importlib import metadata
+
     try:
-        return _public_version(metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
 
@@ -251,13 +260,15 @@ def one_line(error: BaseException) -> str:
 
 
 def _deep_gemm_archs(folder: Path, version: str) -> tuple[str, ...]:
-    """Architectures whose FP8 GEMM the package carries.
+    """Architectures whose FP8 GEMM the package carries, and the revision of its source that the
+    version names: `8b1392b` of 2.5.0+8b1392b.
 
     Its own kernels alone count: the CUTLASS headers beside them name sm120 in every version.
     """
     names = (path.name for path in folder.glob("include/deep_gemm/impls/*.cuh"))
     matches = (re.match(r"sm(\d+)_fp8.*gemm", name) for name in names)
-    return tuple(f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
+    archs = (f"sm{number}" for number in sorted({int(m[1]) for m in matches if m}))
+    return (*archs, *filter(None, (version.partition("+")[2],)))
 
 
 def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
@@ -272,7 +283,7 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
         place, below = Path(jit_cache.origin).parent, "**/"
     elif not place.exists():
         place = envs.VLLM_KERNEL_CACHE / FLASHINFER_CACHE
-        below = f"{version}/*/cached_ops/cuda*/"
+        below = f"{_public_version(version)}/*/cached_ops/cuda*/"
     return tuple(
         name
         for name in FLASHINFER_LARGE_MODULES

@@ -1,7 +1,6 @@
 """Files that appear whole or not at all. Standard library only: the nvcc front imports this."""
 
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -11,6 +10,8 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
     Its name has no process id: machines and containers that share a folder count their processes
     alike.
     """
+    import tempfile
+
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(".partial", f"{path.name}.", path.parent)
     try:

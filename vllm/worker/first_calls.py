@@ -21,7 +21,7 @@ from vllm.kernels.evidence.quarantine import LIFT, Failure, add_failure, path_of
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import NVCC, running
 from vllm.kernels.numerics import WrongResultError
-from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.decision import Decision, Record
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.kernels.selection import Selection
@@ -43,8 +43,7 @@ HANG_SECONDS = 60.0
 
 class FirstCalls:
     """Calls the kernels of `model`, with zeros and with numbers whose result is known, and collects
-    failures. hang_seconds: timeout of a
-    call."""
+    failures. hang_seconds: timeout of a call."""
 
     def __init__(self, model: nn.Module, selection: Selection, hang_seconds: float = HANG_SECONDS):
         self._model, self._selection = model, selection
@@ -75,11 +74,12 @@ class FirstCalls:
                     break
         self._raise()
 
-    def of_results(self) -> None:
-        """Compares each kernel with the reference before its first use on this machine."""
+    def of_results(self, block_size: int) -> None:
+        """Compares each kernel with the reference before its first use on this machine. block_size:
+        tokens of a page of the KV cache."""
         passed = set(read_passed())
-        records = [(layer.prefix, layer.decision) for layer in self._weights()]
-        new = [p for p in probes_of(records, self._selection) if p.name not in passed]
+        probes = probes_of(self._records(), self._selection, block_size)
+        new = [probe for probe in probes if probe.name not in passed]
         if not new:
             return
         self._settle()
@@ -98,8 +98,14 @@ class FirstCalls:
             return False
         return self._try(call, partial(self._accuse, probe))
 
-    def _weights(self) -> list[Any]:
-        return [m for m in self._model.modules() if isinstance(m, (Linear, FusedMoE))]
+    def _records(self) -> list[Record]:
+        found = []
+        for layer in self._model.modules():
+            if isinstance(layer, (Linear, FusedMoE, Attention)):
+                found.append((layer.prefix, layer.decision))
+            if isinstance(layer, Attention):
+                found.append((layer.prefix, layer.writing))
+        return found
 
     def of_attention(self, inputs: StepInputs, sizes: list[tuple[int, int, int]]) -> None:
         """Attention, one layer per decision, with a KV cache. sizes: tokens, requests and longest

@@ -1,8 +1,9 @@
 """Small problems by which a kernel is compared with the reference before it serves.
 
-A probe has the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes and alignments
-of shards stay. A linear kernel that is compiled at run time has the layer's own sizes: others would
-be compiled for the probe alone.
+Linear layers and experts: the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes
+and alignments of shards stay. A linear kernel that is compiled at run time has the layer's own
+sizes: others would be compiled for the probe alone. Attention: the layer's own heads, window and
+pages, and short requests.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +13,20 @@ from typing import Any
 import torch
 
 from vllm.kernels import registry
+from vllm.kernels.cache_numerics import attention_comparison, write_comparison
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import running, stand_in
 from vllm.kernels.make_kernel import make_linear, make_moe
 from vllm.kernels.numerics import LinearCase, MoECase
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Record
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    AttentionProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+    Problem,
+)
 from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.kernels.select.spec import KernelSpec
 from vllm.kernels.selection import Selection
@@ -32,21 +40,34 @@ NUM_TOKENS = (1, 5, 33, 130)
 
 @dataclass(frozen=True)
 class Probe:
-    """name: what its result depends on. num_tokens: of its calls. layers: those that the kernel was
-    chosen for, with what a failure of each is filed under."""
+    """name: what its result depends on. num_tokens: of the calls of a linear layer or of experts.
+    block_size: tokens of a page of a KV cache. layers: those that the kernel was chosen for, with
+    what a failure of each is filed under."""
 
     name: str
-    problem: LinearProblem | MoEProblem
+    problem: Problem
     candidate: Candidate
     decision: Decision
-    num_tokens: tuple[int, ...]
+    num_tokens: tuple[int, ...] = ()
+    block_size: int = 0
     layers: dict[str, str] = field(default_factory=dict)
 
-    def prepared(self) -> Callable[[], None]:
-        """What makes the kernel and calls it; WrongResultError for a result that differs from the
-        reference. The reference is computed here, so that nothing of it is blamed on the kernel."""
-        device, most = torch.device(self.decision.device.kind), max(self.num_tokens)
-        problem, candidate = self.problem, self.candidate
+    def prepared(self) -> Callable[[], float]:
+        """What makes the kernel, calls it and returns the largest relative error; WrongResultError
+        for a result that differs from the reference. The reference is computed here, so that
+        nothing of it is blamed on the kernel."""
+        problem, backend = self.problem, self.candidate.backend
+        device = torch.device(self.decision.device.kind)
+        if isinstance(problem, AttentionProblem):
+            return attention_comparison(problem, backend, self.block_size, device)
+        if isinstance(problem, KVQuantProblem):
+            return write_comparison(problem, backend, self.block_size, device)
+        return self._products(problem, device)
+
+    def _products(
+        self, problem: LinearProblem | MoEProblem, device: torch.device
+    ) -> Callable[[], float]:
+        candidate, most = self.candidate, max(self.num_tokens)
         alone = Decision(
             problem, self.decision.device, candidate.backend, DEFAULT_ORDER, (candidate,)
         )
@@ -57,19 +78,20 @@ class Probe:
             case = LinearCase.of(problem, candidate, device, most)
         expected = {num_tokens: case.expected(num_tokens) for num_tokens in self.num_tokens}
 
-        def run() -> None:
+        def run() -> float:
             kernel: Any = (make_moe if problem.family == "moe" else make_linear)(
                 alone, case.tensors
             )
-            for num_tokens, result in expected.items():
-                case.error(kernel, num_tokens, result)
+            errors: list[float] = [case.error(kernel, *call) for call in expected.items()]
+            return max(errors)
 
         return run
 
 
-def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
+def probes_of(records: Iterable[Record], selection: Selection, block_size: int) -> list[Probe]:
     """One for each kernel of the decisions, each part of a split and each fallback, with each small
-    problem; with the smallest layer for a kernel that is compiled for its sizes."""
+    problem; with the smallest layer for a kernel that is compiled for its sizes. block_size: tokens
+    of a page of the KV cache."""
     found: dict[object, Probe] = {}
     for layer, decision in sorted(records, key=lambda record: _size(record[1])):
         if decision.is_emulated:
@@ -77,20 +99,39 @@ def probes_of(records: Iterable[Record], selection: Selection) -> list[Probe]:
         for candidate, num_tokens in _kernels(decision):
             spec = registry.spec_of(decision, candidate.backend)
             assert spec is not None
-            assert isinstance(decision.problem, LinearProblem | MoEProblem)
             if spec.is_emulation and not registry.code_version(spec.backend):
                 continue  # ours is the reference
-            problem = probe_problem(decision.problem, spec, max(num_tokens))
-            fit = problem.block_fit(not spec.blocks)
-            candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
-            kind = candidate.backend, candidate.act, candidate.scales, problem.weight, problem.dtype
-            name = _name(problem, candidate, version_of(spec, selection.libs, selection.device))
-            tokens = ",".join(map(str, num_tokens))
-            name = f"{selection.device} vllm {__version__} {name} M {tokens}"
-            probe = Probe(name, problem, candidate, decision, num_tokens)
-            key = (*kind, num_tokens) if _has_own_sizes(spec, problem) else name
+            probe = probe_of(decision, candidate, selection, num_tokens, block_size)
+            key: object = probe.name
+            small, own = probe.problem, probe.candidate
+            if spec.compiles and isinstance(small, LinearProblem):
+                key = own.backend, own.act, own.scales, small.weight, small.dtype, num_tokens
             found.setdefault(key, probe).layers[layer] = decision.problem.size_key
     return list(found.values())
+
+
+def probe_of(
+    decision: Decision,
+    candidate: Candidate,
+    selection: Selection,
+    num_tokens: tuple[int, ...],
+    block_size: int,
+) -> Probe:
+    """Of one kernel of a decision."""
+    spec = registry.spec_of(decision, candidate.backend)
+    assert spec is not None
+    version = version_of(spec, selection.libs, selection.device)
+    code = f"{selection.device} vllm {__version__} {candidate.backend} {version}"
+    problem = decision.problem
+    if isinstance(problem, AttentionProblem | KVQuantProblem):
+        name = f"{code}: {problem}, pages of {block_size}"
+        return Probe(name, problem, candidate, decision, block_size=block_size)
+    small = probe_problem(problem, spec, max(num_tokens))
+    fit = small.block_fit(not spec.blocks)
+    candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
+    tokens = ",".join(map(str, num_tokens))
+    name = f"{code}: {_name(small, candidate)} M {tokens}"
+    return Probe(name, small, candidate, decision, num_tokens)
 
 
 def _size(decision: Decision) -> int:
@@ -121,7 +162,7 @@ def probe_problem(
         problem = replace(problem, requant_error=None, m_range=(1, max_tokens))
     else:
         problem = replace(problem, requant_error=None)
-    if _has_own_sizes(spec, problem):
+    if spec.compiles and isinstance(problem, LinearProblem):
         return problem
     smaller = [_small(problem)]
     if isinstance(problem, MoEProblem):
@@ -132,10 +173,6 @@ def probe_problem(
         if not eligibility.size_reasons(spec, small, small.block_fit(not spec.blocks))
     )
     return next(taken, problem)
-
-
-def _has_own_sizes(spec: KernelSpec, problem: LinearProblem | MoEProblem) -> bool:
-    return bool(spec.compiles) and isinstance(problem, LinearProblem)
 
 
 def _small(problem: LinearProblem | MoEProblem) -> LinearProblem | MoEProblem:
@@ -158,8 +195,8 @@ def _few_experts(problem: MoEProblem) -> MoEProblem:
     return replace(problem, num_experts=own * problem.cut_experts)
 
 
-def _name(problem: LinearProblem | MoEProblem, candidate: Candidate, version: str) -> str:
-    """The kernel, and everything of the problem that random weights depend on."""
+def _name(problem: LinearProblem | MoEProblem, candidate: Candidate) -> str:
+    """Everything that random weights and their rounding depend on."""
     if isinstance(problem, LinearProblem):
         cuts = problem.cut_n > 1, problem.cut_k > 1
     else:
@@ -167,4 +204,4 @@ def _name(problem: LinearProblem | MoEProblem, candidate: Candidate, version: st
     cut = "".join(" cut" if one else " whole" for one in cuts)
     acts = f"{candidate.act or 'none'} of {','.join(problem.act)}"
     scales = candidate.scales or "any"
-    return f"{candidate.backend} {version}: {problem}{cut}, activations {acts}, scales {scales}"
+    return f"{problem}{cut}, activations {acts}, scales {scales}"

@@ -119,7 +119,7 @@ class ModelRunner:
             sizes = self._max_tokens, num_seqs, self._parallel.data.size
         calls.of_weights(*sizes)
         with report.phase("numerics"), self._cores_for_kernels():
-            calls.of_results()
+            calls.of_results(config.cache_config.block_size)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -95,6 +95,36 @@ def test_rows_hold_their_tokens_quantised(form: Scales, stride: int):
     assert_rows(q[places], scales.reshape(-1, scales.shape[-1])[places], wanted)
 
 
+@pytest.mark.parametrize("form", [form for form in Scales if form != Scales.ACTIVATION])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_no_tokens_have_no_rows(form: Scales, top_k: int | None):
+    x = torch.randn(0, 640, device=DEVICE)
+    positions = None if top_k is None else torch.empty(0, top_k, dtype=torch.int32, device=DEVICE)
+    q, scales = kernels.spread(x, positions, kernels.Rows(0, scales=form))
+    wanted = quantised(x, form)
+    assert (q.shape, q.dtype) == (wanted[0].shape, wanted[0].dtype)
+    assert (scales.shape, scales.dtype) == (wanted[1].shape, wanted[1].dtype)
+
+
+def test_no_tokens_have_no_rows_of_row_major_scales():
+    q, scales = kernels.quantise(torch.randn(0, 640, device=DEVICE))
+    assert (q.shape, scales.shape) == ((0, 640), (0, 5))
+
+
+@pytest.mark.parametrize("stride", [0, 12])
+def test_experts_without_a_token_have_rows_of_none(stride: int):
+    count, ids = 5, torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
+    rows = kernels.sort(ids, count, rows_per_expert=stride, block_m=0 if stride else 16)
+    assert rows.ends.tolist() == [0] * (count + 1) and rows.positions.shape == (0, 2)
+    layout = kernels.Rows(count * stride, stride)
+    inner = torch.randn(count * stride, 512, device=DEVICE)
+    q, scales = kernels.activate(inner, rows.positions, layout)
+    assert q.shape == (count * stride, 256)
+    assert scales.shape == ((count, stride, 2) if stride else (0, 2))
+    weights = torch.empty(0, 2, device=DEVICE)
+    assert kernels.combine(inner, weights, rows.positions, count).shape == (0, 512)
+
+
 def test_between_the_products_rows_are_activated():
     ids = torch.randint(0, 5, (9, 2), device=DEVICE)
     rows = kernels.sort(ids, 5)

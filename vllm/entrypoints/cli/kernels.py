@@ -2,13 +2,28 @@
 
 import argparse
 import json
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm.entrypoints.cli import kernels_explain, kernels_precompile, kernels_tune
+from vllm.entrypoints.cli import kernels_explain
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
 from vllm.kernels.report import question
+
+# Name -> "module:function" that adds the arguments, and what it does.
+_KINDS = {
+    "tune": ("kernels_tune:add_tune", "Measure which kernel is fastest here, layer by layer."),
+    "quarantine": (
+        "kernels_tune:add_quarantine",
+        "List kernels that failed on this machine, or clear the list.",
+    ),
+    "precompile": (
+        "kernels_precompile:add_precompile",
+        "Compile the kernels of MODEL into a bundle for other machines.",
+    ),
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,11 +37,16 @@ def add_parser(subparsers: Any) -> None:
     listing.add_argument("--json", action="store_true", help="As JSON, with all details.")
     listing.set_defaults(run=run_list)
     kernels_explain.add_parser(kinds)
-    kernels_tune.add_parsers(kinds)
-    kernels_precompile.add_parser(kinds)
+    for kind, (place, text) in _KINDS.items():
+        kinds.add_parser(kind, help=text, fill=partial(_fill, place))
     docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
     docs.set_defaults(run=run_docs)
+
+
+def _fill(place: str, parser: argparse.ArgumentParser) -> None:
+    module, function = place.split(":")
+    getattr(import_module(f"vllm.entrypoints.cli.{module}"), function)(parser)
 
 
 def run_list(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from vllm.config.kernel import KernelConfig
 from vllm.config.selection import Facts, selection_for
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
-from vllm.kernels.report import diff, json_report, question, text_report
+from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
@@ -70,6 +70,9 @@ def add_parser(kinds: Any) -> None:
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
                        "their number of layers, what decided, and notes.")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="The JSON of GET /kernels.")
+    shown.add_argument("--for", dest="engine", choices=upstream.ENGINES, help="Also the flags "
+                       "and variables that make the current release of this engine, upstream's, "
+                       "take the same kernels.")  # fmt: skip
     shown.add_argument("--html", type=Path, metavar="FILE", help="Also write a page for a browser.")
     parser.set_defaults(run=run_explain)
 
@@ -77,19 +80,27 @@ def add_parser(kinds: Any) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     if sum((args.model is not None, bool(args.layer), args.diff is not None)) != 1:
         raise ConfigError("give one of MODEL, --layer and --diff; see vllm kernels explain --help")
+    if args.diff and args.engine:
+        raise ConfigError("--for goes with MODEL or --layer: --diff compares what was decided")
     if args.diff:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
     selection, asked = _select(args)
     refusal = _refusal(selection) or asked.refusal
     variables, records = json_report.variable_texts(selection.variables), selection.records
     report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
+    found = upstream.advice(records, args.engine) if args.engine else None
     if args.json:
-        print(json.dumps(json_report.report(*report), indent=1))
+        content = json_report.report(*report)
+        if found is not None:
+            content["upstream"] = upstream_report.to_json(found)
+        print(json.dumps(content, indent=1))
     else:
         if args.device and args.libs is None:
             note = "note: with the libraries installed here; --libs all assumes all of them"
             print(note, file=sys.stderr)
         print(text_report.page(report, text_width(), sys.stdout.isatty(), args.brief))
+        if found is not None:
+            print(f"\n{upstream_report.page(found, text_width())}")
     if args.html:
         from vllm.kernels.report.html_report import html_page
 

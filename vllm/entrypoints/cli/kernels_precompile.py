@@ -28,15 +28,13 @@ from vllm.kernels.report.model_files import find_model
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8
 
 
-def add_parser(kinds: Any) -> None:
+def add_precompile(parser: argparse.ArgumentParser) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    parser = kinds.add_parser(
-        "precompile",
-        help="Compile the kernels of MODEL into a bundle for other machines.",
-        description="Start an engine of MODEL with random weights on the GPUs of this machine and "
+    parser.description = (
+        "Start an engine of MODEL with random weights on the GPUs of this machine and "
         "write every kernel that it compiles. With VLLM_KERNEL_BUNDLE=DIR a start on the same chip "
-        "with the same libraries compiles nothing. The flags of vllm serve apply.",
+        "with the same libraries compiles nothing. The flags of vllm serve apply."
     )
     parser.add_argument("model", metavar="MODEL", help="Folder, config.json or built-in name.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR",

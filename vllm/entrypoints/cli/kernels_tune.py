@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
@@ -24,13 +23,11 @@ from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 
 
-def add_parsers(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "tune",
-        help="Measure which kernel is fastest here, layer by layer.",
-        description="Check every kernel that can run the linear layers of MODEL on this machine "
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check every kernel that can run the linear layers of MODEL on this machine "
         "against a reference, time those that are correct, and write a table that later starts "
-        "use. The same command continues an interrupted run.",
+        "use. The same command continues an interrupted run."
     )
     text = parser.add_argument
     text("models", nargs="*", metavar="MODEL", help="As of vllm kernels explain.")
@@ -56,9 +53,9 @@ def add_parsers(kinds: Any) -> None:
     text("--jobs", type=int, metavar="N", help="Processes that check (and compile) at once; "
          "default: half of the cores with a GPU, if they fit its memory, else 1.")  # fmt: skip
     parser.set_defaults(run=run_tune)
-    parser = kinds.add_parser(
-        "quarantine", help="List kernels that failed on this machine, or clear the list."
-    )
+
+
+def add_quarantine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clear", action="store_true", help="Clear the list.")
     parser.add_argument("--backend", help="Only kernels of this backend.")
     parser.set_defaults(run=run_quarantine)

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -30,11 +30,21 @@ SUBCOMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses abbreviated flags, whose meaning would change as flags are added."""
+    """Refuses abbreviated flags, whose meaning would change as flags are added.
 
-    def __init__(self, **options: Any):
+    fill: adds its arguments when it is used first, so that no other subcommand pays for them.
+    """
+
+    def __init__(self, fill: "Callable[[Parser], None] | None" = None, **options: Any):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+        self._fill = fill
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        return super().parse_known_args(*arguments, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")

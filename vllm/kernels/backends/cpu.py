@@ -39,11 +39,12 @@ def _head_size(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((is_refused, text))
 
 
+_Cache = partial(_Spec, formats=shared.CACHES, check=_head_size)
 SPECS = (
     _Spec(family="linear", formats=shared.WEIGHTS, native=("cpu_linear",)),
     _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",)),
-    _Spec(family="attention", formats=shared.CACHES, check=_head_size),
-    _Spec(family="kv_quant", formats=shared.CACHES, check=_head_size),
+    _Cache(family="attention", native=("cpu_attention",)),
+    _Cache(family="kv_quant", native=("cpu_cache_write",)),
 )
 
 

@@ -1,5 +1,6 @@
 """DeepGEMM: FP8 block GEMM, dense and grouped, compiled at run time by the library itself."""
 
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.triton import moe_rows
 
     Weight = tuple[Tensor, Tensor]
 
@@ -105,49 +107,94 @@ def prepare(
 
 
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
-    """Lays the weights out once; each call sorts the pairs of token and expert, and runs two
-    grouped GEMMs over their rows: padded to whole tiles, or for few tokens in a block for each
-    expert, of which the library reads the rows that are there."""
-    from vllm.kernels.triton import moe_rows
-    from vllm.utils import deep_gemm as library
-    from vllm.utils.math_utils import round_up
-
+    """Lays the weights out once."""
     if winner.fit is not None:
         from vllm.ops.block_fit import padded_experts
 
         tensors = padded_experts(tensors)
-    num_experts = tensors.num_experts
     gate_up, down = (prepare(stack, winner) for stack in tensors.all_experts())
+    return Experts(gate_up, down, winner.scales)
 
-    def unadded(x: "Tensor", weights: "Tensor", ids: "Tensor") -> moe_rows.ExpertRows:
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Two grouped GEMMs over the rows of pairs of token and expert, sorted by expert: padded to
+    whole tiles, or for few tokens in a block for each expert, of which the library reads the rows
+    that are there. scales: the form that it takes, of weights and inputs.
+    """
+
+    gate_up: "Weight"
+    down: "Weight"
+    scales: str
+
+    def __call__(self, x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
+        return self.unadded(x, weights, ids).total() if len(x) else x.clone()
+
+    def unadded(self, x: "Tensor", weights: "Tensor", ids: "Tensor") -> "moe_rows.ExpertRows":
+        from vllm.kernels.triton import moe_rows
+        from vllm.utils import deep_gemm as library
+        from vllm.utils.math_utils import round_up
+
+        num_experts = len(self.gate_up[0])
         tile = library.get_mk_alignment_for_contiguous_layout()[0]
         if x.shape[0] <= _MASKED_TOKENS:
             # Whole tiles: the library writes whole ones, over what comes after an expert's rows.
             size = round_up(x.shape[0], tile)
             rows = moe_rows.sort(ids, num_experts, rows_per_expert=size)
-            layout = moe_rows.Rows(num_experts * size, size, winner.scales)
+            layout = moe_rows.Rows(num_experts * size, size, self.scales)
             expected = -(-ids.numel() // num_experts)
-
-            def multiply(q: "Tensor", scales: "Tensor", weight: "Weight") -> "Tensor":
-                out = x.new_empty(num_experts, size, weight[0].shape[1])
-                a = (q.view(num_experts, size, -1), scales)
-                library.fp8_m_grouped_gemm_nt_masked(a, weight, out, rows.ends[1:], expected)
-                return out.view(num_experts * size, -1)
+            multiply = partial(_masked, counts=rows.ends[1:], expected_m=expected)
         else:
             rows = moe_rows.sort(ids, num_experts, block_m=tile, is_aligned=True)
-            layout = moe_rows.Rows(rows.num_blocks * tile, scales=winner.scales)
-
-            def multiply(q: "Tensor", scales: "Tensor", weight: "Weight") -> "Tensor":
-                out = x.new_empty(layout.num_rows, weight[0].shape[1])
-                a = (q, scales)
-                library.m_grouped_fp8_gemm_nt_contiguous(a, weight, out, rows.expert_of_row)
-                return out
-
-        between = multiply(*moe_rows.spread(x, rows.positions, layout), gate_up)
-        out = multiply(*moe_rows.activate(between, rows.positions, layout), down)
+            layout = moe_rows.Rows(rows.num_blocks * tile, scales=self.scales)
+            multiply = partial(_contiguous, expert_of_row=rows.expert_of_row)
+        between = multiply(*moe_rows.spread(x, rows.positions, layout), self.gate_up)
+        out = multiply(*moe_rows.activate(between, rows.positions, layout), self.down)
         return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
-    return moe_rows.KernelOfRows(unadded)
+    def from_quantized(
+        self, q: "Tensor", scales: "Tensor", counts: "Tensor", expected_m: int
+    ) -> "Tensor":
+        """See `BatchedMoEKernel`."""
+        from vllm.kernels.triton import moe_rows
+        from vllm.utils import deep_gemm as library
+
+        num_experts, size, hidden = q.shape
+        assert size % library.get_mk_alignment_for_contiguous_layout()[0] == 0
+        multiply = partial(_masked, counts=counts, expected_m=expected_m)
+        layout = moe_rows.Rows(num_experts * size, size, self.scales)
+        between = multiply(q, scales, self.gate_up)
+        inner = moe_rows.activate(between, moe_rows.taken_rows(counts, size), layout)
+        return multiply(*inner, self.down).view(num_experts, size, hidden)
+
+
+def _contiguous(
+    q: "Tensor", scales: "Tensor", weight: "Weight", expert_of_row: "Tensor"
+) -> "Tensor":
+    """Rows [M, K], of which whole tiles are one expert's -> [M, N]."""
+    import torch
+
+    from vllm.utils import deep_gemm as library
+
+    out = q.new_empty(len(q), weight[0].shape[1], dtype=torch.bfloat16)
+    library.m_grouped_fp8_gemm_nt_contiguous((q, scales), weight, out, expert_of_row)
+    return out
+
+
+def _masked(
+    q: "Tensor", scales: "Tensor", weight: "Weight", counts: "Tensor", expected_m: int
+) -> "Tensor":
+    """Rows of blocks [E * size, K] or [E, size, K], scales [E, size, groups] -> [E * size, N], of
+    the first counts[e] rows of each expert; the others hold anything."""
+    import torch
+
+    from vllm.utils import deep_gemm as library
+
+    num_experts, size, _ = scales.shape
+    out = q.new_empty(num_experts, size, weight[0].shape[1], dtype=torch.bfloat16)
+    a = (q.view(num_experts, size, -1), scales)
+    library.fp8_m_grouped_gemm_nt_masked(a, weight, out, counts, expected_m)
+    return out.view(num_experts * size, -1)
 
 
 # ---------------------------------------------------------------- what it compiles

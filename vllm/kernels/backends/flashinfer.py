@@ -1,8 +1,9 @@
 """FlashInfer: its DeepGEMM, CUTLASS and TensorRT-LLM paths for GEMM and MoE; paged attention.
 
 `flashinfer-deepgemm` and attention were run on an H100. All others are written for the public
-functions of version 0.6.13 and were not run on hardware: no kernel of ours comes after one of them
-in the default order (tests/kernels/gpu/test_flashinfer_kernels.py, test_moe_backends_on_gpu.py).
+functions of version 0.6.13 and were not run on hardware; their tests are
+tests/kernels/gpu/test_flashinfer_kernels.py and test_moe_backends_on_gpu.py. A start compares each
+with a reference before it serves.
 Not supported: experts with one FP8 scale per tensor, since gate and up would have to share theirs,
 and TensorRT-LLM's experts in NVFP4, which take tokens of one scale for all experts.
 """

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ class Table:
             tuple(tokens),
             tuple((name, tuple(map(own.get, tokens))) for name, own in us.items()),
             stale,
+            self.is_near,
         )
 
     def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
@@ -185,6 +186,7 @@ def _filled(first: Timings, second: Timings, here: Collection[str] | None) -> Ti
         tuple(columns),
         tuple((name, tuple(map(times.get, columns))) for name, times in us.items()),
         first.stale + tuple(entry for entry in second.stale if entry[0] in added),
+        first.is_near,
     )
 
 
@@ -231,7 +233,8 @@ def _tables_of_architecture(chip: Chip) -> Iterator[Table]:
 def read_table(path: Path) -> Table:
     """ConfigError names the file and what is wrong with it."""
     try:
-        table = _parse(json.loads(path.read_text(encoding="utf-8")))
+        state = path.stat()
+        table = _read(path, state.st_mtime_ns, state.st_size, state.st_ino)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no table of measured kernels ({type(error).__name__}: {error}): delete it "
@@ -239,6 +242,11 @@ def read_table(path: Path) -> Table:
         ) from error
     shown = f"tuned/{path.name}" if path.parent == SHIPPED else str(path)
     return replace(table, source=shown)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, *state: int) -> Table:
+    return _parse(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _parse(content: Mapping[str, Any]) -> Table:

@@ -13,8 +13,9 @@ DECLARED_ONLY = "declared only"
 
 
 def entries(family: str, device: Device | None = None) -> list[dict[str, Any]]:
-    """The kernels of a family in order of preference; only those that run on `device` if given."""
-    specs = registry.specs(family)
+    """The kernels of a family in order of preference; if given, those that run on `device`, in the
+    order there."""
+    specs = registry.specs(family, device.family if device is not None else "")
     return [_entry(spec) for spec in specs if device is None or runs_on(spec, device)]
 
 

@@ -7,16 +7,17 @@ committed file is what this writes.
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.formats.scales import Scales, estimated
 from vllm.kernels import registry
-from vllm.kernels.report import catalog
+from vllm.kernels.default_order import DEVICE_ORDER
+from vllm.kernels.report import catalog, upstream, upstream_report
 from vllm.kernels.report.question import BLOCKS, PACKED
-from vllm.kernels.report.text_report import KINDS
+from vllm.kernels.report.text_report import GRADES, KINDS
 from vllm.kernels.select.reason import (
     DEFAULT_ORDER,
     RANK_ACCURACY,
@@ -78,6 +79,10 @@ _EXAMPLES: tuple[tuple[str, str], ...] = (
         "--json > obeyed.json\n"
         "vllm kernels explain --diff rule.json obeyed.json",
     ),
+    (
+        "What makes upstream's vLLM take the same kernels.",
+        f"vllm kernels explain {_MODEL} --device sm_100 --libs all --brief --for vllm",
+    ),
 )
 
 
@@ -88,12 +93,14 @@ def document() -> str:
         _MODELS,
         _precedence(),
         _reasons(),
+        _grades(),
         _kernels(),
         _chips(),
         _variables(),
         _numerics(),
         _REQUANT,
         _CUTS,
+        _upstream(),
         _examples(),
     )
     return "\n\n".join(section.strip() for section in sections) + "\n"
@@ -112,7 +119,7 @@ preference with every reason against it. All reports show the same decisions:
 
 - `vllm kernels explain MODEL --device sm_100 --libs all`: on any machine, without the chip and the
   weights. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` for the effect
-  of a change.
+  of a change, `--for vllm` or `--for sglang` for [upstream's flags](#flags-of-upstream-engines).
 - `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the decisions in
   force, as JSON.
 - the log of the engine: one line per distinct decision.
@@ -189,7 +196,8 @@ def _precedence() -> str:
         "the default order, measurements still decide, and where DeepGEMM cannot run the next "
         "kernel serves; a warning says so where that is every layer. `--linear-backend deep_gemm` "
         "forces it.\n\n`--require-native` refuses weight-only and emulated kernels for quantised "
-        "weights.\n\n"
+        "weights. `--require-evidence run` keeps out kernels that never ran on the chip's "
+        "architecture, `measured` those that were not timed for the size.\n\n"
         "Three side effects of a decision on a GPU are reported in the log (a warning), in "
         "`explain` and in the JSON: weights that are rounded a second time, weights made for "
         "quantised activations that run weight-only, and attention for which the host waits "
@@ -204,21 +212,50 @@ def _reasons() -> str:
     )
 
 
+def _grades() -> str:
+    rows = [(f"`{grade}`", text) for grade, text in GRADES.items()]
+    bad = [
+        (f"{one.lib} {one.revision or f'{one.since} to before {one.until}'}",
+         ", ".join(one.chips) or "all", ", ".join(f"{name} {a} to before {b}"
+         for name, a, b in one.beside) or "-", one.what, one.source)
+        for one in registry.every_known_bad()
+    ]  # fmt: skip
+    return (
+        "## Evidence\n\nEvery candidate has a grade, the best first; a split has the least of its "
+        "parts. `vllm/kernels/evidence/ran_on.json` lists the comparisons with the reference that "
+        "passed, with machine, versions, date and command.\n\n"
+        + _markdown(("grade", "meaning"), rows)
+        + "\n\nVersions that are known to hang, or to compute what they should not, serve "
+        "nothing (`vllm/kernels/evidence/known_bad.json`):\n\n"
+        + _markdown(("library", "chips", "beside", "what", "source"), bad)
+    )
+
+
 def _kernels() -> str:
     head = ("backend", "formats", "chips", "types", "activations", "needs", "scale form", "sizes",
             "in this build")  # fmt: skip
     parts = [
-        "## Kernels\n\nIn default order of preference. *Declared only*: the limits are declared, "
-        "so that choices can be explained, but this build has no code and never runs it."
-        f"{_MARK}: not run on hardware. Its limits come from the vendor's documents, and native "
-        "code for it is compiled only. `flashinfer-cutlass` and `flashinfer-trtllm` therefore come "
-        "after every kernel of ours; experts of the first need a module that is built beforehand "
+        "## Kernels\n\nIn default order of preference; where chips have another one, it is below "
+        "the table. *Declared only*: the limits are declared, so that choices can be explained, "
+        f"but this build has no code and never runs it.{_MARK}: not run on hardware. Its limits "
+        "come from the vendor's documents, and native code for it is compiled only. Experts of "
+        "`flashinfer-cutlass` need a module that is built beforehand "
         "([cold-start.md](cold-start.md))."
     ]
     for family in registry.FAMILIES:
         rows = [_kernel_row(entry) for entry in catalog.entries(family)]
-        parts.append(f"### {family}\n\n{_markdown(head, rows)}")
+        parts += [f"### {family}", _markdown(head, rows), *_orders_of_devices(family)]
     return "\n\n".join(parts)
+
+
+def _orders_of_devices(family: str) -> Iterator[str]:
+    for own, device_family in DEVICE_ORDER:
+        if own == family:
+            chips = [Device.parse(chip) for chip in CHIPS]
+            chip = next(chip for chip in chips if chip.family == device_family)
+            names = dict.fromkeys(entry["backend"] for entry in catalog.entries(family, chip))
+            order = ", ".join(f"`{name}`" for name in names)
+            yield f"In default order of preference on `{device_family}`{_MARK}: {order}."
 
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -302,6 +339,61 @@ def _numerics() -> str:
         "fp16, the dtype of the activations, which is exact where the checkpoint stores them so. "
         "Elsewhere the loss is measured at load and counts against the budget."
     )
+
+
+# ---------------------------------------------------------------- upstream's flags
+
+
+def _upstream() -> str:
+    known = upstream.table()
+    rows = [
+        (
+            known.engines[entry.engine].name,
+            entry.family,
+            f"`{entry.backend}`",
+            ", ".join(
+                [
+                    *(f"`{one}`" for one in entry.formats),
+                    *(f"{form} scales" for form in entry.scales),
+                ]
+            ),
+            ", ".join(entry.chips) or "-",
+            " with ".join(f"`{one}`" for one in entry.settings),
+            "; ".join(upstream_report.facts(entry)) or "-",
+            _links(entry.sources),
+        )
+        for entry in known.entries
+        if entry.settings
+    ]
+    head = ("engine", "layers", "kernel", "formats", "chips", "flag or variable", "besides",
+            "source")  # fmt: skip
+    exclusions = [
+        f"`{one.setting}` excludes `{one.backend}` from every layer of {known.engines[one.engine]}"
+        f" ({_links(one.sources)})" + f"; {one.note}" * bool(one.note)
+        for one in known.exclusions
+    ]
+    releases = " and ".join(map(str, known.engines.values()))
+    return (
+        "## Flags of upstream engines\n\n"
+        "`vllm kernels explain MODEL --for vllm` (or `--for sglang`) also names the flags and "
+        f"variables that make {releases} take the kernels that are chosen here. It says where no "
+        "flag does, which flags contradict each other (upstream takes one backend per kind of "
+        "layer, this engine one per layer and number of tokens), and which also decide where "
+        "another kernel serves here. With `--json` this is the field `upstream`; a page of "
+        "`--html` does not have it. Each entry has its sources and the release that a source "
+        "describes, `latest` for an undated page, or a month. Where that is not the current "
+        "release, what it says is inferred for that one, and the output says so; what a source "
+        "leaves open besides is marked as inferred below. Nothing of it was run here. A kernel "
+        "that is not in the table has no documented flag; the output says what upstream does "
+        "instead. All entries are in `vllm/kernels/report/upstream_flags.json`.\n\n"
+        + "".join(f"- {text}\n" for text in exclusions)
+        + "\n"
+        + _markdown(head, rows)
+    )
+
+
+def _links(sources: tuple[upstream.Source, ...]) -> str:
+    return ", ".join(f"[{source.version}]({source.url})" for source in sources)
 
 
 # ---------------------------------------------------------------- examples

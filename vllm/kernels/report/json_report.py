@@ -19,6 +19,7 @@ from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.decision import Candidate, Decision, Parts, Record
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Why
 from vllm.machine import Device, Libs
@@ -101,7 +102,8 @@ def _compared(kind: Any) -> list[dataclasses.Field[Any]]:
 def parse_report(content: Any, source: str = "report") -> Report:
     """The values of what `report` made; ConfigError names `source` and the place that is wrong."""
     root = _Node(content, source, "")
-    root.allow("device", "libs", "env", "model", "decisions", "ledger")
+    # `upstream`, of `vllm kernels explain --for`, follows from the decisions.
+    root.allow("device", "libs", "env", "model", "decisions", "ledger", "upstream")
     device = root["device"].parsed(Device.parse)
     records = [
         (layer.of(str), decision)
@@ -181,6 +183,7 @@ _KINDS: dict[Any, tuple[type | UnionType, str]] = {
 # Types that are written as text.
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     ActScheme: ActScheme,
+    Grade: Grade,
     WeightFormat: WeightFormat.parse,
     Why: Why,
 }
@@ -251,12 +254,13 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us", "stale")
+    node.allow("source", "tokens", "us", "stale", "is_near")
     tokens = _read(node["tokens"], tuple[int, ...])
     row = GenericAlias(tuple, (float | None,) * len(tokens))
     us = tuple((name, _read(node["us"][name], row)) for name in node["us"].fields())
     stale = _read(node["stale"], tuple[tuple[str, str, str], ...])
-    return Timings(node["source"].of(str), tokens, us, stale)
+    is_near = node["is_near"].of(bool)
+    return Timings(node["source"].of(str), tokens, us, stale, is_near)
 
 
 def _problem(node: _Node) -> Problem:

@@ -1,7 +1,6 @@
 """The re-quantisation ledger: what loading did to weights or scales beyond what is stored."""
 
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from vllm.kernels.report.layer_groups import counted
@@ -46,6 +45,8 @@ class Ledger:
         if not lossy:
             return f"no lossy transform, {exact}" if num_exact else "no lossy transform"
         worst = max(lossy, key=lambda entry: entry.relative_error)
+        from statistics import median
+
         middle = median(entry.relative_error for entry in lossy)
         return (
             f"re-quantised {counted(len(lossy), 'layer')} with loss: relative error median "

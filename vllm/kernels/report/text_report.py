@@ -14,6 +14,7 @@ from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, by_text, 
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
 from vllm.kernels.select.spec import COMPILERS
@@ -33,6 +34,15 @@ KINDS: dict[str, str] = {
     Why.POLICY: "excluded by a flag, a variable or a rule, or another is requested",
     Why.NUMERICS: "different arithmetic, or loss of accuracy",
 }
+# What a grade of evidence says.
+GRADES = {
+    Grade.MEASURED: "timed for this size on this chip",
+    Grade.IMPORTED: "timed by others on this chip",
+    Grade.ESTIMATED: "its time is estimated",
+    Grade.RUN: "its results were compared on this chip, its time was not measured",
+    Grade.COMPILED: "not run on hardware",
+}
+_KERNEL_WIDTH = 32  # of a split, which wraps
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
 _MOOT = "Of a kernel that does not take the format, only that is shown; --json has every reason."
@@ -46,7 +56,9 @@ def outcome(decision: Decision) -> str:
     """One line: what was chosen for the problem, by whom, or that nothing was."""
     if decision.chosen is None:
         return f"{decision.problem} on {decision.device}: no kernel ({decision.origin.text})"
-    text = f"{decision.problem} -> {decision.kernel} ({decision.origin.text})"
+    is_known = decision.winner.grade is not Grade.COMPILED
+    origin = decision.origin.text + ("" if is_known else f"; {GRADES[Grade.COMPILED]}")
+    text = f"{decision.problem} -> {decision.kernel} ({origin})"
     choice = expectation_of(decision)
     if choice is None or choice.mean_regret < TOLERANCE - 1:
         return text
@@ -83,7 +95,12 @@ def _how(candidate: Candidate, problem: Problem) -> list[str]:
     specs = [spec for spec in registry.specs(problem.family) if spec.backend == candidate.backend]
     if specs and specs[0].compiles == COMPILERS[0]:
         facts.append("compiles for tens of seconds at a first start")
-    return facts
+    return [*facts, grade_text(candidate.grade)]
+
+
+def grade_text(grade: Grade) -> str:
+    """`measured`; of what never ran `compiled: not run on hardware`."""
+    return f"{grade}: {GRADES[grade]}" if grade is Grade.COMPILED else str(grade)
 
 
 def _scales_text(candidate: Candidate) -> str:
@@ -221,30 +238,39 @@ def _lib_text(lib: Lib) -> str:
 
 def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[str]:
     """Stories that differ in sizes and reasons alone share a line."""
-    counts: dict[tuple[str, str, str], int] = {}
+    counts: dict[tuple[str, str, str, str], int] = {}
     for one in outcomes:
         formats = dict.fromkeys(decision.problem.format for decision, _ in one.groups)
         serves = f"{one.family} {', '.join(formats)}"
-        key = (one.kernel or NO_KERNEL, serves, one.origin.text)
+        grade = str(one.winner.grade) if one.chosen else ""
+        key = (one.kernel or NO_KERNEL, serves, grade, one.origin.text)
         counts[key] = counts.get(key, 0) + one.num_layers
     rows = [
-        (chosen, f"{count:>6}", serves, origin)
-        for (chosen, serves, origin), count in counts.items()
+        (chosen.replace("|", " | "), f"{count:>6}", serves, grade, origin)
+        for (chosen, serves, grade, origin), count in counts.items()
     ]
-    head = ("kernel", "layers", "serves", "decided by")
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
+    head = ("kernel", "layers", "serves", "evidence", "decided by")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(4)]
+    widths[0] = min(widths[0], _KERNEL_WIDTH)
     first = [_strong(line, bold) for line in columns(head, widths, width)]
     return first + [line for row in rows for line in columns(row, widths, width)]
 
 
 def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     """What the reader should know beyond the reasons: what an origin of accuracy is about."""
+    found = []
+    if any(one.chosen and one.winner.grade is Grade.COMPILED for one in outcomes):
+        found.append(
+            "Note: compiled: of such a kernel no result was compared on this chip: not run on "
+            "hardware. --require-evidence run keeps them out."
+        )
     if all(one.origin.rank != RANK_ACCURACY for one in outcomes):
-        return []
+        return found
     return [
+        *found,
         "Note: a kernel that takes UE8M0 scales (DeepGEMM on Blackwell) rounds FP8 weights a "
         "second time at load, unless their scales are powers of two, so accuracy decided here. "
-        "VLLM_USE_DEEP_GEMM=1 or --requant allow lifts the model rule, and no budget."
+        "VLLM_USE_DEEP_GEMM=1 or --requant allow lifts the model rule, and no budget.",
     ]
 
 

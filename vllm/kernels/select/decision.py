@@ -7,6 +7,7 @@ from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Reason
 from vllm.machine import Device
@@ -25,13 +26,15 @@ class Evidence(ABC):
 
     us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
     says; None where that was not measured. source: which table says so, and how old it is. stale:
-    (backend, what was measured, what is here) where that is another version or build.
+    (backend, what was measured, what is here) where that is another version or build. is_near: it
+    was measured on another chip of the architecture.
     """
 
     source: str
     tokens: tuple[int, ...]
     us: tuple[tuple[str, tuple[float | None, ...]], ...]
     stale: tuple[tuple[str, str, str], ...] = ()
+    is_near: bool = False
 
     @abstractmethod
     def best_split(
@@ -50,7 +53,8 @@ class Candidate:
 
     scales: the form of weight scales it would take, "" where that does not matter. requant: what
     bringing the stored ones to that form costs; None where it takes them as they are. fit: how it
-    takes partial scale blocks. parts: of a split.
+    takes partial scale blocks. parts: of a split. grade: what is known of it, of a split the least
+    of its parts.
     """
 
     backend: str
@@ -60,6 +64,7 @@ class Candidate:
     parts: Parts = ()
     requant: Requant | None = None
     reasons: tuple[Reason, ...] = ()
+    grade: Grade = Grade.COMPILED
 
     @property
     def rescales(self) -> bool:

@@ -26,6 +26,8 @@ def machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason
     for name, minimum in spec.libs:
         reasons += _lib_reasons(name, minimum, libs)
     reasons += missing_code(spec, device, libs)
+    bad = (one.text(device, libs) for one in spec.known_bad)
+    reasons += [Reason(Why.LIBRARY, text) for text in bad if text]
     if spec.native_archs and not reasons:
         reasons += _native_reasons(spec, device, libs)
     return reasons

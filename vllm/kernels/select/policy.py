@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from vllm.errors import ConfigError
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.spec import KernelSpec
@@ -69,13 +70,14 @@ class Budget:
 class Policy:
     """Everything that was asked for. exclusions: backends that are not to serve. preferred: those
     that come before the default order, where measurements still decide. e8m0:
-    VLLM_USE_DEEP_GEMM_E8M0, None for automatic."""
+    VLLM_USE_DEEP_GEMM_E8M0, None for automatic. least_grade: what must be known of a kernel."""
 
     overrides: tuple[Override, ...] = ()
     exclusions: tuple[Preference, ...] = ()
     preferred: tuple[Preference, ...] = ()
     falls_back: bool = False
     requires_native: bool = False
+    least_grade: Grade = Grade.COMPILED
     e8m0: bool | None = None
     budgets: tuple[Budget, ...] = ()
 

@@ -10,6 +10,7 @@ from vllm.formats.partial_blocks import Fit
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Parts
 from vllm.kernels.select.eligibility import names
+from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import (
@@ -44,7 +45,7 @@ def select(
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     fits = problem.block_fit(False), problem.block_fit(True)
-    case = _Case(problem, fits, device, libs, policy, override)
+    case = _Case(problem, fits, device, libs, policy, override, evidence)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if policy.preferred:
         candidates.sort(key=lambda c: policy.preference_of(c.backend, problem.family) is None)
@@ -75,19 +76,22 @@ class _Case(NamedTuple):
     libs: Libs
     policy: Policy
     override: Override | None
+    evidence: Evidence | None
 
 
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    specs: all of the backend. scales: the form of scales that it would take. Reasons come in
-    one order: `before` those of sizes, then these, then `after`.
+    specs: all of the backend. scales: the form of scales that it would take. has_run: its results
+    were compared on this chip in this format. Reasons come in one order: `before` those of sizes,
+    then these, then `after`.
     """
 
     spec: KernelSpec
     specs: Sequence[KernelSpec]
     act: ActScheme | None
     scales: str
+    has_run: bool
     before: tuple[Reason, ...]
     after: tuple[Reason, ...]
 
@@ -121,7 +125,8 @@ def _kernels(
             taken = frozenset().union(*(other.formats for other in own))
             after = (Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"),)
         scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
-        found[backend] = _Kernel(spec, own, act, scales, tuple(before), after)
+        has_run = ran_on(device, weight_format) in spec.ran_on
+        found[backend] = _Kernel(spec, own, act, scales, has_run, tuple(before), after)
     return found
 
 
@@ -147,9 +152,24 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
+    grade = _grade(kernel, case.evidence)
+    if not grade.reaches(policy.least_grade):
+        origin = Origin(RANK_FLAG, f"--require-evidence {policy.least_grade}")
+        text = f"{origin.text}, and it is only {grade} on {case.device.arch}"
+        reasons.append(Reason(Why.POLICY, text, origin))
     return Candidate(
-        spec.backend, kernel.act, kernel.scales, fit, requant=requant, reasons=tuple(reasons)
+        *(spec.backend, kernel.act, kernel.scales, fit, (), requant, tuple(reasons), grade)
     )
+
+
+def _grade(kernel: _Kernel, evidence: Evidence | None) -> Grade:
+    """What is known of a kernel for this problem on this chip."""
+    backend = kernel.spec.backend
+    timed = next((us for name, us in evidence.us if name == backend), ()) if evidence else ()
+    if evidence is not None and any(us is not None for us in timed):
+        is_other = evidence.is_near or any(other == backend for other, *_ in evidence.stale)
+        return Grade.ESTIMATED if is_other else Grade.MEASURED
+    return Grade.RUN if kernel.has_run else Grade.COMPILED
 
 
 def _best(
@@ -255,7 +275,8 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
     )
     own = next((kernel for kernel in kernels if kernel.rescales), kernels[-1])
     last = kernels[-1]
-    return Candidate(name, last.act, own.scales, last.fit, parts, own.requant, reasons)
+    grade = least([kernel.grade for kernel in kernels])
+    return Candidate(name, last.act, own.scales, last.fit, parts, own.requant, reasons, grade)
 
 
 def _excluding_origin(chosen: str | None, candidates: Sequence[Candidate]) -> Origin | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
+from vllm.kernels.select.grade import KnownBad
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
 
@@ -61,5 +62,9 @@ class KernelSpec:
     takes_bias: bool = True
     is_emulation: bool = False
     guarantees: frozenset[str] = frozenset()
+    ran_on: frozenset[str] = frozenset()
+    """Where its results were compared (`grade.ran_on`)."""
+    known_bad: tuple[KnownBad, ...] = ()
+    """Of its libraries."""
     check: Callable[[Problem], list[Reason]] | None = None
     """What data cannot say."""

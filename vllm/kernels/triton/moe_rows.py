@@ -104,7 +104,7 @@ def sort(
     bins = next_power_of_2(num_experts + 1)
     chunk = min(SMALL_CHUNK, max(LEAST_CHUNK, next_power_of_2(num_pairs)))
     chunk = max(chunk, next_power_of_2(cdiv(num_pairs, CHUNKS[-1])))
-    num_chunks = cdiv(num_pairs, chunk)
+    num_chunks = max(1, cdiv(num_pairs, chunk))  # of no pairs too, `ends` and `blocks` are written
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
@@ -153,12 +153,13 @@ class Rows(NamedTuple):
         running fastest and padded to 16 bytes, UE8M0 packed in int32; and the kernels' arguments
         for them."""
         groups, rows = cdiv(k, GROUP), self.rows_per_expert or self.num_rows
+        blocks = self.num_rows // self.rows_per_expert if self.rows_per_expert else 1
         is_packed = self.scales == Scales.UE8M0
         columns = cdiv(groups, 4) if is_packed else groups
         stride = cdiv(rows, 4) * 4
         q = torch.empty(self.num_rows, k, dtype=FP8, device=device)
         dtype = torch.int32 if is_packed else torch.float32
-        memory = torch.empty(self.num_rows // rows, columns, stride, dtype=dtype, device=device)
+        memory = torch.empty(blocks, columns, stride, dtype=dtype, device=device)
         scales = memory[..., :rows].transpose(1, 2)
         if self.is_row_major:
             scales = memory = torch.empty(1, rows, groups, dtype=dtype, device=device)
@@ -194,6 +195,14 @@ def activate(x: Tensor, positions: Tensor, layout: Rows) -> tuple[Tensor, Tensor
     q, scales, arguments = layout.empty(x.shape[-1] // 2, x.device)
     activate_kernel[(positions.numel(),)](x, positions=positions, **arguments)
     return q, scales
+
+
+def taken_rows(counts: Tensor, size: int) -> Tensor:
+    """Of blocks of `size` rows the first counts[e] are taken: int32 [E, size] of the row's number
+    where it is, and -1 elsewhere, as `activate` takes them."""
+    rows = torch.arange(len(counts) * size, dtype=torch.int32, device=counts.device)
+    rows = rows.view(-1, size)
+    return rows.masked_fill(rows % size >= counts.unsqueeze(1), -1)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def plan(
     """A job for each kernel but emulations that can run here; backends: only these, () for all."""
     jobs: list[Job] = []
     notes: list[str] = []
-    specs = registry.specs("linear")
+    specs = registry.specs("linear", device.family)
     measurable: dict[str, LinearProblem] = {}
     for problem in dict.fromkeys(problems):
         if is_measurable(problem):

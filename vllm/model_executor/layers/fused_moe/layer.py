@@ -10,7 +10,6 @@ from vllm.architectures.decoder import ExpertsSpec
 from vllm.distributed.all2all import All2All, Experts
 from vllm.distributed.groups import Addend, Group
 from vllm.distributed.make_all2all import make_all2all
-from vllm.formats.scales import Scales
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import MoEKernel, MoETensors
 from vllm.kernels.make_kernel import make_moe
@@ -137,9 +136,7 @@ class FusedMoE(nn.Module, ChosenKernel):
         for name in list(self._parameters):
             delattr(self, name)
         self.kernel = make_moe(decision, tensors)
-        takes_ue8m0 = decision.winner.scales == Scales.UE8M0
-        problem = self.problem
-        experts = Experts(self.experts, problem.num_experts, problem.hidden, takes_ue8m0)
+        experts = Experts(self.experts, self.problem.num_experts, self.problem.hidden)
         self.all2all = make_all2all(self.parallel, experts)
 
     def _tensors(self) -> MoETensors:
