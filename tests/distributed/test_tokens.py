@@ -52,10 +52,18 @@ def outputs(llm: LLM):
     return [output.outputs[0].token_ids for output in found], logprobs
 
 
+def layers(llm: LLM) -> list[str]:
+    """Those whose kernels are shown, by name."""
+    decisions = llm.llm_engine.core.executor.kernels()["decisions"]
+    return sorted(layer for decision in decisions for layer in decision["layers"])
+
+
 def check(folder, alone=None, **options) -> LLM:
     """An engine of several ranks that gave what one rank gives. alone: options of both."""
-    wanted, wanted_logprobs = outputs(load(folder, **alone or {}))
+    one = load(folder, **alone or {})
+    wanted, wanted_logprobs = outputs(one)
     llm = load(folder, **(alone or {}) | options)
+    assert layers(llm) == layers(one)
     tokens, logprobs = outputs(llm)
     assert tokens == wanted
     for ours, theirs in zip(logprobs, wanted_logprobs, strict=True):

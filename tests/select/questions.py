@@ -50,6 +50,7 @@ _QUANTIZATIONS: tuple[dict[str, Any] | None, ...] = (
     _BLOCKS,
     _BLOCKS | {"scale_fmt": "ue8m0"},
     _BLOCKS | {"use_deep_gemm": False},
+    _BLOCKS | {"use_deep_gemm": False},
     _BLOCKS | {"use_deep_gemm": True},
     _BLOCKS | {"weight_block_size": [64, 64]},
     {"quant_method": "fp8", "activation_scheme": "dynamic"},
@@ -107,6 +108,8 @@ _FLAGS = (
     "--kernel model.layers.0.*=marlin --on-unmet fallback",
     "--kernel *.no_such_layer=torch",
     "--require-native",
+    "--require-evidence run",
+    "--require-evidence measured",
     "--requant exact-only",
     "--requant allow",
 )
@@ -136,9 +139,10 @@ _VARIABLES = (
 class Question:
     """config: of config.json. device, libs, dtype, kv_cache_dtype: as `explain` takes them; libs
     None: those installed here. flags: words that both commands take. variables: that are set.
-    tp, dp: ranks; is_ep: whether experts are dealt out to all of them. rank: which of the
-    tensor-parallel ranks the engine's JSON is of. stored: by name the dtypes, as safetensors calls
-    them, and bytes of tensors in a file beside config.json; without any, weights are dummies."""
+    tp, dp: ranks; is_ep: whether experts are dealt out to all of them. pp: pipeline stages. rank:
+    which of the tensor-parallel ranks the engine's JSON is of. stored: by name the dtypes, as
+    safetensors calls them, and bytes of tensors in a file beside config.json; without any, weights
+    are dummies."""
 
     config: dict[str, Any]
     device: str
@@ -149,6 +153,7 @@ class Question:
     kv_cache_dtype: str = "auto"
     tp: int = 1
     dp: int = 1
+    pp: int = 1
     is_ep: bool = False
     rank: int = 0
     stored: dict[str, tuple[str, bytes]] = field(default_factory=dict)
@@ -183,6 +188,7 @@ def question(number: int) -> Question:
     if rng.random() < 0.25:
         flags += ["--max-requant-error", rng.choice(_BUDGETS)]
     dp = rng.choice((1, 1, 2))
+    num_layers = config.get("text_config", config)["num_hidden_layers"]
     return Question(
         config,
         rng.choice(_DEVICES),
@@ -193,6 +199,7 @@ def question(number: int) -> Question:
         rng.choice(("auto", "auto", "auto", "fp8", "bfloat16")),
         tp,
         dp,
+        min(rng.choice((1, 1, 1, 1, 1, 2)), num_layers),
         tp * dp > 1 and rng.random() < (0.6 if has_experts else 0.01),
         rng.randrange(tp),
         _stored(rng) if rng.random() < 0.25 else {},

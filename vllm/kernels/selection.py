@@ -1,10 +1,8 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError, nearest_names
@@ -13,6 +11,7 @@ from vllm.kernels.evidence.tables import Table, timings_of
 from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines, waits
 from vllm.kernels.select.decision import Candidate, Decision, NoKernelError, Record
 from vllm.kernels.select.policy import Policy, Preference
@@ -164,15 +163,14 @@ class Selection:
         """Whether the host waits for a chosen kernel, so that no CUDA graph can hold a step."""
         return any(waits(decision) for _, decision in self.records)
 
+    def report(self) -> Report:
+        """What was decided so far."""
+        variables = json_report.variable_texts(self.variables)
+        return Report(self.device, self.libs, variables, self.records, self.ledger)
+
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
-        return json_report.report(self.device, self.libs, self.variables, self.records, self.ledger)
-
-    def dump(self, file: Path) -> None:
-        try:
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--dump-decisions {file}: cannot be written: {error}") from error
+        return json_report.report(*self.report())
 
     def log(self) -> None:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""

@@ -71,8 +71,6 @@ def load_model(
         logger.info(notice)
     log_cache_scales(model)
     selection.log()
-    if config.kernel_config.dump_decisions is not None and parallel.layout.rank == 0:
-        selection.dump(config.kernel_config.dump_decisions)
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
 
