@@ -32,13 +32,13 @@ _EXPERTS = ((128, 8, 768), (256, 8, 512), (64, 6, 1408), (60, 4, 1408), (8, 2, 3
 _STATES = ((16, 32, 128, 128), (16, 64, 128, 128), (2, 4, 24, 20))
 
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-_FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True}
-_FP8_TOKEN = {**_FP8_WEIGHTS, "strategy": "token", "dynamic": True}
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_TOKEN = {**FP8_WEIGHTS, "strategy": "token", "dynamic": True}
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
-def _compressed(form: str, weights: dict, inputs: dict | None, *targets: str) -> dict[str, Any]:
+def compressed(form: str, weights: dict, inputs: dict | None, *targets: str) -> dict[str, Any]:
     group = {"targets": targets or ["Linear"], "weights": weights, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"0": group}}
 
@@ -59,16 +59,16 @@ _QUANTIZATIONS: tuple[dict[str, Any] | None, ...] = (
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
     {"quant_method": "awq", "bits": 4, "group_size": 128},
-    _compressed("float-quantized", _FP8_WEIGHTS | {"strategy": "channel"}, _FP8_TOKEN),
-    _compressed(
+    compressed("float-quantized", FP8_WEIGHTS | {"strategy": "channel"}, FP8_TOKEN),
+    compressed(
         "float-quantized",
-        _FP8_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]},
-        _FP8_WEIGHTS | {"strategy": "group", "group_size": 128, "dynamic": True},
+        FP8_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]},
+        FP8_WEIGHTS | {"strategy": "group", "group_size": 128, "dynamic": True},
     ),
-    _compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
-    _compressed("nvfp4-pack-quantized", _FP4, None, "re:.*mlp.*"),
-    _compressed("pack-quantized", _INT4, None),
-    _compressed("pack-quantized", _INT4 | {"symmetric": False}, _FP8_TOKEN),
+    compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+    compressed("nvfp4-pack-quantized", _FP4, None, "re:.*mlp.*"),
+    compressed("pack-quantized", _INT4, None),
+    compressed("pack-quantized", _INT4 | {"symmetric": False}, FP8_TOKEN),
     {"quant_method": "gptq", "bits": 4, "group_size": 128},
 )
 # Where a quant_method lists the layers that are not quantised.

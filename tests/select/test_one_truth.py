@@ -7,6 +7,7 @@ chip, and stops where weights would be laid out for their kernels.
 import contextlib
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from machines import Cpu, Gpu, machine
-from questions import Question, question
+from questions import FP8_TOKEN, FP8_WEIGHTS, Question, compressed, question
 
 from vllm import LLM, envs
 from vllm.config.selection import Facts
@@ -193,6 +194,74 @@ def test_explain_and_the_engine_give_the_same_answer(first, tmp_path, monkeypatc
         seen.update(kinds(said))
     assert not KINDS - seen.keys(), "too few questions of a kind"
     assert 0.2 < seen["refused"] / SHARE < 0.6
+
+
+# ---------------------------------------------------------------- single questions
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+TEXT = {k: v for k, v in LLAMA.items() if k != "architectures"} | {"model_type": "mistral"}
+MISTRAL3 = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": TEXT,
+}
+CHANNELS = compressed("float-quantized", FP8_WEIGHTS | {"strategy": "channel"}, FP8_TOKEN)
+TIED = LLAMA | {"tie_word_embeddings": True, "quantization_config": CHANNELS}
+HEAD = {"lm_head.weight": ("F32", bytes(8))}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "value"),
+    [
+        (Question(LLAMA | {"dtype": "float32"}, "sm_100", "all"), "dtype", "bf16"),
+        (Question(LLAMA | {"dtype": "float16"}, "sm_100", "all"), "dtype", "fp16"),
+        (Question(MISTRAL3 | {"dtype": "float16"}, "sm_100", "all"), "dtype", "fp16"),
+        (Question(TIED, "sm_100", "all"), "weight", "bf16"),
+        (Question(TIED, "sm_100", "all", stored=HEAD), "weight", "fp8-channel"),
+        (Question(LLAMA | {"dtype": "bfloat16"}, "cpu", "all"), "weight", "bf16"),
+        (Question(LLAMA | {"dtype": "bfloat16"}, "cpu", "all", stored=HEAD), "weight", "fp32"),
+    ],
+    ids=["float32", "float16", "beside text_config", "tied", "tied in name", "config", "file"],
+)
+def test_the_output_projection_is_the_one_that_the_engine_loads(asked, field, value, tmp_path):
+    asked.write(tmp_path)
+    said, done = explained(asked, tmp_path), built(asked, tmp_path)
+    assert not [*differences(said, done)]
+    assert by_layer(said.shown)["lm_head (linear)"]["problem"][field] == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            {"tp": 4, "config": {"intermediate_size": 544}},
+            r"down_proj.*: 136 columns are not whole groups of 16",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+            {"config": {"intermediate_size": 644, "hidden_size": 256}},
+            r"gate_up_proj.*: 644 rows cannot be packed by 8",
+        ),
+        ({}, {"tp": 2, "is_ep": True}, "this model has no experts"),
+    ],
+)
+def test_what_the_engine_refuses_is_refused_with_the_same_words(changes, options, words, tmp_path):
+    config = LLAMA | changes | options.pop("config", {})
+    asked = Question(config, "sm_100", "all", **options)
+    asked.write(tmp_path)
+    for answer in (explained(asked, tmp_path), built(asked, tmp_path)):
+        assert re.search(words, answer.refusal)
 
 
 # ---------------------------------------------------------------- this machine

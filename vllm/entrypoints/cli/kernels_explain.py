@@ -85,7 +85,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.diff:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
     selection, asked = _select(args)
-    refusal = _refusal(selection) or asked.refusal
+    refusal = asked.refusal or _refusal(selection)
     variables, records = json_report.variable_texts(selection.variables), selection.records
     report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
     found = upstream.advice(records, args.engine) if args.engine else None
