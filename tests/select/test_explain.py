@@ -2,7 +2,6 @@
 
 import json
 import re
-from html import unescape
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from selection_strategies import models, problems, some_libs, wishes
 
 from vllm.errors import ConfigError
 from vllm.kernels.report import diff, text_report
-from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.layer_groups import by_outcome, compress
 from vllm.kernels.report.ledger import Entry, Ledger
@@ -260,29 +258,6 @@ def test_the_log_has_one_line_per_distinct_decision():
     lines = text_report.log_lines(records)
     assert len(lines) == 2
     assert lines[0].startswith("model.layers.{0-3}.up: linear fp8-block[128x128]:4096x4096 bf16 ->")
-
-
-# ---------------------------------------------------------------- page for a browser
-
-
-@settings(max_examples=30, deadline=None)
-@given(reports())
-def test_the_html_page_shows_every_reason_and_needs_nothing_else(values):
-    page = html_page(values, "<script>alert(1)</script>")
-    assert "<script>alert" not in page
-    assert not re.search(r"(src|href)=|url\(|@import|https?:", page)
-    shown = unescape(page)
-    for _, decision in values.records:
-        for candidate in decision.candidates:
-            assert all(reason.text in shown for reason in candidate.reasons)
-
-
-def test_the_html_grid_has_a_row_per_group_and_a_cell_per_candidate():
-    page = html_page(one_report(linear(), linear(), moe()), "x")
-    decisions = {ask(linear()): 2, ask(moe()): 1}
-    assert page.count('<tr><th scope="row">') == len(decisions)
-    assert page.count("<button") == sum(len(d.candidates) for d in decisions)
-    assert page.count('class="is-chosen">chosen<span class="why">') == len(decisions)
 
 
 # ---------------------------------------------------------------- differences

@@ -127,7 +127,7 @@ def probe_of(
         name = f"{code}: {problem}, pages of {block_size}"
         return Probe(name, problem, candidate, decision, block_size=block_size)
     small = probe_problem(problem, spec, max(num_tokens))
-    fit = small.block_fit(not spec.blocks)
+    fit = small.block_fit(spec.refines)
     candidate = replace(candidate, reasons=(), parts=(), fit=fit, requant=None)
     tokens = ",".join(map(str, num_tokens))
     name = f"{code}: {_name(small, candidate)} M {tokens}"
@@ -170,7 +170,7 @@ def probe_problem(
     taken = (
         small
         for small in smaller
-        if not eligibility.size_reasons(spec, small, small.block_fit(not spec.blocks))
+        if not eligibility.size_reasons(spec, small, small.block_fit(spec.refines))
     )
     return next(taken, problem)
 

@@ -19,6 +19,10 @@ _KINDS = {
         "kernels_tune:add_quarantine",
         "List kernels that failed on this machine, or clear the list.",
     ),
+    "import": (
+        "kernels_import:add_import",
+        "Make tables from kernel times that others measured.",
+    ),
     "precompile": (
         "kernels_precompile:add_precompile",
         "Compile the kernels of MODEL into a bundle for other machines.",

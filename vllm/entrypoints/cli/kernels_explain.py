@@ -73,7 +73,8 @@ def add_parser(kinds: Any) -> None:
     shown.add_argument("--for", dest="engine", choices=upstream.ENGINES, help="Also the flags "
                        "and variables that make the current release of this engine, upstream's, "
                        "take the same kernels.")  # fmt: skip
-    shown.add_argument("--html", type=Path, metavar="FILE", help="Also write a page for a browser.")
+    shown.add_argument("--html", type=Path, metavar="FILE",
+                       help="Also write a page for a browser, of --diff too.")  # fmt: skip
     parser.set_defaults(run=run_explain)
 
 
@@ -83,17 +84,14 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.diff and args.engine:
         raise ConfigError("--for goes with MODEL or --layer: --diff compares what was decided")
     if args.diff:
-        return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json)
+        return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json, args.html)
     selection, asked = _select(args)
     refusal = asked.refusal or _refusal(selection)
     variables, records = json_report.variable_texts(selection.variables), selection.records
     report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
     found = upstream.advice(records, args.engine) if args.engine else None
     if args.json:
-        content = json_report.report(*report)
-        if found is not None:
-            content["upstream"] = upstream_report.to_json(found)
-        print(json.dumps(content, indent=1))
+        print(json.dumps(upstream_report.content(report, found), indent=1))
     else:
         if args.device and args.libs is None:
             note = "note: with the libraries installed here; --libs all assumes all of them"
@@ -104,7 +102,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.html:
         from vllm.kernels.report.html_report import html_page
 
-        write_text(args.html, html_page(report, args.model or ", ".join(args.layer)))
+        write_text(args.html, html_page(report, args.model or ", ".join(args.layer), found))
     if refusal:
         print(f"vllm: error: {refusal}", file=sys.stderr)
     return 1 if refusal else 0
@@ -251,13 +249,18 @@ def _refusal(selection: Selection) -> str:
 # ---------------------------------------------------------------- diff
 
 
-def _compare(before: Path, after: Path, as_json: bool) -> int:
+def _compare(before: Path, after: Path, as_json: bool, page: Path | None) -> int:
     old, new = _read(before), _read(after)
-    found = diff.changes(old, new, (str(before), str(after)))
+    names = str(before), str(after)
+    found = diff.changes(old, new, names)
     if as_json:
         print(json.dumps([change.to_json() for change in found], indent=1))
     elif text := diff.page(old, new, found, text_width()):
         print(text)
+    if page:
+        from vllm.kernels.report.html_diff import html_diff
+
+        write_text(page, html_diff(old, new, found, names))
     return 1 if found else 0
 
 

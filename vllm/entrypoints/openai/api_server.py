@@ -4,6 +4,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -15,7 +16,13 @@ from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, invalid_fields, status_error
 from vllm.entrypoints.openai.generation import Service, json_response
-from vllm.entrypoints.openai.http import Gate, GateMiddleware, read_json, until_disconnect
+from vllm.entrypoints.openai.http import (
+    Gate,
+    GateMiddleware,
+    prefers_html,
+    read_json,
+    until_disconnect,
+)
 from vllm.entrypoints.openai.protocol import (
     IGNORED_FIELDS,
     ChatCompletionRequest,
@@ -27,6 +34,8 @@ from vllm.entrypoints.openai.protocol import (
 )
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import VllmError
+from vllm.kernels.report.html_report import html_page
+from vllm.kernels.report.json_report import parse_report
 from vllm.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -72,9 +81,16 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
         return json_response({"version": __version__})
 
     @app.get("/kernels")
-    async def kernels() -> Response:
-        """The kernel decisions in force, with every candidate and the reasons against it."""
-        return json_response(await service.engine.kernels())
+    async def kernels(request: Request) -> Response:
+        """The kernel decisions in force, with every candidate and the reasons against it: a page
+        for a browser (`Accept: text/html` first), else JSON."""
+        content = await service.engine.kernels()
+        if prefers_html(request.headers.getlist("accept")):
+            page = html_page(parse_report(content, "/kernels"), service.model_names[0])
+            return HTMLResponse(page, headers={"Vary": "Accept"})
+        response = json_response(content)
+        response.headers["Vary"] = "Accept"
+        return response
 
     app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)(health)
     app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(health)

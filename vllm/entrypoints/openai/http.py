@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 _REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _JSON_TYPES = ("application/json", "text/json")
+_WEIGHT = re.compile(r"[01](\.\d{0,3})?")  # of a media type in Accept
 _MAX_DEPTH = 128
 _BODY_TIMEOUT_S = 120.0
 _SEND_TIMEOUT_S = 60.0
@@ -115,6 +116,19 @@ class GateMiddleware:
                 logger.info(
                     "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
                 )
+
+
+def prefers_html(accept: Sequence[str]) -> bool:
+    """Whether `Accept` headers ask for a page rather than JSON, as those of a browser do: text/html
+    has the greatest weight, and of equal ones comes first."""
+    wanted = []
+    for position, item in enumerate(",".join(accept).split(",")):
+        media, *parameters = (part.strip().lower() for part in item.split(";"))
+        weight = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        value = float(weight) if _WEIGHT.fullmatch(weight) else 0.0
+        wanted.append((-value, position, media))
+    lowest, _, media = min(wanted)
+    return lowest < 0 and media == "text/html"
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:

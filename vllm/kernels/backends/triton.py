@@ -54,13 +54,15 @@ def _heads(problem: Problem) -> list[Reason]:
 def _columns_per_scale(problem: Problem) -> list[Reason]:
     assert isinstance(problem, LinearProblem | MoEProblem)
     columns = problem.weight.block[1]
-    step = gcd(shared.cut_columns(problem).refined(columns), _GROUP) if columns else _GROUP
+    if columns and isinstance(problem, MoEProblem):  # by a finer grid, where blocks are partial
+        columns = shared.cut_columns(problem).refined(columns)
+    step = gcd(columns, _GROUP) if columns else _GROUP
     text = f"scale blocks leave steps of {step} columns, and it takes {_LEAST_STEP} or more"
     return shared.shape_reasons((step < _LEAST_STEP, text))
 
 
 SPECS = (
-    _Block(family="linear", check=_columns_per_scale),
+    _Block(family="linear", pads=True, check=_columns_per_scale),
     _Block(family="moe", layouts=_LAYOUTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),

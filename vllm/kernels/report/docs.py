@@ -119,14 +119,23 @@ preference with every reason against it. All reports show the same decisions:
 
 - `vllm kernels explain MODEL --device sm_100 --libs all`: on any machine, without the chip and the
   weights. `--json` for programs, `--html FILE` for a browser, `--diff A.json B.json` for the effect
-  of a change, `--for vllm` or `--for sglang` for [upstream's flags](#flags-of-upstream-engines).
-- `GET /kernels` of a running server, and `vllm serve --dump-decisions FILE`: the decisions in
-  force, as JSON.
+  of a change, with `--html FILE` as a page too; `--for vllm` or `--for sglang` for
+  [upstream's flags](#flags-of-upstream-engines).
+- `GET /kernels` of a running server: the decisions in force, as a page in a browser
+  (`Accept: text/html` first), as JSON for all other clients.
+- `vllm serve --dump-decisions FILE`: the same JSON.
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
 
 `explain` and the engine decide by one function of the same facts. `tests/select/test_one_truth.py`
-asks both 2,000 random questions and compares every layer, candidate and reason.
+asks both 2,000 random questions and compares every layer, candidate and reason, on the page too.
+
+The page is one file that needs no network: layers down, candidates across, a split as ranges of M
+(the number of tokens of a step) in one cell. The colour of a cell is the kind of its verdict, the
+circle its evidence. Reasons, evidence and the estimated error stand beside the cell that the
+pointer or the keyboard selects (Tab, arrow keys; Esc closes), and in full in print. Rows are
+filtered by layer (`mlp.experts`, `*.5.mlp.*`) and by verdict. The element with the id `report` has
+the JSON of `--json`.
 """
 
 _MODELS = """
@@ -383,7 +392,7 @@ def _upstream() -> str:
         "flag does, which flags contradict each other (upstream takes one backend per kind of "
         "layer, this engine one per layer and number of tokens), and which also decide where "
         "another kernel serves here. With `--json` this is the field `upstream`; a page of "
-        "`--html` does not have it. Each entry has its sources and the release that a source "
+        "`--html` has it too. Each entry has its sources and the release that a source "
         "describes, `latest` for an undated page, or a month. Where that is not the current "
         "release, what it says is inferred for that one, and the output says so; what a source "
         "leaves open besides is marked as inferred below. Nothing of it was run here. A kernel "

@@ -75,10 +75,10 @@ def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
     if candidate.reasons:
         return [(str(reason.why), reason.text) for reason in candidate.reasons]
     kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
-    return [(kind, ", ".join(_how(candidate, decision.problem)))]
+    return [(kind, ", ".join([*how(candidate, decision.problem), grade_text(candidate.grade)]))]
 
 
-def _how(candidate: Candidate, problem: Problem) -> list[str]:
+def how(candidate: Candidate, problem: Problem) -> list[str]:
     """In which way a candidate computes the problem, as far as there is something to say."""
     facts = [
         f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
@@ -95,7 +95,7 @@ def _how(candidate: Candidate, problem: Problem) -> list[str]:
     specs = [spec for spec in registry.specs(problem.family) if spec.backend == candidate.backend]
     if specs and specs[0].compiles == COMPILERS[0]:
         facts.append("compiles for tens of seconds at a first start")
-    return [*facts, grade_text(candidate.grade)]
+    return facts
 
 
 def grade_text(grade: Grade) -> str:
@@ -261,8 +261,8 @@ def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     found = []
     if any(one.chosen and one.winner.grade is Grade.COMPILED for one in outcomes):
         found.append(
-            "Note: compiled: of such a kernel no result was compared on this chip: not run on "
-            "hardware. --require-evidence run keeps them out."
+            "Note: what is marked compiled was not run on hardware: none of its results was ever "
+            "compared on this chip. --require-evidence run keeps such kernels out."
         )
     if all(one.origin.rank != RANK_ACCURACY for one in outcomes):
         return found

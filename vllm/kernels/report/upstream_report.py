@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm.kernels.report import json_report
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import columns
 from vllm.kernels.report.upstream import Advice, Entry, Exclusion, Source, table
 
@@ -53,6 +55,12 @@ def command(found: Advice) -> str:
     variables = [s for s in found.settings if not s.startswith("-")]
     flags = [s for s in found.settings if s.startswith("-")]
     return " ".join([*variables, found.release.command, *flags])
+
+
+def content(report: Report, found: Advice | None) -> dict[str, Any]:
+    """What `vllm kernels explain --json` prints; found: with `--for ENGINE`."""
+    asked = {} if found is None else {"upstream": to_json(found)}
+    return {**json_report.report(*report), **asked}
 
 
 def to_json(found: Advice) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def select(
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     fits = problem.block_fit(False), problem.block_fit(True)
-    case = _Case(problem, fits, device, libs, policy, override, evidence)
+    grades = _grades(evidence) if evidence else {}
+    case = _Case(problem, fits, device, libs, policy, override, grades)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if policy.preferred:
         candidates.sort(key=lambda c: policy.preference_of(c.backend, problem.family) is None)
@@ -68,6 +69,7 @@ class _Case(NamedTuple):
     """What every candidate is judged by; what is the same for all is computed once.
 
     fits: how partial scale blocks are taken by a kernel of fixed blocks, and by one of any blocks.
+    grades: by backend, where there are times.
     """
 
     problem: Problem
@@ -76,7 +78,7 @@ class _Case(NamedTuple):
     libs: Libs
     policy: Policy
     override: Override | None
-    evidence: Evidence | None
+    grades: Mapping[str, Grade]
 
 
 class _Kernel(NamedTuple):
@@ -132,7 +134,7 @@ def _kernels(
 
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
-    fit = case.fits[not spec.blocks]
+    fit = case.fits[spec.refines]
     reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
@@ -152,7 +154,7 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
-    grade = _grade(kernel, case.evidence)
+    grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
     if not grade.reaches(policy.least_grade):
         origin = Origin(RANK_FLAG, f"--require-evidence {policy.least_grade}")
         text = f"{origin.text}, and it is only {grade} on {case.device.arch}"
@@ -162,14 +164,14 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     )
 
 
-def _grade(kernel: _Kernel, evidence: Evidence | None) -> Grade:
-    """What is known of a kernel for this problem on this chip."""
-    backend = kernel.spec.backend
-    timed = next((us for name, us in evidence.us if name == backend), ()) if evidence else ()
-    if evidence is not None and any(us is not None for us in timed):
-        is_other = evidence.is_near or any(other == backend for other, *_ in evidence.stale)
-        return Grade.ESTIMATED if is_other else Grade.MEASURED
-    return Grade.RUN if kernel.has_run else Grade.COMPILED
+def _grades(evidence: Evidence) -> dict[str, Grade]:
+    """What times are worth: those of another version or chip are estimates."""
+    stale = {backend for backend, *_ in evidence.stale}
+    return {
+        backend: Grade.ESTIMATED if evidence.is_near or backend in stale else Grade.MEASURED
+        for backend, us in evidence.us
+        if any(time is not None for time in us)
+    }
 
 
 def _best(

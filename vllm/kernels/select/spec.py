@@ -41,6 +41,9 @@ class KernelSpec:
     takes too long to build at a first call."""
     blocks: frozenset[tuple[int, int]] = frozenset()
     """Scale blocks it takes; empty for any."""
+    pads: bool = False
+    """It takes partial blocks as whole ones, filled up with zeros, though it takes blocks of any
+    size."""
     scales: tuple[tuple[str, Scales], ...] = ()
     """Form of scales by device family, `*` for every family."""
     n_align: int = 1
@@ -68,3 +71,8 @@ class KernelSpec:
     """Of its libraries."""
     check: Callable[[Problem], list[Reason]] | None = None
     """What data cannot say."""
+
+    @property
+    def refines(self) -> bool:
+        """Whether it takes partial blocks by a finer grid of scales."""
+        return not self.blocks and not self.pads

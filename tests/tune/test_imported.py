@@ -1,0 +1,355 @@
+"""Kernel times that others measured: what the shipped tables say of a problem."""
+
+import gzip
+import json
+import os
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from selection_cases import linear, moe
+from slowness import slowness
+
+from vllm.errors import ConfigError
+from vllm.formats.act_scheme import ActScheme
+from vllm.kernels import registry
+from vllm.kernels.evidence import imported
+from vllm.kernels.evidence.imported import (
+    BALANCED,
+    BANDS,
+    NUM_NEAR,
+    SHIPPED,
+    SKEWED,
+    find_imported,
+    imported_times,
+    parse_size,
+    read_imported,
+    size_text,
+    times_text,
+)
+from vllm.kernels.evidence.importing.check import (
+    against_ours,
+    compared,
+    held_out,
+    num_shapes,
+    slower_than_bf16,
+)
+from vllm.kernels.evidence.importing.kernels import KERNELS
+from vllm.kernels.evidence.importing.sources import SYSTEMS
+from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.evidence.tables import SHIPPED as OURS
+from vllm.kernels.evidence.tables import Chip, read_table
+from vllm.machine import Device
+
+B200, B300 = SYSTEMS["b200_sxm"].chip, SYSTEMS["b300_sxm"].chip
+TRTLLM, TRITON = "sglang_flashinfer_trtllm_moe", "sglang_fused_moe_triton"
+# Qwen3-235B-A22B's experts, which both frameworks measured.
+MEASURED = {"num_experts": 128, "top_k": 8, "hidden": 4096, "intermediate": 1536}
+# DeepSeek-V2-Lite's, which nobody did.
+NOT_MEASURED = {"num_experts": 64, "top_k": 6, "hidden": 2048, "intermediate": 1408}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+
+def table(chip: Chip, family: str = "moe") -> imported.ImportedTable:
+    (found,) = (found for found in find_imported(chip, family) if not found.is_near)
+    return found
+
+
+def split_of(times: imported.ImportedTimes):
+    able = tuple((name, None) for name, _ in times.us)
+    return Timings(times.source, times.tokens, times.us).best_split(able, (1, 16384))
+
+
+# ---------------------------------------------------------------- what the tables say
+
+
+def rows_of(chip: Chip, weight_format: str) -> tuple[int, dict[str, tuple]]:
+    kinds = [
+        kind
+        for kind in table(chip).kinds
+        if kind.format == weight_format and kind.routing == BALANCED
+    ]
+    return num_shapes(kinds), {one.label: one.ratios for one in compared(kinds)}
+
+
+@pytest.mark.parametrize(
+    ("system", "weight_format", "shapes", "label", "ratios"),
+    [
+        ("b200_sxm", "fp8-block", 4530, TRTLLM, (1.01, 1.01, 1.02, 1.10, 1.61)),
+        ("b200_sxm", "fp8-block", 4530, "deepgemm", (1.55, 1.29, 1.20, 1.10, 1.02)),
+        ("b200_sxm", "fp8-block", 4530, TRITON, (1.23, 1.25, 1.28, 1.49, 2.45)),
+        ("b200_sxm", "nvfp4", 5400, TRTLLM, (1.01, 1.04, 1.04, 1.06, 1.07)),
+        ("b200_sxm", "nvfp4", 5400, "moe_torch_flow_cutlass", (2.36, 2.21, 1.90, 1.63, 1.57)),
+        ("rtx_pro_6000_server", "fp8-block", 3705, TRITON, (1.02, 1.01, 1.00, 1.00, 1.00)),
+    ],
+)  # fmt: skip
+def test_geometric_means_are_those_of_the_measurements(
+    system, weight_format, shapes, label, ratios
+):
+    """As a README beside the measurements gives them, of files with all digits."""
+    num, found = rows_of(SYSTEMS[system].chip, weight_format)
+    assert num == shapes
+    assert found[label] == pytest.approx(ratios, abs=0.006)
+
+
+@pytest.mark.parametrize("chip", [B200, B300], ids=["B200", "B300"])
+@pytest.mark.parametrize("routing", [BALANCED, SKEWED])
+def test_fp8_experts_are_split_between_trtllm_and_deep_gemm(chip, routing):
+    times = imported_times(chip, moe(**MEASURED), routing)
+    (limit, few), (rest, many) = split_of(times)
+    assert (few, many, rest) == ("flashinfer-trtllm", "deep_gemm", None)
+    assert limit in ((128, 256) if routing == BALANCED else (64, 128))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit"), [({}, 256), ({"cut": 2}, 256), ({"cut": 4}, 2048)], ids=str
+)
+def test_the_limit_grows_as_a_rank_has_less_of_an_expert(ranks, limit):
+    """DeepSeek-V3's experts over more and more tensor-parallel ranks."""
+    size = {"num_experts": 256, "top_k": 8, "hidden": 7168}
+    problem = moe(**size, intermediate=2048 // ranks.get("cut", 1), **ranks)
+    parts = split_of(imported_times(B200, problem))
+    assert parts == ((limit, "flashinfer-trtllm"), (None, "deep_gemm"))
+
+
+@pytest.mark.parametrize("chip", [B200, B300], ids=["B200", "B300"])
+@pytest.mark.parametrize("sizes", [MEASURED, NOT_MEASURED], ids=["measured", "near"])
+def test_nvfp4_experts_go_to_trtllm(chip, sizes):
+    times = imported_times(chip, moe("nvfp4", **sizes))
+    assert split_of(times) == ((None, "flashinfer-trtllm"),)
+    clear = [lead.backend for lead in times.leads() if lead.is_clear]
+    assert len(clear) > len(times.tokens) / 2 and set(clear) == {"flashinfer-trtllm"}
+
+
+def test_the_fastest_has_a_lead_over_the_next_and_is_clear_beyond_the_error():
+    times = imported_times(B200, moe(**MEASURED))
+    us = dict(times.us)
+    for lead, error, *both in zip(
+        times.leads(), times.error, us["flashinfer-trtllm"], us["deep_gemm"]
+    ):
+        assert lead.lead == pytest.approx(max(both) / min(both) - 1)
+        assert lead.is_clear == (lead.lead > error)
+    assert {lead.is_clear for lead in times.leads()} == {True, False}
+
+
+def test_the_tensor_parallel_half_of_a_size_is_what_was_measured_with_two_ranks():
+    whole = imported_times(B200, moe(**MEASURED))
+    half = imported_times(B200, moe(**{**MEASURED, "intermediate": 768}, cut=2))
+    assert (whole.sizes, half.sizes) == (("4096x1536x8x128/1",), ("4096x768x8x128/1",))
+    assert half.distance == 0 and max(dict(half.us)["deep_gemm"]) < max(dict(whole.us)["deep_gemm"])
+    apart = imported_times(B200, moe(**MEASURED, cut_experts=4))
+    assert apart.sizes == ("4096x1536x8x128/4",)
+
+
+# ---------------------------------------------------------------- near sizes
+
+
+def test_a_size_that_nobody_measured_is_estimated_from_near_ones():
+    times = imported_times(B200, moe(**NOT_MEASURED))
+    assert 0 < times.distance <= imported.MAX_DISTANCE and len(times.sizes) == NUM_NEAR
+    assert "estimated from" in times.source and "AIConfigurator" in times.source
+    near = [dict(at(size).us)["deep_gemm"] for size in times.sizes]
+    own = dict(times.us)["deep_gemm"]
+    for column, us in zip(zip(*near), own):
+        assert min(column) * 0.5 < us < max(column) * 2
+    # The error of the estimate comes on top.
+    exact = imported_times(B200, moe(**MEASURED))
+    assert all(a > b for a, b in zip(times.error, exact.error))
+
+
+def at(size: str) -> imported.ImportedTimes:
+    return table(B200).kind("fp8-block", "silu", BALANCED).at(parse_size(size))
+
+
+def test_a_size_far_from_all_has_no_times():
+    assert imported_times(B200, moe(num_experts=4, top_k=4, hidden=64, intermediate=64)) is None
+
+
+def test_twice_the_weights_take_more_time_but_not_twice_as_much():
+    kind = table(B200).kind("fp8-block", "silu", BALANCED)
+    (one,) = kind.near((4096, 1536, 8, 128, 1))
+    near = kind.near((4096, 1536, 8, 128, 1), skip=lambda size: size == (4096, 1536, 8, 128, 1))
+    assert one.scale == 1 and near[0].distance > 0
+    for other in near:
+        weights = imported.num_weights((4096, 1536, 8, 128, 1))
+        ratio = weights / imported.num_weights(parse_size(other.text))
+        assert other.scale == pytest.approx(ratio**0.5)
+    assert all(a.pull >= b.pull for a, b in pairwise(near))
+
+
+def test_both_backends_are_estimated_from_the_same_sizes():
+    kind = table(B200).kind("fp8-block", "silu", BALANCED)
+    only_one = next(
+        size
+        for size in map(parse_size, kind.by_backend["flashinfer-trtllm"])
+        if size_text(size) not in kind.by_backend["deep_gemm"]
+    )
+    times = kind.at(only_one)
+    assert len(times.us) == 2 and size_text(only_one) not in times.sizes
+    assert all(None not in us for _, us in times.us)
+
+
+def test_choosing_by_near_sizes_costs_little():
+    """The goal is 1.05 of the fastest where whole models are left out."""
+    for chip in (B200, B300):
+        for routing in (BALANCED, SKEWED):
+            kind = table(chip).kind("fp8-block", "silu", routing)
+            model, single, *fixed = held_out(kind)
+            assert (model.num_sizes, model.num_unknown) == (240, 4)
+            assert model.mean <= 1.02 and single.mean <= 1.01
+            assert model.mean < min(one.mean for one in fixed)
+            nvfp4, *_ = held_out(table(chip).kind("nvfp4", "silu", routing))
+            assert nvfp4.mean <= 1.03
+
+
+# ---------------------------------------------------------------- what is not answered
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        moe(layout="batched"),
+        moe(activation="gelu"),
+        moe(intermediate=500),
+        moe(dtype="fp16"),
+        moe(act=(ActScheme.NONE,)),
+        moe("int4-group[128]"),
+        linear("fp8-tensor"),
+        linear("nvfp4"),
+        linear(n=960, parts=(576, 192, 192), cut_n=32),
+    ],
+    ids=str,
+)
+def test_a_problem_that_others_did_not_measure_has_no_times(problem):
+    assert imported_times(B200, problem) is None
+
+
+@pytest.mark.parametrize("system", ["h100_sxm", "h200_sxm"])
+def test_nothing_ranks_by_them_where_we_measure(system):
+    chip = SYSTEMS[system].chip
+    assert imported_times(chip, moe(**MEASURED)) is None
+    assert table(chip).times(moe(**MEASURED)) is not None
+
+
+def test_chips_are_told_apart():
+    rtx_5090 = Chip(Device.parse("sm_120"), 170)
+    assert imported_times(SYSTEMS["rtx_pro_6000_server"].chip, moe("nvfp4")) is not None
+    assert imported_times(rtx_5090, moe("nvfp4")) is None
+    assert imported_times(Chip(Device.parse("cpu")), moe()) is None
+    other_memory = replace(SYSTEMS["l40s"].chip, memory_gb_per_s=960)
+    assert "another chip" in imported_times(other_memory, linear("bf16")).source
+
+
+def test_peers_rank_nothing():
+    times = imported_times(B200, moe(num_experts=256, top_k=8, hidden=4096, intermediate=2048))
+    assert {name for name, _ in times.us} == {"flashinfer-trtllm", "deep_gemm"}
+    assert {name for name, _ in times.peers} == {"sglang-triton"}
+    assert all(len(us) == len(times.tokens) for _, us in (*times.us, *times.peers))
+
+
+# ---------------------------------------------------------------- the tables as files
+
+
+def test_every_table_names_its_source_and_is_small():
+    paths = sorted(SHIPPED.glob("*.json.gz"))
+    assert len(paths) == 2 * len(SYSTEMS)
+    assert sum(path.stat().st_size for path in paths) < 2_000_000
+    notice = (SHIPPED.parents[3] / "NOTICE").read_text()
+    for path in paths:
+        found = read_imported(path)
+        assert path.name == imported.file_name(found.chip, found.family)
+        assert (found.project, found.licence) == ("AIConfigurator", "Apache-2.0")
+        assert found.commit in notice
+        date, _, command = found.derived.partition(" by ")
+        assert date in notice and command in notice
+
+
+def test_every_backend_is_one_of_ours_and_every_kernel_has_a_reason():
+    for kernel in KERNELS:
+        assert kernel.why
+        assert not kernel.backend or kernel.backend in registry.backend_names(kernel.family)
+    for path in SHIPPED.glob("*.json.gz"):
+        found = read_imported(path)
+        for kind in found.kinds:
+            assert set(kind.by_backend) <= set(registry.backend_names(found.family))
+            assert not any(one.backend and one.fault for one in kind.series)
+            assert len(kind.error) == len(BANDS) and min(kind.error) > 0
+
+
+def test_times_have_three_digits():
+    assert times_text([7.1234, 12.345, 999.6, 1234.5, None]) == "7.12 12.3 1000 1230 -"
+    assert imported.parse_times("7.12 1230 -") == (7.12, 1230.0, None)
+
+
+def test_a_broken_table_is_named(tmp_path):
+    folder = tmp_path / "kernel_tables" / imported.FOLDER
+    folder.mkdir(parents=True)
+    whole = (SHIPPED / "sm_100_moe.json.gz").read_bytes()
+    path = folder / "sm_100_moe.json.gz"
+    for content in (whole[:1000], b"{}", whole[:20] + b"\0" * 50):
+        path.write_bytes(content)
+        read_imported.cache_clear()
+        with pytest.raises(ConfigError, match=rf"{path} is no table .* vllm kernels import"):
+            imported_times(B200, moe(**MEASURED))
+    read_imported.cache_clear()
+
+
+def test_a_table_of_the_user_comes_first(tmp_path):
+    folder = tmp_path / "kernel_tables" / imported.FOLDER
+    folder.mkdir(parents=True)
+    own = folder / "sm_100_moe.json.gz"
+    os.link(SHIPPED / own.name, own)
+    first, second = find_imported(B200, "moe")
+    assert (first is read_imported(own), second is read_imported(SHIPPED / own.name)) == (
+        True,
+        True,
+    )
+
+
+def test_reading_and_asking_take_less_than_20_ms():
+    def seconds() -> float:
+        read_imported.cache_clear()
+        imported.parse_times.cache_clear()
+        start = time.perf_counter()
+        imported_times(B200, moe(**NOT_MEASURED))
+        imported_times(B200, linear("bf16", n=5000))
+        return time.perf_counter() - start
+
+    # Half as much again: decompressing does not slow down as the yardstick does.
+    assert min(seconds() for _ in range(5)) < 0.02 * 1.5 * slowness()
+
+
+# ---------------------------------------------------------------- other checks
+
+
+def test_cases_where_bf16_is_faster_than_fp8_are_listed():
+    found, num_compared = slower_than_bf16(table(B200))
+    assert 0 < len(found) < num_compared / 2
+    assert all(one.us > one.bf16_us for one in found)
+    assert [one.ratio for one in found] == sorted((one.ratio for one in found), reverse=True)
+    names = {(one.format, one.name) for one in found}
+    # A single token reads no more than its experts: quantising it is what counts.
+    assert ("fp8-block", "flashinfer-trtllm") in names
+    assert not any("min-latency" in name for _, name in names)
+    layers, _ = slower_than_bf16(table(B200, "linear"))
+    assert {one.name for one in layers if one.format == "fp8-block"} == {"deep_gemm"}
+
+
+def test_what_we_measured_too_agrees_with_the_imported_times():
+    """DeepGEMM of an H100: ours, with quantisation, over SGLang's. Every band within 20 %."""
+    ours = read_table(OURS / "sm_90_132_3352.json")
+    (one,) = against_ours(table(SYSTEMS["h100_sxm"].chip, "linear"), ours)
+    assert one.name == "deep_gemm / deep_gemm" and one.num_shapes > 200
+    assert all(0.83 < ratio < 1.2 for ratio in one.ratios)
+
+
+def test_a_table_is_json():
+    content = json.loads(gzip.decompress((SHIPPED / "sm_100_moe.json.gz").read_bytes()))
+    assert content["source"]["url"] == "https://github.com/ai-dynamo/aiconfigurator"
+    kernel = content["kinds"][0]["kernels"][0]
+    assert {"measured_by", "label", "name", "backend", "why", "fault", "us"} == set(kernel)
