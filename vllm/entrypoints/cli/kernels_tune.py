@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
@@ -157,14 +158,13 @@ def _limits(args: argparse.Namespace, jobs: Sequence[Job], device: Device) -> tu
 
 def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: Libs) -> str:
     """The selector's decisions with the table, without overrides."""
-    selection = Selection(device, libs, Policy(), (table,))
+    selection = Selection(device, libs, Policy(), Known((table,)))
     lines = []
     for problem in problems:
         decision = selection.decide(str(problem), problem)
-        choice = text_report.expectation_of(decision)
-        if choice is not None:
+        if line := text_report.expected_line(decision):
             lines.append(text_report.outcome(decision).partition(" (")[0])
-            lines.append(f"    {text_report.expectation_text(choice)}")
+            lines.append(f"    {line}")
     return "\n".join(lines)
 
 

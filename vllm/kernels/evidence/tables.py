@@ -17,6 +17,7 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.files import write_atomically
@@ -122,7 +123,7 @@ class Table:
             tuple(tokens),
             tuple((name, tuple(map(own.get, tokens))) for name, own in us.items()),
             stale,
-            self.is_near,
+            Grade.ESTIMATED if self.is_near else Grade.MEASURED,
         )
 
     def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
@@ -186,7 +187,7 @@ def _filled(first: Timings, second: Timings, here: Collection[str] | None) -> Ti
         tuple(columns),
         tuple((name, tuple(map(times.get, columns))) for name, times in us.items()),
         first.stale + tuple(entry for entry in second.stale if entry[0] in added),
-        first.is_near,
+        first.grade,
     )
 
 

@@ -254,13 +254,14 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us", "stale", "is_near")
+    node.allow("source", "tokens", "us", "stale", "grade", "error")
     tokens = _read(node["tokens"], tuple[int, ...])
     row = GenericAlias(tuple, (float | None,) * len(tokens))
     us = tuple((name, _read(node["us"][name], row)) for name in node["us"].fields())
     stale = _read(node["stale"], tuple[tuple[str, str, str], ...])
-    is_near = node["is_near"].of(bool)
-    return Timings(node["source"].of(str), tokens, us, stale, is_near)
+    grade = node["grade"].parsed(Grade)
+    error = _read(node["error"], tuple[tuple[str, tuple[float, ...]], ...])
+    return Timings(node["source"].of(str), tokens, us, stale, grade, error)
 
 
 def _problem(node: _Node) -> Problem:

@@ -12,7 +12,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.cost_model import RANGES, Fitted, Sizes, kind_of
-from vllm.kernels.evidence.estimates import Costs, Estimated
+from vllm.kernels.evidence.estimates import Costs
 from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.evidence.tables import Chip, Table
 from vllm.kernels.report.question import libs_of
@@ -70,7 +70,7 @@ def _case(
     kind: str,
     problem: Measurable,
     measured: Timings,
-    estimated: Estimated | None,
+    estimated: Timings | None,
     libs: Libs,
 ) -> Case | None:
     """None where what is chosen was not measured for any number of tokens."""
@@ -90,7 +90,7 @@ def _case(
     return Case(chip, kind, problem, by_estimate.chosen or "", choice, default, off)
 
 
-def _off(measured: Timings, estimated: Estimated) -> tuple[tuple[int, str, float], ...]:
+def _off(measured: Timings, estimated: Timings) -> tuple[tuple[int, str, float], ...]:
     known = {(m, name): us for name, times in measured.us for m, us in zip(measured.tokens, times)}
     return tuple(
         (m, name, log(us / true))
