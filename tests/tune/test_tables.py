@@ -192,7 +192,7 @@ def test_what_was_measured_with_another_version_says_so_and_yields_to_what_was_n
     assert not timings_of(tables[:1], linear(), {"c": "lib 3"}).stale
 
 
-def test_problems_that_a_size_does_not_describe_are_in_no_table():
+def test_a_row_holds_for_problems_of_its_size_alone():
     own = table(deep_gemm=ENTRY)
     assert own.timings(linear()) is not None and own.timings(linear(bias=True)) is not None
     assert own.timings(linear(parts=(2048, 1024, 1024))) is not None
@@ -203,6 +203,38 @@ def test_problems_that_a_size_does_not_describe_are_in_no_table():
     assert experts.timings(moe()) is not None
     for changes in ({"cut_experts": 8}, {"layout": "batched"}, {"intermediate": 192, "cut": 4}):
         assert experts.timings(moe(**changes)) is None
+    batched = moe(layout="batched")
+    assert Table(H100, "", {batched.size_key: {"triton": ENTRY}}).timings(batched) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "size_key"),
+    [
+        (linear(), "fp8-block[128x128]:4096x4096 bf16 dynamic-group128,none"),
+        (moe(), "fp8-block[128x128]:256x512x2048x8 bf16 dynamic-group128,none"),
+        (moe(intermediate=256, cut=2),
+         "fp8-block[128x128]:256x256x2048x8 bf16 dynamic-group128,none"),
+        (moe(cut_experts=4), "fp8-block[128x128]:256/4x512x2048x8 bf16 dynamic-group128,none"),
+        (moe(intermediate=64, cut=8),
+         "fp8-block[128x128]:256x64x2048x8 bf16 dynamic-group128,none, "
+         "padded to 128x2048, refined to 64x64 blocks"),
+        (linear(n=128, k=2048, parts=(64, 64), cut_n=8),
+         "fp8-block[128x128]:128x2048 bf16 dynamic-group128,none, "
+         "padded to 256x2048, refined to 64x128 blocks"),
+    ],
+)  # fmt: skip
+def test_a_size_key_says_what_speed_depends_on(problem, size_key):
+    assert problem.size_key == size_key
+    path = user_folder() / H100.file_name
+    write_table(path, Table(H100, "", {size_key: {"deep_gemm": ENTRY}}))
+    assert timings_of([read_table(path)], problem) is not None
+
+
+def test_tokens_of_experts_that_ranks_share_are_timed_as_floats():
+    whole = moe(intermediate=256)
+    experts = Table(H100, "", {whole.size_key: {"triton": ENTRY}})
+    assert experts.timings(whole).us == (("triton", (4.0, 7.5)),)
+    assert experts.timings(replace(whole, cut=2)).us == (("triton", (5.25, 7.5)),)
 
 
 @pytest.mark.parametrize(
@@ -385,11 +417,6 @@ def test_regret_is_3_percent_on_average_and_10_at_worst(without):
 def test_the_libraries_of_these_tests_say_what_is_built():
     assert libs_without(()).get(BUILD) is not None
     assert ask(linear(), "90", libs_without(("deep_gemm",))).chosen == "cutlass"
-
-
-def test_experts_that_ranks_share_are_in_no_table():
-    experts = Table(H100, "", {moe().size_key: {"triton": ENTRY}})
-    assert experts.timings(moe(cut=4)) is None
 
 
 def test_estimates_of_two_chips_are_not_mixed():

@@ -72,10 +72,10 @@ def test_token_counts_up_to_512_are_sizes_of_captured_graphs():
 
 def test_one_problem_is_measured_once_and_what_offers_no_choice_is_told():
     merged = linear(parts=(2048, 2048), bias=True)
-    planned = plan([linear(), merged, linear("bf16"), linear(parts=(4000, 96))], H100, LIBS["all"])
-    assert {str(j.problem) for j in planned.jobs} == {str(linear())}
+    partial = linear(parts=(4000, 96))  # padding makes it another size
+    planned = plan([linear(), merged, linear("bf16"), partial], H100, LIBS["all"])
+    assert {str(j.problem) for j in planned.jobs} == {str(linear()), str(partial)}
     assert any("torch alone" in note for note in planned.notes)
-    assert any("partial scale blocks" in note for note in planned.notes)
 
 
 def test_what_is_broken_or_quarantined_is_not_planned():

@@ -104,8 +104,7 @@ class Costs:
                 if not low <= size * REACH <= high * REACH * REACH:
                     return None
                 is_beyond = True
-        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
-        kernels = kind.quantised if takes else kind.unquantised
+        kernels = kind.quantised if problem.comes_quantised else kind.unquantised
         stale = _stale(kernels.versions, tuple(versions.items())) if versions else ()
         is_far = is_beyond or self.fitted.is_near
         error = kernels.error_beyond if is_far else kernels.error

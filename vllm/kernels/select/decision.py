@@ -20,6 +20,10 @@ Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
 
+ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
+"""By backend a number for each token count; None where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence(ABC):
     """What is known of the times of one problem on one kind of chip.
@@ -28,15 +32,17 @@ class Evidence(ABC):
     says; None where that was not measured. source: which table says so, and how old it is. stale:
     (backend, what was measured, what is here) where that is another version or build. grade: of
     the times that are not stale. error: by backend, the mean relative error for each of `tokens`
-    where the times are not measured here, () where they are.
+    where the times are not measured here, () where they are. noise: relative uncertainty of each
+    of `us`; () where it is not known.
     """
 
     source: str
     tokens: tuple[int, ...]
-    us: tuple[tuple[str, tuple[float | None, ...]], ...]
+    us: ByBackend
     stale: tuple[tuple[str, str, str], ...] = ()
     grade: Grade = Grade.MEASURED
     error: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    noise: ByBackend = ()
 
     @abstractmethod
     def best_split(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import Failure, add_failure
-from vllm.kernels.evidence.tables import TOKENS, Entry, Table, is_measurable, write_table
+from vllm.kernels.evidence.tables import TOKENS, Entry, Table, write_table
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem
@@ -66,11 +66,10 @@ def plan(
     specs = registry.specs("linear", device.family)
     measurable: dict[str, LinearProblem] = {}
     for problem in dict.fromkeys(problems):
-        if is_measurable(problem):
-            plain = replace(problem, bias=False, parts=(), cut_n=1, cut_k=1)
-            measurable.setdefault(problem.size_key, plain)
-        else:
-            notes.append(f"{problem}: its shards have partial scale blocks, which no table holds")
+        plain = replace(problem, bias=False)
+        if plain.block_fit(takes_any_block=False) is None:
+            plain = replace(plain, parts=(), cut_n=1, cut_k=1)
+        measurable.setdefault(problem.size_key, plain)
     for problem in measurable.values():
         own = list(_jobs_of(problem, device, libs, specs, tokens))
         if len(own) < 2:
