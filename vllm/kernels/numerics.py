@@ -353,6 +353,11 @@ class _Weights:
 
     def _codes(self, dtype: str, shape: tuple[int, ...], size: float) -> Tensor:
         """size: of the elements of a weight without scales."""
+        if len(shape) > 2:  # experts one by one: all of them as floats take four times the memory
+            stored = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            for one in stored:
+                one.copy_(self._codes(dtype, shape[1:], size))
+            return stored
         if dtype == "uint8":
             return torch.randint(0, 256, shape, generator=self._generator, device=self._device)
         deviation = _CODE_SIZES.get(dtype)

@@ -102,19 +102,19 @@ class Entry:
         }
         return replace(newer, **kept)
 
-    def cells(self, takes_quantised: bool) -> "dict[int, _Cell]":
+    def cells(self, takes_quantised: bool) -> "dict[int, Cell]":
         """By tokens; takes_quantised: whether what is before quantises for it."""
         us, skewed, noise = dict(self.us), dict(self.skewed_us), dict(self.noise)
         if takes_quantised:
             us |= dict(self.quantised_us)
             skewed |= dict(self.skewed_quantised_us)
-        return {m: _Cell(time, skewed.get(m), noise.get(m, 0.0)) for m, time in us.items()}
+        return {m: Cell(time, skewed.get(m), noise.get(m, 0.0)) for m, time in us.items()}
 
 
 _BY_TOKENS = ("us", "quantised_us", "skewed_us", "skewed_quantised_us", "noise")
 
 
-class _Cell(NamedTuple):
+class Cell(NamedTuple):
     """Of one kernel for one number of tokens: microseconds, evenly routed and skewed."""
 
     us: float
@@ -123,11 +123,11 @@ class _Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """What tables say of one problem. cells: by backend, by tokens."""
 
     source: str
-    cells: Mapping[str, Mapping[int, _Cell]]
+    cells: Mapping[str, Mapping[int, Cell]]
     stale: tuple[tuple[str, str, str], ...]
     is_near: bool
 
@@ -142,11 +142,11 @@ class _Row:
         own = {m: [kernel[m] for kernel in cells.values() if m in kernel] for m in tokens}
         is_mean = {m: all(cell.skewed_us is not None for cell in own[m]) for m in tokens}
 
-        def time(m: int, cell: _Cell) -> float:
+        def time(m: int, cell: Cell) -> float:
             both = [cell.us] if cell.skewed_us is None else [cell.us, cell.skewed_us]
             return sum(both) / len(both) if is_mean[m] else cell.us
 
-        def columns(of: Callable[[int, _Cell], float]) -> ByBackend:
+        def columns(of: Callable[[int, Cell], float]) -> ByBackend:
             return tuple(
                 (name, tuple(of(m, kernel[m]) if m in kernel else None for m in tokens))
                 for name, kernel in cells.items()
@@ -178,7 +178,7 @@ class Table:
         row = self.row(problem, versions)
         return None if row is None else row.timings()
 
-    def row(self, problem: Problem, versions: Mapping[str, str] | None) -> _Row | None:
+    def row(self, problem: Problem, versions: Mapping[str, str] | None) -> Row | None:
         if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
@@ -195,7 +195,7 @@ class Table:
         if stale:
             others += f"; {', '.join(name for name, *_ in stale)} in another version"
         source = f"{self.source} ({self.name}, {date}{others})"
-        return _Row(source, cells, stale, self.is_near)
+        return Row(source, cells, stale, self.is_near)
 
     def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
         """What was measured of this version of the backend."""
@@ -235,7 +235,7 @@ def timings_of(
     return reduce(partial(_filled, here=here), equals).timings()
 
 
-def _filled(first: _Row, second: _Row, here: Collection[str] | None) -> _Row:
+def _filled(first: Row, second: Row, here: Collection[str] | None) -> Row:
     """`first` with the kernels, and token counts of its kernels, that only `second` has.
 
     A count that some of the kernels were not measured for would favour the others: where `second`
@@ -248,7 +248,7 @@ def _filled(first: _Row, second: _Row, here: Collection[str] | None) -> _Row:
     cells = {name: {**theirs.get(name, {}), **ours.get(name, {})} for name in {**ours, **theirs}}
     if cells == ours:
         return first
-    return _Row(
+    return Row(
         f"{first.source} over {second.source}",
         {name: {m: own[m] for m in own if m in tokens} for name, own in cells.items()},
         first.stale + tuple(entry for entry in second.stale if entry[0] in added),
