@@ -45,9 +45,9 @@ def test_ranks_of_experts_add_up_to_all_of_them(checkpoint, tmp_path, layout, cu
 @pytest.mark.parametrize(
     ("layout", "size", "says"),
     [
-        ("modelopt-nvfp4", 48, r"\(down_proj\): 24 columns on each of 2 .* groups of 16"),
-        ("ct-int4-128", 128, r"\(down_proj\): 64 columns on each of 2 .* groups of 128"),
-        ("awq-32", 72, r"gate_proj: 36 rows on each of 2 .* cannot be packed by 8"),
+        ("modelopt-nvfp4", 48, r"\(down_proj\) on each of 2 .*: 24 columns .* groups of 16"),
+        ("ct-int4-128", 128, r"\(down_proj\) on each of 2 .*: 64 columns .* groups of 128"),
+        ("awq-32", 72, r"gate_proj, up_proj\) on each of 2 .*: 36 rows cannot be packed by 8"),
     ],
 )
 def test_groups_of_experts_that_ranks_would_cut_are_refused_with_the_size(

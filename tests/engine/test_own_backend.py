@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 from vllm.config.kernel import KernelConfig
 from vllm.entrypoints.cli.main import main
 from vllm.errors import ConfigError, KernelFailedError
-from vllm.executor.facts import facts_of
+from vllm.executor.facts import facts_of, probed_facts
 from vllm.kernels import own_backend, registry
 from vllm.kernels.evidence.passed import read_passed
 from vllm.kernels.evidence.quarantine import read_failures
@@ -138,11 +138,11 @@ def test_all_ranks_end_when_it_is_wrong_on_them(checkpoint, file):
 
 def test_ranks_with_other_files_are_told_apart(checkpoint, file):
     llm = load(checkpoint, kernel=[f"{DOWN}={file}:mine"])
-    name = "backends of files (--kernel)"
-    first = facts_of(llm.llm_engine.core.config)[name]
+    name = "backends of other packages and of files"
+    first = facts_of(llm.llm_engine.core.config, probed_facts())[name]
     file.write_text(FILE + "\n")
     KernelConfig(kernel=(f"{DOWN}={file}:mine",))
-    second = facts_of(llm.llm_engine.core.config)[name]
+    second = facts_of(llm.llm_engine.core.config, probed_facts())[name]
     assert first != second and first.startswith("mine.py ")
 
 

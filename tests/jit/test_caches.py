@@ -296,15 +296,15 @@ def test_machines_with_other_places_for_kernels_may_share_a_model(tmp_path, monk
     from tiny_models import build_model
 
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.executor.facts import facts_of
+    from vllm.executor.facts import facts_of, probed_facts
 
     build_model("qwen3").save_pretrained(tmp_path)
     config = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config()
-    here = facts_of(config)
+    here = facts_of(config, probed_facts())
     monkeypatch.setenv(name, "/local/disk")
-    assert facts_of(config) == here
+    assert facts_of(config, probed_facts()) == here
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    assert facts_of(config) != here
+    assert facts_of(config, probed_facts()) != here
 
 
 def write_modules(folder: Path, *names: str) -> None:

@@ -308,7 +308,7 @@ def test_code_that_comes_with_a_model_does_not_run_unless_trusted(folder):
     ("options", "says"),
     [
         ({"dtype": "int8"}, "--dtype 'int8'"),
-        ({"dtype": "bfloat"}, "did you mean bfloat16"),
+        ({"dtype": "bfloat61"}, "did you mean bfloat16"),
         ({"max_model_len": 0}, "--max-model-len 0"),
         ({"max_model_len": 10**6}, "--max-model-len 1000000"),
         ({"max_num_batched_tokens": 1}, "--max-num-batched-tokens 1"),

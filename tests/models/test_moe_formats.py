@@ -253,7 +253,7 @@ def test_an_expert_that_is_stored_both_ways_is_named(stored, tmp_path):
             r"experts\.0 \(down_proj\): 136 columns are not .* groups of 16",
         ),
         ("ct-int4-128", 192, r"experts\.0 \(down_proj\): 192 columns are not .* groups of 128"),
-        ("awq-32", 132, r"experts\.0\.gate_proj: 132 rows cannot be packed by 8"),
+        ("awq-32", 132, r"experts\.0 \(gate_proj, up_proj\): 132 rows cannot be packed by 8"),
     ],
 )
 def test_experts_that_are_not_of_whole_groups_are_named(checkpoint, tmp_path, layout, size, says):

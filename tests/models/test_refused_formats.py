@@ -138,7 +138,7 @@ def test_a_scale_that_cannot_be_is_named_with_its_value(
         ({"intermediate_size": 136}, "modelopt-nvfp4", "down_proj: 136 columns.*groups of 16"),
         ({"intermediate_size": 192}, "ct-int4-128", "down_proj: 192 columns.*groups of 128"),
         ({"intermediate_size": 192}, "awq-128", "down_proj: 192 columns.*groups of 128"),
-        ({"intermediate_size": 132}, "awq-32", "gate_proj: 132 rows cannot be packed by 8"),
+        ({"intermediate_size": 132}, "awq-32", "gate_up_proj: 132 rows cannot be packed by 8"),
     ],
 )
 def test_a_layer_that_is_not_of_whole_groups_is_named(checkpoint, tmp_path, changes, config, says):

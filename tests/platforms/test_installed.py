@@ -75,3 +75,19 @@ def test_a_gpu_that_torch_with_cuda_cannot_use_is_an_error_that_says_what_to_do(
     error = done.stderr.splitlines()[-1]
     assert "ConfigError" in error and "driver on your system is too old" in error
     assert "CUDA_VISIBLE_DEVICES=" in error and "2.13.0 with CUDA 13.0" in error
+
+
+@pytest.mark.parametrize("isa", [None, "portable"])
+def test_the_instruction_set_is_known_without_torch(isa):
+    code = (
+        "import sys\n"
+        "from vllm.platforms.installed import installed_device\n"
+        "device = installed_device()\n"
+        "assert 'torch' not in sys.modules\n"
+        "from vllm.platforms.probe import probe_device\n"
+        "assert probe_device() == device, (probe_device(), device)\n"
+        "print(device)"
+    )
+    env = {**os.environ, **({"VLLM_CPU_ISA": isa} if isa else {}), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.startswith(f"cpu:{isa or ''}"), done.stderr

@@ -4,7 +4,7 @@ Sizes are those of the whole model; `LinearSpec.shards` and `Dim` say what one r
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm.architectures.kv_cache import (
@@ -197,6 +197,11 @@ class Decoder:
     @property
     def has_experts(self) -> bool:
         return any(isinstance(layer.feed_forward, MoE) for layer in self.layers)
+
+    def with_tied_head(self) -> "Decoder":
+        """With an output projection that takes the embedding's weight, which is never quantised
+        whatever the config says of output projections."""
+        return replace(self, lm_head=replace(self.lm_head, may_quantize=False))
 
     def check_ranks(self, tp: int, ep: int) -> None:
         """ConfigError names the first size that does not divide by the ranks."""

@@ -4,7 +4,7 @@ They come from the description of the architecture, else from the shapes of the 
 are at hand, else from the fields of config.json alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,13 @@ class Layers:
 def layers_of(
     config: Mapping[str, Any],
     tensors: Callable[[], Mapping[str, TensorShape]] = dict,
+    names: Collection[str] = (),
 ) -> Layers:
     """tensors: those of the checkpoint by name, asked for where no description is; empty where they
-    are not at hand. CheckpointError for what is no config, or says too little."""
+    are not at hand. names: of those that are at hand anyway. CheckpointError for what is no config,
+    or says too little."""
     if is_described(config):
-        text, items = text_config(config), tuple(describe(config).items())
+        text, items = text_config(config), tuple(describe(config, names).items())
         if is_served(config):
             return Layers(text, items)
         names = ", ".join(map(str, config.get("architectures") or ())) or text["model_type"]

@@ -100,12 +100,15 @@ def model_type(config: Mapping[str, Any]) -> str:
     return str(text_config(config)["model_type"])
 
 
-def describe(config: Mapping[str, Any]) -> Decoder:
-    """The decoder of a config.json as read. CheckpointError names the field that is wrong."""
+def describe(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Decoder:
+    """The decoder of a config.json as read. tensors: names of those that the checkpoint has, as far
+    as they are at hand. CheckpointError names the field that is wrong."""
     text = text_config(config)
     architecture = text_architecture(text["model_type"])
     assert architecture is not None
-    return architecture.decoder(text)
+    decoder = architecture.decoder(text)
+    is_tied = ties_embeddings(config, known()[config["model_type"]], tensors)
+    return decoder.with_tied_head() if is_tied else decoder
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +135,24 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         texts = [name for name, one in known().items() if isinstance(one, Architecture)]
         raise _unknown_type("text_config of config.json", inner, texts)
     return text
+
+
+def ties_embeddings(
+    config: Mapping[str, Any], whole: Checkpointed, tensors: Iterable[str] = ()
+) -> bool:
+    """Whether the output projection is the embedding's weight: where config.json says so, and the
+    checkpoint of `whole` has no weight of its own for it among its `tensors`."""
+    parts = [config, text_config(config)] if composite(config["model_type"]) else [config]
+    said = (part.get("tie_word_embeddings", _ties(part["model_type"])) for part in parts)
+    return any(said) and all(whole.slot_name(name) != "lm_head.weight" for name in tensors)
+
+
+def _ties(name: str) -> bool:
+    """What is assumed of a model_type whose config.json does not say it."""
+    found = known().get(name)
+    if isinstance(found, Composite):
+        return found.ties_embeddings
+    return isinstance(found, Architecture) and bool(found.defaults.get("tie_word_embeddings"))
 
 
 def dtype_field(config: Mapping[str, Any]) -> Any:

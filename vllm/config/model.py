@@ -1,21 +1,23 @@
 """Which model is served, and what its own files say about it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Checkpointed
 from vllm.architectures.decoder import Decoder
-from vllm.architectures.registry import served, text_architecture
+from vllm.architectures.registry import served, text_architecture, ties_embeddings
 from vllm.config.hf_config import read_config
 from vllm.config.hf_overrides import check_architecture, check_effect, with_overrides
-from vllm.errors import CheckpointError, ConfigError, did_you_mean
+from vllm.errors import CheckpointError, ConfigError
+from vllm.kernels.report.question import dtype_of
+from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 from vllm.utils.hub import read_json_object, resolve_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16",
-                  "fp16": "float16"}  # fmt: skip
+_LONG_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _NEEDED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "vocab_size", "max_position_embeddings")  # fmt: skip
@@ -62,6 +64,11 @@ class ModelConfig:
         return self.load_format == "dummy"
 
     @property
+    def stored_dtype(self) -> str | None:
+        """Of weights that are not quantised, as config.json has it."""
+        return _stored_dtype(self.hf_config)
+
+    @property
     def vocab_size(self) -> int:
         return int(self.hf_text_config.vocab_size)
 
@@ -75,11 +82,10 @@ class ModelConfig:
         """The first of the classes that config.json names and the engine runs."""
         return served(self.architectures)
 
-    @property
-    def ties_embeddings(self) -> bool:
-        """Whether the output projection is the embedding's weight where it has none of its own."""
-        configs = (self.hf_config, self.hf_text_config)
-        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    def ties_embeddings(self, tensors: Iterable[str]) -> bool:
+        """Whether the output projection is the embedding's weight. tensors: names of those that the
+        checkpoint has."""
+        return ties_embeddings(self.hf_config.to_dict(), self.architecture, tensors)
 
     @property
     def architectures(self) -> list[str]:
@@ -103,6 +109,7 @@ class ModelConfig:
         revision: str | None = None,
         served_model_name: str | list[str] | None = None,
         dtype: str = "auto",
+        device: Device | None = None,
         max_model_len: int | None = None,
         quantization: str | None = None,
         load_format: str = "auto",
@@ -113,7 +120,10 @@ class ModelConfig:
         hf_overrides: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> "ModelConfig":
-        """Reads the model's config files; ConfigError or CheckpointError says what is wrong."""
+        """Reads the model's config files; ConfigError or CheckpointError says what is wrong.
+
+        device: what it is to run on, None for what this machine has.
+        """
         path = resolve_model(model, revision, weights=load_format != "dummy")
         overrides = hf_overrides or {}
         hf_config = load_hf_config(path, trust_remote_code, overrides)
@@ -135,7 +145,7 @@ class ModelConfig:
             served_model_name=tuple(dict.fromkeys(names or [model])),
             hf_config=hf_config,
             hf_text_config=text_config,
-            dtype=_resolve_dtype(dtype, text_config),
+            dtype=_resolve_dtype(str(dtype), hf_config, device or installed_device()),
             max_model_len=_resolve_max_model_len(max_model_len, text_config),
             is_max_model_len_given=max_model_len is not None,
             quantization=quantization,
@@ -251,20 +261,15 @@ def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
             setattr(config, key, value)
 
 
-def _resolve_dtype(dtype: str, config: Any) -> str:
-    name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
-    if name not in DTYPES:
-        raise ConfigError(
-            f"--dtype {dtype!r} is unknown: it takes {', '.join(DTYPES)}"
-            f"{did_you_mean(name, DTYPES)}"
-        )
-    if name != "auto":
-        return name
-    # float32 arithmetic is what CPUs are fast at; stored weights stay as small as they are.
-    if installed_device().kind == "cpu":
-        return "float32"
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return "float16" if stored == "float16" else "bfloat16"
+def _resolve_dtype(dtype: str, config: Any, device: Device) -> str:
+    asked = dtype.removeprefix("torch.")
+    return _LONG_NAMES[dtype_of(asked, {"dtype": _stored_dtype(config)}, device)]
+
+
+def _stored_dtype(config: Any) -> str | None:
+    """A multimodal config may have it outside of its text part alone."""
+    found = (getattr(part, "dtype", None) for part in (config.get_text_config(), config))
+    return next((str(dtype).removeprefix("torch.") for dtype in found if dtype is not None), None)
 
 
 def _resolve_max_model_len(asked: int | None, config: Any) -> int:

@@ -50,7 +50,7 @@ class KernelPreferences:
     is_exact: bool = False
 
     def for_device(self, model_type: str, device: Device) -> "KernelPreferences":
-        """With the model rule decided for another chip than the one of the configuration."""
+        """With the model rule decided for `device`, whatever chip it was decided for before."""
         if self.use_deep_gemm is not None and not self.model_rule:
             return self
         applies = self.requant == REQUANT[0] and not self.is_exact
@@ -59,7 +59,7 @@ class KernelPreferences:
 
 
 def make_policy(preferences: KernelPreferences, env: Mapping[str, Any]) -> Policy:
-    """env: `envs.kernel_variables()`. ConfigError for what contradicts itself."""
+    """env: the kernel variables that are set. ConfigError for what contradicts itself."""
     preferred, exclusions = _deep_gemm(preferences, env)
     overrides = [
         *_layer_overrides(preferences),

@@ -4,6 +4,7 @@ The engine and `vllm kernels explain` both get theirs here, so that they cannot 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm import envs
@@ -14,7 +15,8 @@ from vllm.config.model_rule import FALLBACK_MESSAGE
 from vllm.config.parallel import ParallelConfig
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.formats.readers.base import QuantizationConfig
-from vllm.kernels.evidence.tables import Chip, find_tables
+from vllm.kernels.evidence.known import Known
+from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.problems import layer_problems
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
@@ -25,19 +27,30 @@ from vllm.utils.deep_gemm import current_device, is_deep_gemm_supported
 logger = get_logger(__name__)
 
 
-def selection_for(
-    device: Device,
-    chip: Chip,
-    libs: Libs,
-    preferences: KernelPreferences,
-    env: Mapping[str, Any],
-    model_type: str,
-) -> Selection:
-    """chip: what measurements of `device` depend on. env: `envs.kernel_variables()`. ConfigError
-    for what contradicts itself."""
-    policy = make_policy(not_emulated(preferences), env)
-    selection = Selection(device, libs, policy, find_tables(chip))
-    emulate(selection, preferences, env, model_type)
+@dataclass(frozen=True)
+class Facts:
+    """What decisions depend on besides the model and the flags. libs: with the kernels in
+    quarantine. known: of kernel times on this chip. variables: by name, those that are set and
+    that kernel selection follows."""
+
+    device: Device
+    libs: Libs
+    known: Known = field(default_factory=Known)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chip: Chip, libs: Libs) -> "Facts":
+        """With the tables and variables of this machine. ConfigError for a table that is broken."""
+        return cls(chip.device, libs, Known.of(chip), envs.kernel_variables())
+
+
+def selection_for(facts: Facts, preferences: KernelPreferences, model_type: str) -> Selection:
+    """preferences: of the flags and the checkpoint; the model rule is decided here, for the chip of
+    `facts`. ConfigError for what contradicts itself."""
+    preferences, variables = preferences.for_device(model_type, facts.device), facts.variables
+    policy = make_policy(not_emulated(preferences), variables)
+    selection = Selection(facts.device, facts.libs, policy, facts.known, variables)
+    emulate(selection, preferences, variables, model_type)
     return selection
 
 
@@ -45,31 +58,26 @@ def warn_of_model_rule(
     model: ModelConfig,
     kernels: KernelConfig,
     parallel: ParallelConfig,
-    undecided: QuantizationConfig,
-    decided: QuantizationConfig,
+    quant: QuantizationConfig,
 ) -> None:
     """Says what serves instead of DeepGEMM, where the rule changes anything: it would have served a
     layer of this model on this machine."""
     if model.decoder is None or not is_deep_gemm_supported():
         return
     device = current_device()
+    facts = Facts.of(Chip(device), installed_kernel_libs(device))
     problems = layer_problems(
         model.hf_config.to_dict(),
-        decided,
+        quant,
         dtype=model.dtype,
         kv_format=model.dtype,
         tp=parallel.tensor_parallel_size,
+        ep=parallel.expert_parallel_size,
     )
+    ruled = kernels.preferences(quant)
     before, after = (
-        selection_for(
-            device,
-            Chip(device),
-            installed_kernel_libs(device),
-            kernels.preferences(quant),
-            envs.kernel_variables(),
-            model.model_type,
-        )
-        for quant in (undecided, decided)
+        selection_for(facts, preferences, model.model_type)
+        for preferences in (replace(ruled, requant="allow"), ruled)
     )
     instead = {
         after.decide(name, problem).chosen

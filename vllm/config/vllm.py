@@ -54,7 +54,7 @@ class VllmConfig:
         decided = with_model_rule(read, model.model_type, kernels.requant)
         object.__setattr__(self, "quant_config", decided)
         if read is not None and decided is not None and read is not decided and folder is not None:
-            warn_of_model_rule(model, kernels, self.parallel_config, read, decided)
+            warn_of_model_rule(model, kernels, self.parallel_config, decided)
 
     @property
     def snapshot_slots(self) -> range:

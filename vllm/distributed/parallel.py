@@ -1,19 +1,22 @@
 """The process groups of one rank, as layers use them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.groups import Group
 from vllm.distributed.layout import GROUPS, Layout, stage_layers
 
+Gather = Callable[[str, str, Iterable[int]], list[str]]
+
 
 @dataclass(slots=True)
 class Parallel:
     """layout: this rank's position. tensor, pipeline, data, expert, engine: its groups, as in
     `Layout.groups`; expert has one rank without expert parallelism. num_tokens_across_dp: tokens
-    of each rank of `data` in the current step. barrier(name): a barrier without a timeout; every
-    name is used once. timeout_s: the longest that one rank waits for another; None for one rank.
+    of each rank of `data` in the current step. gather(place, text, ranks): publishes a text and
+    waits, without a timeout, for those of `ranks`; all ranks call it, once for every place.
+    timeout_s: the longest that one rank waits for another; None for one rank.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -23,8 +26,12 @@ class Parallel:
     expert: Group = field(default_factory=Group)
     engine: Group = field(default_factory=Group)
     num_tokens_across_dp: tuple[int, ...] = ()
-    barrier: Callable[[str], None] = lambda place: None
+    gather: Gather = lambda place, text, ranks: [text for _ in ranks]
     timeout_s: float | None = None
+
+    def barrier(self, place: str) -> None:
+        """Waits for all ranks, without a timeout; every place is used once."""
+        self.gather(place, "", range(self.layout.num_ranks))
 
     def layers(self, num_layers: int) -> range:
         """The decoder layers of this rank's stage."""

@@ -1,13 +1,13 @@
 """Rendezvous of ranks: checks that they agree, and creates their process groups."""
 
-import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from vllm.distributed.agreement import check_same
 from vllm.distributed.groups import PeerError
 from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel, make_parallel
@@ -19,7 +19,7 @@ Address = tuple[str, int]
 # Ranks import torch and probe their devices first; a dead rank is noticed elsewhere.
 _START = timedelta(minutes=15)
 # Weight loading may differ by hours; a dead rank is noticed elsewhere.
-_BARRIER = timedelta(days=1)
+_LONGEST = timedelta(days=1)
 # NCCL's watchdog ends a process without naming the missing rank, so our own timeout comes first.
 _NCCL_GRACE_SECONDS = 20.0
 
@@ -61,21 +61,22 @@ def join(
             "several GPUs need NCCL, which this torch was built without; install torch for CUDA"
         )
     store = find_store(address)
-    check_agreement(store, layout, facts)
 
-    def barrier(place: str) -> None:
-        store.set(f"{place}/{layout.rank}", b"here")
-        keys = [f"{place}/{rank}" for rank in range(layout.num_ranks)]
-        store.wait(keys, _BARRIER)
+    def gather(place: str, text: str, ranks: Iterable[int]) -> list[str]:
+        store.set(f"{place}/{layout.rank}", text)
+        keys = [f"{place}/{rank}" for rank in ranks]
+        store.wait(keys, _LONGEST)
+        return [store.get(key).decode() for key in keys]
 
+    check_same(layout, gather, "facts", facts)
     # From here on, the timeout of a step applies.
-    barrier("start")
+    gather("start", "", range(layout.num_ranks))
     try:
         connect = _connect(layout, store, device_kind == "cuda", timeout_s)
         parallel = make_parallel(layout, is_expert_parallel, connect)
     except RuntimeError as error:
         raise PeerError(f"{layout} cannot connect to the other ranks: {error}") from error
-    parallel.barrier = barrier
+    parallel.gather = gather
     parallel.timeout_s = timeout_s
     return parallel
 
@@ -113,17 +114,3 @@ def _connect(
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def check_agreement(store: dist.Store, layout: Layout, facts: Mapping[str, str]) -> None:
-    """ConfigError where a fact of this rank is not that of rank 0."""
-    if layout.rank == 0:
-        store.set("facts", json.dumps(dict(facts)))
-        return
-    theirs = json.loads(store.get("facts"))
-    for name, own in facts.items():
-        if theirs.get(name) != own:
-            raise ConfigError(
-                f"{layout} and rank 0 disagree about {name}: {own} against {theirs.get(name)}; "
-                f"start all ranks with the same version, checkpoint, flags and variables"
-            )

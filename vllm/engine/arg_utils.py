@@ -27,6 +27,7 @@ from vllm.config.parallel import EXECUTOR_BACKENDS
 from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.grade import Grade
+from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -196,14 +197,18 @@ class EngineArgs:
         names = [f.name for f in dataclasses.fields(config)]
         return {name: getattr(self, name) for name in names if hasattr(self, name)} | resolved
 
-    def create_engine_config(self) -> VllmConfig:
-        """Resolves everything; raises ConfigError or CheckpointError."""
+    def create_engine_config(self, device: Device | None = None) -> VllmConfig:
+        """Resolves everything; raises ConfigError or CheckpointError.
+
+        device: what it is to run on, None for what this machine has.
+        """
+        device = device or installed_device()
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(
                 f"--load-format {self.load_format!r} is unknown: it takes {', '.join(LOAD_FORMATS)}"
             )
         model = self._arguments_of(
-            ModelConfig, revision=self.revision, hf_overrides=self.hf_overrides
+            ModelConfig, revision=self.revision, hf_overrides=self.hf_overrides, device=device
         )
         model_config = ModelConfig.load(**model)
         parallel_config = ParallelConfig(**self._arguments_of(ParallelConfig))
@@ -215,15 +220,15 @@ class EngineArgs:
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(**cache),
-            scheduler_config=self._scheduler_config(model_config, parallel_config),
+            scheduler_config=self._scheduler_config(model_config, parallel_config, device),
             parallel_config=parallel_config,
             kernel_config=KernelConfig(**self._arguments_of(KernelConfig, kernel=kernel)),
         )
 
     def _scheduler_config(
-        self, model_config: ModelConfig, parallel_config: ParallelConfig
+        self, model_config: ModelConfig, parallel_config: ParallelConfig, device: Device
     ) -> SchedulerConfig:
-        is_cpu = installed_device().kind == "cpu"
+        is_cpu = device.kind == "cpu"
         max_tokens = self.max_num_batched_tokens
         if max_tokens is None:
             max_tokens = CPU_BATCHED_TOKENS if is_cpu else GPU_BATCHED_TOKENS

@@ -1,8 +1,10 @@
 """The engine core: scheduler, executor and grammars, advanced one step at a time."""
 
 import gc
+import json
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
@@ -11,6 +13,7 @@ from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
+from vllm.errors import ConfigError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
 from vllm.executor.uniproc import UniprocExecutor
@@ -47,6 +50,9 @@ class EngineCore:
                            status.state, status.text)  # fmt: skip
         self.dp_coordinator = dp_coordinator
         self.executor = make_executor(config, rendezvous)
+        dump = config.kernel_config.dump_decisions
+        if dump is not None and config.parallel_config.data_parallel_rank == 0:
+            _dump(self.executor.kernels(), dump)
         self.config = config = self.executor.config
         snapshots = config.snapshot_slots
         self.scheduler = Scheduler(
@@ -239,3 +245,10 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         self.grammars.forget(request_id)
         self._reads_tokens.discard(request_id)
+
+
+def _dump(decisions: dict[str, Any], file: Path) -> None:
+    try:
+        file.write_text(json.dumps(decisions, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--dump-decisions {file}: cannot be written: {error}") from error

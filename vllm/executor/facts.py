@@ -1,8 +1,10 @@
-"""What must be equal on all ranks, as texts to compare."""
+"""The facts that decisions depend on: found out on each rank, and equal on all ranks."""
 
 import dataclasses
 import hashlib
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.selection import Facts
+from vllm.distributed.parallel import Parallel
 from vllm.kernels import registry
-from vllm.kernels.evidence.quarantine import read_failures
-from vllm.machine import Device
-from vllm.platforms.probe import probe_device
+from vllm.kernels.evidence.tables import missing_note
+from vllm.logger import get_logger
+from vllm.machine import Quarantined
+from vllm.platforms.probe import probe_chip, probe_libs
 from vllm.version import __version__
+
+logger = get_logger(__name__)
 
 # Variables that do not affect what is computed.
 _OWN_VARIABLES = frozenset(
@@ -32,35 +39,51 @@ _OWN_VARIABLES = frozenset(
 _OWN_FIELDS = frozenset({"data_parallel_rank", "dump_decisions"})
 
 
-def facts_of(config: VllmConfig) -> dict[str, str]:
-    """By name, causes before their consequences."""
-    names = sorted(name for name in envs.VARIABLES if envs.is_set(name))
-    variables = {name: str(envs.read(name)) for name in names if name not in _OWN_VARIABLES}
+def probed_facts() -> Facts:
+    """Of this machine; tries its libraries."""
+    chip = probe_chip()
+    if note := missing_note(chip):
+        logger.warning("%s; vllm kernels tune measures here", note)
+    return Facts.of(chip, probe_libs())
+
+
+def facts_of(config: VllmConfig, facts: Facts) -> dict[str, str]:
+    """What must be equal on all ranks, by name, causes before their consequences. A text that
+    lists several things separates them by semicolons.
+
+    Not the quarantine: `with_failures_of_all` makes that equal.
+    """
+    names = (name for name in envs.VARIABLES if envs.is_set(name) and name not in _OWN_VARIABLES)
     return {
-        "versions": f"vllm {__version__}, torch {torch.__version__}",
-        "the device": str(probe_device()),
-        "variables": json.dumps(variables),
-        "kernels in quarantine (vllm kernels quarantine)": _quarantined(),
-        "backends of files (--kernel)": _own_backends(),
-        "the checkpoint": _checkpoint(config.model_config.path),
-        "the configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
+        "versions": f"vllm {__version__}; torch {torch.__version__}",
+        "device": str(facts.device),
+        "variables": _listed(f"{name}={envs.texts()[name]}" for name in names),
+        "libraries": _listed(str(lib).replace("=", " ", 1) for lib in facts.libs.libs),
+        "tables of measured kernels": "; ".join(facts.known.digests()),
+        "backends of other packages and of files": _listed(
+            filter(None, (registry.code_version(spec.backend) for spec in registry.all_specs()))
+        ),
+        "checkpoint": _checkpoint(config.model_config.path),
+        "configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
     }
 
 
-def _quarantined() -> str:
-    """The quarantine entries that apply to this device; kernel decisions depend on them."""
-    arch = probe_device().arch
-    places = {
-        f"{f.backend} {f.version} {f.size_key}"
-        for f in read_failures()
-        if f.release == __version__ and Device.parse(f.device).arch == arch
-    }
-    return "; ".join(sorted(places)) or "none"
+def with_failures_of_all(facts: Facts, parallel: Parallel) -> Facts:
+    """With the quarantine of every rank, in which a kernel that failed on one counts for all."""
+    own = [dataclasses.astuple(failure) for failure in facts.libs.quarantined]
+    texts = parallel.gather("quarantine", json.dumps(own), range(parallel.layout.num_ranks))
+    found: dict[tuple[str, str], Quarantined] = {}
+    for rank, text in enumerate(texts):
+        for failure in itertools.starmap(Quarantined, json.loads(text)):
+            if rank > 0:
+                failure = dataclasses.replace(failure, text=f"{failure.text}, on rank {rank}")
+            found.setdefault((failure.backend, failure.size_key), failure)
+    libs = dataclasses.replace(facts.libs, quarantined=frozenset(found.values()))
+    return dataclasses.replace(facts, libs=libs)
 
 
-def _own_backends() -> str:
-    found = {registry.code_version(backend) for _, backend in registry.own_backends()}
-    return "; ".join(sorted(found)) or "none"
+def _listed(entries: Iterable[str]) -> str:
+    return "; ".join(sorted(set(entries)))
 
 
 def _checkpoint(folder: Path) -> str:

@@ -48,7 +48,7 @@ class GetOutput:
 
 
 class ShowKernels:
-    """Asks for the kernel decisions."""
+    """Asks for the kernel decisions, as a Report."""
 
 
 class Stop:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm import envs
 from vllm.config import VllmConfig
-from vllm.config.selection import selection_for
+from vllm.config.selection import Facts, selection_for
 from vllm.core.outputs import SchedulerOutput
 from vllm.distributed import world
 from vllm.distributed.custom_all_reduce import make_custom_all_reduce
@@ -16,19 +15,14 @@ from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
 from vllm.executor import prefetch
 from vllm.executor.base import Address
-from vllm.executor.facts import facts_of
-from vllm.kernels.evidence.tables import missing_note
+from vllm.executor.facts import facts_of, probed_facts, with_failures_of_all
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.selection import Selection
-from vllm.logger import get_logger
-from vllm.platforms.probe import probe_chip, probe_device, probe_libs
 from vllm.utils.startup import current_report
 from vllm.utils.torch_utils import DTYPES
 from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.model_runner import ModelRunner
-
-logger = get_logger(__name__)
 
 
 class UniprocExecutor:
@@ -39,26 +33,28 @@ class UniprocExecutor:
         self, config: VllmConfig, rendezvous: Address | None = None, layout: Layout | None = None
     ):
         """layout: this rank's position; None: the only rank of engine `data_parallel_rank`."""
-        parallel = Parallel()
         if layout is None:
             ranks = config.parallel_config
             use_device(ranks.data_parallel_rank, ranks.data_parallel_size)
             layout = engine_layout(config, 0)
         self.report = report = current_report()
         report.count_rest("imports")
-        if layout.num_ranks > 1:
-            assert rendezvous is not None
-            with report.phase("connecting ranks"):
-                parallel = _join(config, layout, rendezvous)
         with report.phase("libraries and device"):
             prefetch.finish()
             if torch.cuda.is_available():
                 use_caches()  # before a library is loaded
-            self.selection = make_selection(config)
+            facts = probed_facts()
             if torch.cuda.is_available():
-                triton = self.selection.libs.get("triton")
+                triton = facts.libs.get("triton")
                 MONITOR.watch(with_triton=triton is not None and not triton.broken)
-            warn_of_another_machine(self.selection.device, self.selection.libs)
+            warn_of_another_machine(facts.device, facts.libs)
+        parallel = Parallel()
+        if layout.num_ranks > 1:
+            assert rendezvous is not None
+            with report.phase("connecting ranks"):
+                parallel = _join(config, layout, rendezvous, facts)
+                facts = with_failures_of_all(facts, parallel)
+        self.selection = make_selection(config, facts)
         self.runner = ModelRunner(config, self.selection, report, parallel)
         MONITOR.serve()
         report.log(MONITOR.summary())
@@ -95,15 +91,15 @@ def engine_layout(config: VllmConfig, rank: int) -> Layout:
     )
 
 
-def _join(config: VllmConfig, layout: Layout, rendezvous: Address) -> Parallel:
-    ranks, kind = config.parallel_config, probe_device().kind
+def _join(config: VllmConfig, layout: Layout, rendezvous: Address, facts: Facts) -> Parallel:
+    ranks, kind = config.parallel_config, facts.device.kind
     parallel = world.join(
         layout,
         ranks.enable_expert_parallel,
         rendezvous,
         kind,
         ranks.distributed_timeout_seconds,
-        facts_of(config),
+        facts_of(config, facts),
     )
     if kind == "cuda" and parallel.tensor.size > 1:
         model = config.model_config
@@ -129,15 +125,8 @@ def use_device(index: int, num_neighbours: int) -> None:
     torch.cuda.set_device(index)
 
 
-def make_selection(config: VllmConfig) -> Selection:
-    chip = probe_chip()
-    if note := missing_note(chip):
-        logger.warning("%s; vllm kernels tune measures here", note)
-    return selection_for(
-        probe_device(),
-        chip,
-        probe_libs(),
-        config.kernel_config.preferences(config.quant_config),
-        envs.kernel_variables(),
-        config.model_config.model_type,
-    )
+def make_selection(config: VllmConfig, facts: Facts | None = None) -> Selection:
+    """facts: None for those of this machine."""
+    preferences = config.kernel_config.preferences(config.quant_config)
+    model_type = config.model_config.model_type
+    return selection_for(facts or probed_facts(), preferences, model_type)

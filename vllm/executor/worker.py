@@ -100,7 +100,7 @@ def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool)
         elif isinstance(message, messages.GetOutput):
             take()
         elif isinstance(message, messages.ShowKernels):
-            connection.send(executor.kernels())
+            connection.send(executor.selection.report())
         else:
             assert isinstance(message, messages.Stop)
             executor.shutdown()

@@ -21,6 +21,8 @@ from vllm.executor import local_ranks, messages
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.messages import Failure
 from vllm.executor.uniproc import engine_layout
+from vllm.kernels.report import json_report
+from vllm.kernels.report.report import Report
 from vllm.worker.kv_cache import fit_max_model_len
 
 # Time for ranks to report why a peer failed, and to end after `Stop`.
@@ -142,9 +144,12 @@ class WorkersExecutor:
         return result
 
     def kernels(self) -> dict[str, Any]:
-        self._send(self._connections[:1], messages.ShowKernels())
-        shown: dict[str, Any] = self._receive(0)
-        return shown
+        reports: list[Report] = []
+        for index, layout in enumerate(self._layouts):
+            if layout.tensor_rank == 0:
+                self._send([self._connections[index]], messages.ShowKernels())
+                reports.append(self._receive(index))
+        return json_report.report(*Report.of_stages(reports))
 
     def check_alive(self) -> None:
         """An idle rank sends nothing, so any message means that it ended."""

@@ -4,7 +4,7 @@ Standard library only: the choices for any model on any chip can be listed witho
 or a GPU. Where the engine runs an architecture, names, order and problems equal its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
@@ -37,6 +37,7 @@ class Quantization(Protocol):
     where it is not quantised."""
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
+    def misfit(self, names: Sequence[str], rows: Sequence[int], columns: int) -> str: ...
     def requant_error(self, weight: WeightFormat) -> float | None: ...
 
 
@@ -121,6 +122,7 @@ def layer_problems(
     tp: int = 1,
     ep: int = 1,
     layers: Layers | None = None,
+    stored_dtype: str | None = None,
 ) -> list[tuple[str, Problem]]:
     """(layer name, problem) of everything that one rank asks the selector, in the engine's order.
 
@@ -128,7 +130,8 @@ def layer_problems(
     not quantised are kept as the config says they are stored, unless that is wider. kv_format:
     element type of the KV cache. tp: tensor-parallel ranks. ep: expert-parallel ranks; with more
     than one, experts are dealt out whole and tp does not cut them. layers: those of the model where
-    its description does not say them.
+    its description does not say them. stored_dtype: of the weights that are not quantised, where
+    the checkpoint itself is known; None for what the config says.
 
     CheckpointError where the config is wrong, ConfigError where a size does not divide by the
     ranks or an argument is not known; both name the field.
@@ -140,7 +143,8 @@ def layer_problems(
     kv_format = _known("kv_format", _SHORT_NAMES.get(kv_format, kv_format), _CACHE_FORMATS)
     text = layers.text if layers else text_config(config)
     items = layers.items if layers else describe(config).items()
-    plain = WeightFormat(_weight_dtype(text, dtype)), (ActScheme.NONE,)
+    stored = stored_dtype or str(dtype_field(text)).removeprefix("torch.")
+    plain = WeightFormat(_weight_dtype(stored, dtype)), (ActScheme.NONE,)
 
     def of_item(name: str, item: Item, layer_format: LayerFormat) -> tuple[Problem, ...]:
         error = quant_config.requant_error(layer_format[0]) if quant_config else None
@@ -164,6 +168,28 @@ def layer_problems(
     return found
 
 
+def first_misfit(
+    items: Iterable[tuple[str, Item]], quant_config: Quantization, tp: int, ep: int
+) -> str:
+    """Of the first layer whose weights on one rank cannot be stored as the config says, its name
+    and why, as the engine refuses it; "" where all can."""
+    for prefix, item in items:
+        names = quantisable(prefix, item)
+        if not names:
+            continue
+        if isinstance(item, ExpertsSpec):
+            _, inner = item.per_rank(tp, ep)
+            shapes = [((inner, inner), item.hidden), ((item.hidden,), inner)]
+        else:
+            assert isinstance(item, LinearSpec)
+            regions = [region for _, region in item.shards("", 0, tp)]
+            shapes = [(tuple(r.shape[0] for r in regions), regions[0].shape[1])]
+        for rows, columns in shapes:
+            if text := quant_config.misfit(names, rows, columns):
+                return f"{prefix}{item.name}: {text}"
+    return ""
+
+
 def quantisable(prefix: str, item: Item) -> tuple[str, ...]:
     """Checkpoint names of the weights that the format of the layer is asked for."""
     if isinstance(item, ExpertsSpec):
@@ -175,10 +201,10 @@ def quantisable(prefix: str, item: Item) -> tuple[str, ...]:
     return ()
 
 
-def _weight_dtype(text: Mapping[str, Any], dtype: str) -> str:
+def _weight_dtype(stored: str, dtype: str) -> str:
     """Of weights that are not quantised: as stored, unless activations are narrower."""
-    stored = _SHORT_NAMES.get(str(dtype_field(text)).removeprefix("torch."))
-    return stored if stored and _ITEM_SIZES[stored] <= _ITEM_SIZES[dtype] else dtype
+    stored = _SHORT_NAMES.get(stored, stored)
+    return stored if _ITEM_SIZES.get(stored, 8) <= _ITEM_SIZES[dtype] else dtype
 
 
 def _known(name: str, value: str, known: tuple[str, ...]) -> str:

@@ -1,19 +1,17 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from vllm import envs
 from vllm.errors import ConfigError, nearest_names
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import Table, timings_of
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
+from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines, waits
 from vllm.kernels.select.decision import Candidate, Decision, NoKernelError, Record
 from vllm.kernels.select.policy import Policy, Preference
@@ -30,7 +28,8 @@ logger = get_logger(__name__)
 class Selection:
     """Asks `select` once per distinct problem and remembers which layers each answer covers.
 
-    tables: what was measured on this chip, the strongest first. is_emulated: the chip is not at
+    known: what is known of kernel times on this chip. variables: those that are set and
+    that `policy` follows. is_emulated: the chip is not at
     hand. emulated: by family, who chooses instead of this one. records: (layer, decision) in the
     order of asking. ledger: what was re-quantised at load.
     """
@@ -38,7 +37,8 @@ class Selection:
     device: Device
     libs: Libs
     policy: Policy
-    tables: Sequence[Table] = ()
+    known: Known = field(default_factory=Known)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     is_emulated: bool = False
     emulated: "dict[str, Selection]" = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Selection:
         if decision is None:
             specs = registry.specs(problem.family, self.device.family)
             versions = versions_here(problem.family, problem.format, self.device, self.libs)
-            timings = timings_of(self.tables, problem, versions)
+            timings = self.known.evidence(problem, versions)
             if self.is_emulated:
                 problem = replace(problem, dtype="bf16")  # as GPUs serve, whatever is served here
             decision = select(problem, self.device, self.libs, self.policy, specs, layer, timings)
@@ -163,17 +163,14 @@ class Selection:
         """Whether the host waits for a chosen kernel, so that no CUDA graph can hold a step."""
         return any(waits(decision) for _, decision in self.records)
 
+    def report(self) -> Report:
+        """What was decided so far."""
+        variables = json_report.variable_texts(self.variables)
+        return Report(self.device, self.libs, variables, self.records, self.ledger)
+
     def to_json(self) -> dict[str, Any]:
         """What GET /kernels and --dump-decisions show."""
-        return json_report.report(
-            self.device, self.libs, envs.kernel_variables(), self.records, self.ledger
-        )
-
-    def dump(self, file: Path) -> None:
-        try:
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--dump-decisions {file}: cannot be written: {error}") from error
+        return json_report.report(*self.report())
 
     def log(self) -> None:
         """One line per distinct decision with the layers it covers, and what was re-quantised."""

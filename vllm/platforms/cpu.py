@@ -18,12 +18,22 @@ def num_cores() -> int:
 
 def cpu_name() -> str:
     """As its vendor calls it; "CPU" where Linux does not say."""
+    return _cpuinfo("model name") or "CPU"
+
+
+def cpu_flags() -> list[str]:
+    """Extensions of its instruction set, as Linux names them."""
+    return _cpuinfo("flags").split()
+
+
+def _cpuinfo(name: str) -> str:
+    """Of the first core; "" where Linux does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "CPU")
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(found, "")
 
 
 def memory_limit() -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from vllm.kernels.evidence.tables import Chip
 from vllm.machine import Device, DeviceCapability
-from vllm.platforms.cpu import num_cores
+from vllm.platforms import native
+from vllm.platforms.cpu import cpu_flags, num_cores
 
 # CUdevice_attribute values of the driver API; the clock is in kHz, the width of the bus in bits.
 _NUM_SMS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
@@ -17,7 +18,8 @@ _MEMORY_CLOCK, _MEMORY_BUS_WIDTH = 36, 37
 
 def installed_device() -> Device:
     """The first visible GPU, or the CPU where there is none, no driver, or a torch without CUDA."""
-    return Device("cpu") if is_torch_for_cpus() else visible_gpu() or Device("cpu")
+    gpu = None if is_torch_for_cpus() else visible_gpu()
+    return gpu or Device("cpu", isa=native.cpu_isa(cpu_flags()))
 
 
 def visible_gpu() -> Device | None:

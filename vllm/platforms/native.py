@@ -12,12 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm import envs
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import tvm_ffi
 
 LIBRARY_DIR = Path(__file__).parents[1] / "lib"
 LIBRARY_NAME = "libvllm_kernels.so"
 MANIFEST_NAME = "arch_manifest.json"
+# What csrc/cpu/dispatch.cpp asks the chip for, the fastest first.
+_ISA_FLAGS = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": set[str](),
+}
 _BUILD_HINT = "run `make build`, or `pip install .` with a C++ compiler"
 
 
@@ -88,6 +98,19 @@ def manifest() -> dict[str, Any]:
     if not isinstance(content, dict) or not {"version", "compiler", "kernels"} <= content.keys():
         raise NativeLibraryError(f"{path} lacks version, compiler or kernels: {_BUILD_HINT}")
     return content
+
+
+def cpu_isa(flags: Collection[str]) -> str:
+    """The instruction set that the CPU kernels run on a chip with these flags, found out without
+    loading them; "" where there are none."""
+    if not (LIBRARY_DIR / LIBRARY_NAME).exists():
+        return ""
+    try:
+        built = manifest()["kernels"].get("cpu_linear", ())
+    except NativeLibraryError:
+        return ""
+    usable = (isa for isa, needed in _ISA_FLAGS.items() if isa in built and needed <= {*flags})
+    return envs.VLLM_CPU_ISA or next(usable, "")
 
 
 def gpu_archs() -> dict[str, tuple[str, ...]]:

@@ -5,13 +5,14 @@ the offsets it gives from its end (https://github.com/huggingface/safetensors, "
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
 
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # the widest first
 _MAX_HEADER = 100_000_000  # as the library has it
 
 
@@ -45,6 +46,17 @@ class StoredTensor:
         if len(content) != self.stop - self.start:
             raise _unreadable(self.file, f"it ends within {self.name}")
         return content
+
+
+def float_weight_dtype(tensors: Iterable[tuple[str, TensorShape]]) -> str | None:
+    """The widest type, as torch calls it, of weights that are not quantised: what they must be kept
+    in; None where there are none."""
+    found = {
+        stored.dtype
+        for name, stored in tensors
+        if len(stored.shape) == 2 and name.endswith(".weight") and stored.dtype in _FLOATS
+    }
+    return next((name for kind, name in _FLOATS.items() if kind in found), None)
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 from vllm.config.kernel import KernelConfig
-from vllm.config.selection import selection_for
+from vllm.config.selection import Facts, selection_for
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
@@ -85,9 +85,9 @@ def run_explain(args: argparse.Namespace) -> int:
         raise ConfigError("--for goes with MODEL or --layer: --diff compares what was decided")
     if args.diff:
         return _compare(Path(args.diff[0]), Path(args.diff[1]), args.json, args.html)
-    selection, variables, asked = _select(args)
-    refusal = _refusal(selection) or asked.refusal
-    records = selection.records
+    selection, asked = _select(args)
+    refusal = asked.refusal or _refusal(selection)
+    variables, records = json_report.variable_texts(selection.variables), selection.records
     report = Report(selection.device, selection.libs, variables, records, None, asked.facts)
     found = upstream.advice(records, args.engine) if args.engine else None
     if args.json:
@@ -119,8 +119,8 @@ class Asked(NamedTuple):
     refusal: str = ""
 
 
-def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str], Asked]:
-    """The selection after every layer has asked, and the variables that were set."""
+def _select(args: argparse.Namespace) -> tuple[Selection, Asked]:
+    """The selection after every layer has asked."""
     for text in args.env:
         _set_variable(text)
     given = {name: getattr(args, name) for name in _PREFERENCES}
@@ -128,15 +128,14 @@ def _select(args: argparse.Namespace) -> tuple[Selection, dict[str, str], Asked]
     device = question.device_of(args.device) if args.device else installed_device()
     libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
     asked = _problems(args, device)
-    preferences = config.preferences(asked.quant_config).for_device(asked.model_type, device)
-    variables = envs.kernel_variables()
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    selection = selection_for(device, chip, libs, preferences, variables, asked.model_type)
+    preferences = config.preferences(asked.quant_config)
+    selection = selection_for(Facts.of(chip, libs), preferences, asked.model_type)
     for name, problem in asked.problems:
         selection.decide(name, problem)
-    return selection, json_report.variable_texts(variables), asked
+    return selection, asked
 
 
 def _set_variable(text: str) -> None:
@@ -173,17 +172,22 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
 
 def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     """args: dtype, tp, ep and, where the command has it, kv_cache_dtype."""
+    from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
     from vllm.formats.readers.registry import quantization_methods
     from vllm.formats.stored_scales import with_stored_scales
-    from vllm.kernels.problems import layer_problems
+    from vllm.kernels.problems import first_misfit, layer_problems
     from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
+    from vllm.utils.safetensors_files import float_weight_dtype
 
     files = find_model(model)
-    layers = layers_of(files.config, files.tensors)
+    stored = files.local_tensors()
+    layers = layers_of(files.config, files.tensors, stored)
+    if args.ep > 1 and not any(isinstance(item, ExpertsSpec) for _, item in layers.items):
+        raise ConfigError(f"--ep {args.ep}: this model has no experts; leave it out")
     dtype = question.dtype_of(args.dtype, layers.text, device)
     quant_config, unread, refusal = *_quantization(files), ""
-    quant_config = with_stored_scales(quant_config, Path(model).expanduser())
+    quant_config = with_stored_scales(quant_config, files.local_folder)
     notes = [*layers.notes, *files.notes]
     if quant_config is not None and quant_config.name not in quantization_methods():
         layers = replace(layers, is_served=False)
@@ -202,7 +206,12 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
         tp=args.tp,
         ep=args.ep,
         layers=layers,
+        stored_dtype=float_weight_dtype(stored.items()) or dtype if stored else None,
     )
+    if quant_config and (text := first_misfit(layers.items, quant_config, args.tp, args.ep)):
+        refusal = refusal or text
+        layers = replace(layers, is_served=False)
+        notes.append(f"the engine refuses this checkpoint: {text}")
     weights = (p.weight for _, p in problems if isinstance(p, LinearProblem | MoEProblem))
     is_loaded = all(weight.description.is_served for weight in weights)
     facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))

@@ -12,6 +12,7 @@ from pathlib import Path
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
@@ -183,7 +184,7 @@ def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
 
 def _summary(table: Table, layers: Counter[KernelProblem], device: Device, libs: Libs) -> str:
     """The selector's decisions with the table, without overrides."""
-    tuned, untuned = (Selection(device, libs, Policy(), own) for own in ((table,), ()))
+    tuned, untuned = (Selection(device, libs, Policy(), Known(own)) for own in ((table,), ()))
     decisions = (
         (tuned.decide(str(problem), problem), untuned.decide(str(problem), problem).chosen or "")
         for problem in layers

@@ -19,6 +19,9 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 preference."""
 
 
+_AWQ_ROWS = 8  # codes in a number of 32 bits
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """The last parts of the names of a quantised layer's tensors in a checkpoint.
@@ -56,6 +59,15 @@ class StoredLayer:
         """Of the layer, once its weights are merged."""
         merged = self.weight.description.merged_kind
         return WeightFormat.of(merged) if merged and self.num_weights > 1 else self.weight
+
+    def misfit(self, rows: Sequence[int], columns: int) -> str:
+        """Why shards of so many rows each, and of so many columns, cannot be stored so; "" where
+        they can."""
+        group = self.weight.columns_per_scale(columns)
+        if self.weight.is_packed and columns % group:
+            return f"{columns} columns are not whole groups of {group}, each with a scale"
+        odd = [n for n in rows if n % _AWQ_ROWS] if self.names.packing == "awq" else []
+        return f"{odd[0]} rows cannot be packed by {_AWQ_ROWS}, as in AWQ's layout" if odd else ""
 
     @property
     def has_input_scale(self) -> bool:
@@ -99,6 +111,11 @@ class QuantizationConfig(ABC):
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
         layer = self.stored_layer(names)
         return None if layer is None else (layer.format, layer.act)
+
+    def misfit(self, names: Sequence[str], rows: Sequence[int], columns: int) -> str:
+        """As of the stored layer that `names` make; "" where they are not quantised."""
+        layer = self.stored_layer(names)
+        return "" if layer is None else layer.misfit(rows, columns)
 
     def requant_error(self, weight: WeightFormat) -> float | None:
         """Of bringing a weight of the checkpoint to UE8M0 scales: 0 where its scales are powers of

@@ -45,8 +45,13 @@ class Timings(Evidence):
         takes any number of tokens. compiling: backends that compile at run time, the dearest
         first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
         WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
-        none, since a part of it beside a part of another would hold the weight twice.
+        none, since a part of it beside a part of another would hold the weight twice. Where times
+        are not measured here, the first of the default order yields only to a kernel whose gain
+        exceeds the error.
         """
+        if self.error:
+            first = next((backend for backend, limit in able if limit is None), "")
+            return _cautious(self, first).best_split(able, m_range, compiling, alone)
         parts = _fastest_split(self, able, m_range, alone)
         names = [name for name, _ in able]
         left = able
@@ -61,6 +66,18 @@ class Timings(Evidence):
             ):
                 left, parts = fewer, others
         return parts
+
+
+def _cautious(timings: Timings, first: str) -> Timings:
+    """With the times of all but `first` as long as they may be."""
+    errors = dict(timings.error)
+    us = tuple(
+        (name, times)
+        if name == first
+        else (name, tuple(t and t * (1 + e) for t, e in zip(times, errors[name])))
+        for name, times in timings.us
+    )
+    return Timings(timings.source, timings.tokens, us, timings.stale, timings.grade)
 
 
 def _fastest_split(

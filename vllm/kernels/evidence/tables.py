@@ -18,6 +18,7 @@ from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.decision import ByBackend
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.files import write_atomically
@@ -154,7 +155,8 @@ class Row:
         is_noisy = any(cell.noise for column in own.values() for cell in column)
         noise = columns(lambda m, cell: cell.noise) if is_noisy else ()
         us = columns(time)
-        return Timings(self.source, tuple(tokens), us, self.stale, self.is_near, noise)
+        grade = Grade.ESTIMATED if self.is_near else Grade.MEASURED
+        return Timings(self.source, tuple(tokens), us, self.stale, grade, noise=noise)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,9 @@ preference with every reason against it. All reports show the same decisions:
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
 
+`explain` and the engine decide by one function of the same facts. `tests/select/test_one_truth.py`
+asks both 2,000 random questions and compares every layer, candidate and reason, on the page too.
+
 The page is one file that needs no network: layers down, candidates across, a split as ranges of M
 (the number of tokens of a step) in one cell. The colour of a cell is the kind of its verdict, the
 circle its evidence. Reasons, evidence and the estimated error stand beside the cell that the

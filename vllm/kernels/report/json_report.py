@@ -257,7 +257,7 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us", "stale", "is_near", "noise")
+    node.allow("source", "tokens", "us", "stale", "grade", "error", "noise")
     tokens = _read(node["tokens"], tuple[int, ...])
     row = GenericAlias(tuple, (float | None,) * len(tokens))
 
@@ -267,8 +267,9 @@ def _timings(node: _Node) -> Timings:
     us = by_backend(node["us"])
     noise = by_backend(node["noise"]) if "noise" in node.fields() else ()
     stale = _read(node["stale"], tuple[tuple[str, str, str], ...])
-    is_near = node["is_near"].of(bool)
-    return Timings(node["source"].of(str), tokens, us, stale, is_near, noise)
+    grade = node["grade"].parsed(Grade)
+    error = _read(node["error"], tuple[tuple[str, tuple[float, ...]], ...])
+    return Timings(node["source"].of(str), tokens, us, stale, grade, error, noise)
 
 
 def _problem(node: _Node) -> Problem:

@@ -50,11 +50,8 @@ class ModelFiles:
 
     def tensors(self) -> dict[str, TensorShape]:
         """Of the safetensors headers; {} where there are none."""
-        if self.folder is None:
-            return {}
-        if not self.is_on_hub or self._is_complete():
-            own = stored_tensors(self.folder)
-            return {one.name: TensorShape(one.dtype, one.shape) for one in own}
+        if self.folder is None or self.local_folder is not None:
+            return self.local_tensors()
         from vllm.utils.hub import hub_headers
 
         try:
@@ -62,6 +59,17 @@ class ModelFiles:
         except CheckpointError as error:
             self.notes.append(str(error))
             return {}
+
+    def local_tensors(self) -> dict[str, TensorShape]:
+        """The same where they are on this machine, {} elsewhere."""
+        own = stored_tensors(self.local_folder) if self.local_folder is not None else ()
+        return {one.name: TensorShape(one.dtype, one.shape) for one in own}
+
+    @property
+    def local_folder(self) -> Path | None:
+        """Where the weights are on this machine; None where they are not, or not all."""
+        is_here = self.folder is not None and (not self.is_on_hub or self._is_complete())
+        return self.folder if is_here else None
 
     def _fetch(self, name: str) -> Path | None:
         from vllm.utils.hub import hub_file

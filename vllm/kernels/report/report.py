@@ -1,6 +1,6 @@
 """`Report`: what all forms of a report (text, JSON, page, diff) are made from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm.kernels.report.ledger import Ledger
@@ -29,3 +29,11 @@ class Report(NamedTuple):
     records: list[Record]
     ledger: Ledger | None = None
     model: ModelFacts | None = None
+
+    @classmethod
+    def of_stages(cls, reports: Sequence["Report"]) -> "Report":
+        """Of an engine whose pipeline stages made `reports`, in their order."""
+        records = [record for report in reports for record in report.records]
+        ledgers = [report.ledger for report in reports if report.ledger is not None]
+        entries = [entry for ledger in ledgers for entry in ledger.entries]
+        return reports[0]._replace(records=records, ledger=Ledger(entries) if ledgers else None)

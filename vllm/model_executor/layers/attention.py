@@ -9,7 +9,7 @@ from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
 from vllm.model_executor.weights import Slot
-from vllm.ops.paged_attention import CacheTarget, GraphPlanner
+from vllm.ops.paged_attention import CacheTarget, GraphPlanner, PagedAttention
 from vllm.utils.torch_utils import SHORT_NAMES
 
 logger = get_logger(__name__)
@@ -17,6 +17,8 @@ logger = get_logger(__name__)
 
 class Attention(nn.Module):
     """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
+
+    kernel: PagedAttention
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: CachedAttention):
         super().__init__()
@@ -26,16 +28,18 @@ class Attention(nn.Module):
         problem, writing = attention_problems(
             spec, ctx.parallel.tensor.size, ctx.kv_cache_format, SHORT_NAMES[ctx.dtype]
         )
-        self.decision = attend = ctx.selection.choose(prefix, problem)
-        self.writing = write = ctx.selection.choose(prefix, writing)
-        assert attend.chosen is not None and write.chosen is not None
-        writer = registry.backend(write.chosen).kv_quant(writing)
-        self.kernel = registry.backend(attend.chosen).attention(problem, writer)
+        self.decision = ctx.selection.choose(prefix, problem)
+        self.writing = ctx.selection.choose(prefix, writing)
 
     def slots(self) -> dict[str, Slot]:
         return self.cache_method.slots(self.prefix)
 
     def make_kernel(self) -> None:
+        writer = registry.maker(self.writing).kv_quant(self.writing.problem)
+        kernel: PagedAttention = registry.maker(self.decision).attention(
+            self.decision.problem, writer
+        )
+        self.kernel = kernel
         self.cache_method.apply(self.kernel)
 
     def target(self, v: Tensor, batch: ForwardBatch) -> CacheTarget | None:

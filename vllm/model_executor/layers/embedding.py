@@ -1,7 +1,5 @@
 """Token embedding and the output projection, which may share their weight."""
 
-import dataclasses
-
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,8 +35,6 @@ class LMHead(ColumnParallelLinear):
     computes some of the columns. Tied: takes the embedding's weight instead of a slot."""
 
     def __init__(self, ctx: ModelContext, spec: LinearSpec, embedding: nn.Module):
-        if ctx.ties_embeddings:  # whatever the format says of output projections
-            spec = dataclasses.replace(spec, may_quantize=False)
         super().__init__(ctx, "", spec)
         self.vocab_size = spec.parts[0].num_rows
         self.tied = ctx.ties_embeddings

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm.config import VllmConfig
+from vllm.distributed.agreement import check_same
 from vllm.distributed.parallel import Parallel, planned
 from vllm.errors import CheckpointError
 from vllm.kernels.device_ops import usable_ops
@@ -47,9 +48,8 @@ def load_model(
     is_dummy = model_config.load_format == "dummy"
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        context = model_context(config, selection, checkpoint, parallel)
-        model = _construct(model_config.model, context)
-        _check_overrides(context)
+        model = build_model(config, selection, checkpoint, parallel)
+        _check_same_kernels("chosen", selection, parallel)
         if on_chosen is not None:
             on_chosen(selection)
         slots = model_slots(model)
@@ -66,14 +66,27 @@ def load_model(
                 layer.make_kernel()
             except ValueError as error:  # a weight whose values no kernel takes
                 raise CheckpointError(f"{layer.prefix}: {error}") from error
+    _check_same_kernels("final", selection, parallel)
     if notice := getattr(model_config.architecture, "notice", ""):
         logger.info(notice)
     log_cache_scales(model)
     selection.log()
-    if config.kernel_config.dump_decisions is not None and parallel.layout.rank == 0:
-        selection.dump(config.kernel_config.dump_decisions)
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
+
+
+def build_model(
+    config: VllmConfig,
+    selection: Selection,
+    checkpoint: Checkpoint | None = None,
+    parallel: Parallel | None = None,
+) -> CausalLM:
+    """The layers of this rank without their weights. Each has asked `selection` for its kernel, and
+    no kernel is made yet: on the `meta` device the chip of `selection` may be any."""
+    context = model_context(config, selection, checkpoint, parallel)
+    model = _construct(config.model_config.model, context)
+    _check_overrides(context)
+    return model
 
 
 def _construct(name: str, context: ModelContext) -> CausalLM:
@@ -101,6 +114,24 @@ def _check_overrides(context: ModelContext) -> None:
     selection.check_overrides()
 
 
+def _check_same_kernels(place: str, selection: Selection, parallel: Parallel) -> None:
+    """ConfigError where a layer has another kernel here than on the first rank of the stage.
+
+    All ranks decide from the same facts, so only a backend whose own checks look at something else
+    makes a difference. It is told before ranks wait for each other in vain.
+    """
+    layout = parallel.layout
+    if layout.num_ranks == 1:
+        return
+    kernels = {
+        f"{decision.problem.family} kernel of {layer}": f"{decision.kernel}, activations "
+        f"{decision.winner.act}, scales {decision.winner.scales or 'any'}"
+        for layer, decision in selection.records
+    }
+    first = layout.stage * layout.tensor_size
+    check_same(layout, parallel.gather, f"{place} kernels", kernels, first)
+
+
 def model_context(
     config: VllmConfig,
     selection: Selection,
@@ -110,11 +141,11 @@ def model_context(
     """The context models are built with. checkpoint None: the weights are to be random."""
     dtype = DTYPES[config.model_config.dtype]
     cache_dtype = config.cache_config.kv_cache_dtype
-    slot_name = config.model_config.architecture.slot_name
-    names = checkpoint.infos if checkpoint else ()
-    has_own_head = any(slot_name(name) == "lm_head.weight" for name in names)
+    decoder, names = config.model_config.decoder, checkpoint.infos if checkpoint else ()
+    if ties := config.model_config.ties_embeddings(names):
+        decoder = decoder.with_tied_head()
     return ModelContext(
-        decoder=config.model_config.decoder,
+        decoder=decoder,
         dtype=dtype,
         weight_dtype=_weight_dtype(config, checkpoint, dtype),
         quant_methods=QuantizationMethods(config.quant_config),
@@ -124,7 +155,7 @@ def model_context(
             "fp8" if cache_dtype.startswith("fp8") else SHORT_NAMES[DTYPES.get(cache_dtype, dtype)]
         ),
         max_model_len=config.model_config.max_model_len,
-        ties_embeddings=config.model_config.ties_embeddings and not has_own_head,
+        ties_embeddings=ties,
         parallel=parallel or Parallel(),
     )
 
@@ -136,8 +167,7 @@ def _weight_dtype(
     if checkpoint:
         stored = checkpoint.float_weight_dtype()
     else:
-        declared = getattr(config.model_config.hf_text_config, "dtype", None)
-        stored = DTYPES.get(str(declared).removeprefix("torch."))
+        stored = DTYPES.get(str(config.model_config.stored_dtype))
     return stored if stored and stored.itemsize <= dtype.itemsize else dtype
 
 

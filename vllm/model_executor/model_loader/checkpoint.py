@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.errors import CheckpointError
 from vllm.utils.math_utils import round_up
+from vllm.utils.safetensors_files import TensorShape, float_weight_dtype
 
 _LIBC = ctypes.CDLL(None)
 
@@ -86,16 +87,11 @@ class Checkpoint:
                 raise _unreadable(file, error) from error
 
     def float_weight_dtype(self) -> torch.dtype | None:
-        """The widest type among weights that are not quantised: what they must be kept in."""
-        wide = [
-            info.dtype
-            for name, info in self.infos.items()
-            if name.endswith(".weight") and len(info.shape) == 2 and info.dtype in _FLOATS
-        ]
-        return max(wide, key=_FLOATS.index, default=None)
-
-
-_FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+        """Of weights that are not quantised."""
+        found = float_weight_dtype(
+            (name, TensorShape(info.dtype_name, info.shape)) for name, info in self.infos.items()
+        )
+        return getattr(torch, found) if found else None
 
 
 def _give_back(tensor: Tensor) -> None:

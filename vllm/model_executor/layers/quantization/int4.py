@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from vllm.errors import CheckpointError
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.model_executor.layers.linear import StoredWeight
-from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod, check_groups
+from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import FLOATS, Slot
 from vllm.ops.nvfp4 import pack_e2m1
@@ -18,10 +17,6 @@ _INT32 = (torch.int32,)
 class Int4LinearMethod(QuantizedLinearMethod):
     """`weight_packed` [N, K / 8], `weight_scale` [N, K / group] and, where it is not symmetric,
     `weight_zero_point` [ceil(N / 8), K / group] as compressed-tensors packs them."""
-
-    def create_weights(self, layer: StoredWeight) -> None:
-        check_groups(layer, self.format.block[1], "the group_size of config.json")
-        super().create_weights(layer)
 
     def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         place, num_rows = layer.places[index], layer.shard_rows[index]
@@ -51,15 +46,6 @@ class Int4LinearMethod(QuantizedLinearMethod):
 class AwqLinearMethod(Int4LinearMethod):
     """`qweight` [K, N / 8], `qzeros` [K / group, N / 8], `scales` [K / group, N]: the transposed
     weight, as AWQ's GEMM kernels want it."""
-
-    def create_weights(self, layer: StoredWeight) -> None:
-        for name, num_rows in zip(layer.shard_names, layer.shard_rows):
-            if num_rows % PER_INT32:
-                raise CheckpointError(
-                    f"{name}: {num_rows} rows{layer.per_rank} cannot be packed by {PER_INT32} as "
-                    f"AWQ's GEMM layout does; list the layer as not quantised"
-                )
-        super().create_weights(layer)
 
     def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         place, names, group = layer.places[index], self.stored.names, self.format.block[1]

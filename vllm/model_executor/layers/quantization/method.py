@@ -14,11 +14,9 @@ class QuantizedLinearMethod(LinearMethod):
         self.config = config
         self.stored = stored
 
-
-def check_groups(layer: StoredWeight, group: int, what: str) -> None:
-    """CheckpointError where the columns of this rank are not whole groups, which are `what`."""
-    if layer.input_size % group:
-        raise CheckpointError(
-            f"{layer.prefix}: {layer.input_size} columns{layer.per_rank} are not whole groups of "
-            f"{group}, {what}; list the layer as not quantised"
-        )
+    def create_weights(self, layer: StoredWeight) -> None:
+        if text := self.stored.misfit(layer.shard_rows, layer.input_size):
+            raise CheckpointError(
+                f"{layer.prefix}{layer.per_rank}: {text}; list the layer as not quantised"
+            )
+        super().create_weights(layer)

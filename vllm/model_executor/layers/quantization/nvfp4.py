@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vllm.formats.nvfp4 import GROUP
 from vllm.model_executor.layers.linear import StoredWeight
-from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod, check_groups
+from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
 from vllm.model_executor.weights import Slot, copy_into
 
@@ -13,10 +13,6 @@ from vllm.model_executor.weights import Slot, copy_into
 class Nvfp4LinearMethod(QuantizedLinearMethod):
     """Shards keep their own global scales when merged. Activation scales are there where
     activations may be quantised; they are kept as factors, the largest of the shards."""
-
-    def create_weights(self, layer: StoredWeight) -> None:
-        check_groups(layer, GROUP, "which NVFP4 weights are made of")
-        super().create_weights(layer)
 
     def shard_slots(self, layer: StoredWeight, index: int, rows: slice) -> dict[str, Slot]:
         weight, scale = layer.weight.data[rows], layer.scales.data[rows]
