@@ -125,6 +125,13 @@ def test_a_kernel_of_too_few_sizes_is_not_fitted_nor_a_row_of_other_code():
     assert fit(mixed) == fit(replace(table, rows=without))
 
 
+def test_sizes_that_kernels_pad_are_not_fitted():
+    table = made_table(EXPERTS)
+    partial = moe(intermediate=64, cut=8).size_key, moe(intermediate=96, cut=8).size_key
+    row = next(iter(table.rows.values()))
+    assert fit(replace(table, rows={**table.rows, **dict.fromkeys(partial, row)})) == fit(table)
+
+
 def test_a_kernel_for_few_tokens_has_the_ranges_it_takes():
     table = made_table(SIZES, backend="skinny")
     few = {
