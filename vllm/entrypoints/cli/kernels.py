@@ -19,6 +19,10 @@ _KINDS = {
         "kernels_tune:add_quarantine",
         "List kernels that failed on this machine, or clear the list.",
     ),
+    "fit": (
+        "kernels_fit:add_fit",
+        "Fit the cost model of sizes that nobody measured to tables.",
+    ),
     "import": (
         "kernels_import:add_import",
         "Make tables from kernel times that others measured.",

@@ -1,0 +1,335 @@
+"""Estimates for sizes that nobody measured, by the cost model of `cost_model.py`.
+
+An estimate has the form of a measurement, so that one function chooses by both, and the error that
+the model had on measured sizes that were left out of its fit. Standard library only.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from vllm.kernels.evidence.cost_model import (
+    FITTED,
+    RANGES,
+    Fitted,
+    KernelCost,
+    KindCost,
+    RangeCost,
+    Sizes,
+    dimensions,
+    kind_of_problem,
+    path_of_fitted,
+    read_fitted,
+)
+from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.evidence.tables import Chip, user_folder
+from vllm.kernels.evidence.versions import is_same
+from vllm.kernels.select.decision import Able, Parts
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+
+Times = tuple[tuple[str, tuple[float | None, ...]], ...]
+"""As `Timings.us`."""
+
+# How many times smaller or larger than all that was measured a size may be.
+REACH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated(Timings):
+    """Estimates that choose. error: by backend, the mean relative error at each of `tokens`, 0
+    where there is no estimate. is_beyond: a size is smaller or larger than all that was measured,
+    and the errors are those of such sizes."""
+
+    error: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    is_beyond: bool = False
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - they are few and small
+    def best_split(
+        self,
+        able: Able,
+        m_range: tuple[int, int],
+        compiling: tuple[str, ...] = (),
+        alone: tuple[str, ...] = (),
+    ) -> Parts:
+        """As of measurements, where the first of the default order yields only to a kernel whose
+        gain exceeds the error of its estimate."""
+        first = next((backend for backend, limit in able if limit is None), "")
+        return _cautious(self, first).best_split(able, m_range, compiling, alone)
+
+
+def _cautious(estimated: Estimated, first: str) -> Timings:
+    """As slow as they may be, all but `first`."""
+    errors = dict(estimated.error)
+    us = tuple(
+        (name, times)
+        if name == first
+        else (name, tuple(t and t * (1 + e) for t, e in zip(times, errors[name])))
+        for name, times in estimated.us
+    )
+    return Timings(estimated.source, estimated.tokens, us, estimated.stale)
+
+
+# ---------------------------------------------------------------- which
+
+
+def find_fitted(chip: Chip) -> tuple["Costs", ...]:
+    """Of this chip, the user's first, then of chips with other memory; ConfigError if broken."""
+    folders = path_of_fitted(user_folder() / "_").parent, FITTED
+    pattern = f"{chip.device.arch}[-_]*.json"
+    every = [read_fitted(path) for folder in folders for path in sorted(folder.glob(pattern))]
+    own = [fitted for fitted in every if fitted.chip.is_like(chip)]
+    any_memory = replace(chip, memory_gb_per_s=0)
+    near = [f for f in every if f not in own and f.chip.is_like(any_memory)]
+    return tuple(map(Costs, (*own, *(replace(fitted, is_near=True) for fitted in near))))
+
+
+def estimate_of(
+    costs: Sequence["Costs"], problem: Problem, versions: Mapping[str, str] | None = None
+) -> Estimated | None:
+    """The first that knows problems of this kind with such sizes; None where none does.
+
+    Neither is anything known of partial scale blocks, nor of experts' tokens in a padded layout.
+    Experts that ranks share have the sizes of a rank. versions: by backend, what is here.
+    """
+    if not isinstance(problem, LinearProblem | MoEProblem):
+        return None
+    if isinstance(problem, MoEProblem) and problem.layout != "standard":
+        return None
+    if problem.block_fit(takes_any_block=False) is not None:
+        return None
+    return next(filter(None, (one.estimate(problem, versions) for one in costs)), None)
+
+
+def sizes_of(problem: LinearProblem | MoEProblem) -> Sizes:
+    """As of `cost_model.kind_of`."""
+    if isinstance(problem, LinearProblem):
+        return problem.n, problem.k
+    ranks = problem.cut_experts
+    return problem.num_experts, problem.intermediate, problem.hidden, problem.top_k, ranks
+
+
+# ---------------------------------------------------------------- evaluation
+
+# What follows is `terms` times the numbers, for every kernel and number of tokens in a few
+# microseconds: what does not depend on the number of tokens is computed once for a range.
+
+
+class Costs:
+    """The costs of one chip, laid out for evaluation."""
+
+    def __init__(self, fitted: Fitted):
+        self.fitted = fitted
+        num_sms = fitted.chip.num_sms or 1
+        self._kinds = {name: _Kind(kind, num_sms) for name, kind in fitted.kinds.items()}
+        near = "; another chip" if fitted.is_near else ""
+        self._source = f"{fitted.source} ({fitted.name}, {fitted.date}{near})"
+
+    def estimate(
+        self, problem: LinearProblem | MoEProblem, versions: Mapping[str, str] | None = None
+    ) -> Estimated | None:
+        """None for a kind of problem that was not measured, or sizes out of reach."""
+        kind = self._kinds.get(kind_of_problem(problem))
+        if kind is None:
+            return None
+        sizes = sizes_of(problem)
+        is_beyond = False
+        for size, (low, high) in zip(dimensions(sizes), kind.cost.measured):
+            if not low <= size <= high:
+                if not low <= size * REACH <= high * REACH * REACH:
+                    return None
+                is_beyond = True
+        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
+        kernels = kind.quantised if takes else kind.unquantised
+        stale = _stale(kernels.versions, tuple(versions.items())) if versions else ()
+        is_far = is_beyond or self.fitted.is_near
+        error = kernels.error_beyond if is_far else kernels.error
+        us = kernels.us(sizes)
+        return Estimated(self._source, kind.cost.tokens, us, stale, error, is_beyond)
+
+
+class _Kind:
+    """Kernels for inputs that come quantised, and for those that do not."""
+
+    def __init__(self, cost: KindCost, num_sms: int):
+        self.cost = cost
+        self._num_sms = num_sms
+
+    @cached_property
+    def quantised(self) -> "_LinearKernels | _ExpertKernels":
+        """Kernels that take quantised input with that, all others without."""
+        by_backend = {kernel.backend: kernel for kernel in self._others}
+        by_backend |= {k.backend: k for k in self.cost.kernels if k.takes_quantised}
+        return self._laid_out(tuple(by_backend.values()))
+
+    @cached_property
+    def unquantised(self) -> "_LinearKernels | _ExpertKernels":
+        return self._laid_out(self._others)
+
+    @property
+    def _others(self) -> tuple[KernelCost, ...]:
+        return tuple(kernel for kernel in self.cost.kernels if not kernel.takes_quantised)
+
+    def _laid_out(self, kernels: tuple[KernelCost, ...]) -> "_LinearKernels | _ExpertKernels":
+        layout = _LinearKernels if len(self.cost.measured) == 2 else _ExpertKernels
+        return layout(self.cost.tokens, kernels, self._num_sms)
+
+
+class _Range(NamedTuple):
+    """Of a kernel: its numbers for single values, the tile, and the tokens of the range. steps:
+    (tokens, tiles of tokens times -1). same: that product where it is the same for all, else 0."""
+
+    launch: float
+    weights: float
+    inputs: float
+    outputs: float
+    products: float
+    waves: float
+    tile_tokens: int
+    tile_rows: int
+    tokens: tuple[int, ...]
+    steps: tuple[tuple[int, int], ...]
+    same: int
+
+
+class _Kernels:
+    """What linear layers and experts share. missing: for tokens that a kernel does not take."""
+
+    def __init__(self, tokens: tuple[int, ...], kernels: tuple[KernelCost, ...], num_sms: int):
+        self.versions = tuple((kernel.backend, kernel.version) for kernel in kernels)
+        self.error, self.error_beyond = (
+            tuple((kernel.backend, _errors(kernel, tokens, name)) for kernel in kernels)
+            for name in ("error", "error_beyond")
+        )
+        self._num_sms = num_sms
+        self._rows = [
+            (
+                kernel.backend,
+                [_range(one, own) for one, own in _by_range(kernel, tokens)],
+                _slow_rows(kernel, tokens, num_sms),
+                (None,) * sum(m > kernel.max_tokens for m in tokens),
+            )
+            for kernel in kernels
+        ]
+
+
+class _LinearKernels(_Kernels):
+    def us(self, sizes: Sizes) -> Times:
+        n, k = sizes
+        size, sms = n * k, self._num_sms
+        found = []
+        for backend, ranges, slow, missing in self._rows:
+            us: list[float | None] = []
+            for (
+                launch,
+                weights,
+                inputs,
+                outputs,
+                products,
+                waves,
+                _,
+                rows,
+                ms,
+                steps,
+                same,
+            ) in ranges:
+                slope = inputs * k + outputs * n + products * size
+                tiles = -(-n // rows)
+                if same:
+                    base = launch + weights * size - waves * k * (same * tiles // sms)
+                    us += [base + slope * m for m in ms]
+                else:
+                    base, wave = launch + weights * size, waves * k
+                    us += [base + slope * m - wave * (num * tiles // sms) for m, num in steps]
+            for place, low, high, time, columns in slow:
+                if low < n <= high:
+                    us[place] = time + columns * k
+            found.append((backend, (*us, *missing)))
+        return tuple(found)
+
+
+class _ExpertKernels(_Kernels):
+    def us(self, sizes: Sizes) -> Times:
+        num_experts, inner, hidden, top_k, ranks = sizes
+        own, rest, pairs = num_experts / ranks, 1 - top_k / num_experts, top_k / ranks
+        matrix, sms = 3 * inner * hidden, self._num_sms
+        read, written = pairs * (hidden + inner), pairs * (2 * inner + hidden)
+        # By tile and tokens: (tokens, experts that they choose, tiles of their rows times -1).
+        steps = {
+            (tile, ms): [
+                (m, chosen, chosen * (-pairs * m / chosen // tile))
+                for m in ms
+                for chosen in (own * (1 - rest**m),)
+            ]
+            for tile, ms in self._tiles
+        }
+        found = []
+        for backend, ranges, _, missing in self._rows:
+            us: list[float | None] = []
+            for launch, weights, inputs, outputs, products, waves, tile, rows, ms, *_ in ranges:
+                slope = inputs * read + outputs * written + products * pairs * matrix
+                up, down = -(-2 * inner // rows), -(-hidden // rows)
+                experts, wide, deep = weights * matrix, waves * hidden, waves * inner
+                us += [
+                    launch + experts * chosen + slope * m
+                    - wide * (tiles * up // sms) - deep * (tiles * down // sms)
+                    for m, chosen, tiles in steps[tile, ms]
+                ]  # fmt: skip
+            found.append((backend, (*us, *missing)))
+        return tuple(found)
+
+    @cached_property
+    def _tiles(self) -> set[tuple[int, tuple[int, ...]]]:
+        """Tiles of tokens, each with the tokens of its range."""
+        return {(one.tile_tokens, one.tokens) for _, ranges, *_ in self._rows for one in ranges}
+
+
+def _range(one: RangeCost, tokens: tuple[int, ...]) -> _Range:
+    launch, weights, inputs, outputs, products, waves = one.numbers
+    numbers = weights / 1e6, inputs / 1e6, outputs / 1e6, products / 1e9, waves / 1e3
+    steps = tuple((m, -m // one.tile[0]) for m in tokens)
+    same = steps[0][1] if len({num for _, num in steps}) == 1 else 0
+    return _Range(launch, *numbers, *one.tile, tokens, steps, same)
+
+
+def _slow_rows(
+    kernel: KernelCost, tokens: Sequence[int], num_sms: int
+) -> list[tuple[int, float, int, float, float]]:
+    """(place in `tokens`, rows of a weight: above, up to, us, us per column of K)."""
+    slow = kernel.slow_wave
+    if slow is None:
+        return []
+    return [
+        (place, low, high, slow.launch, slow.columns / 1e3)
+        for place, m in enumerate(tokens)
+        if m <= kernel.max_tokens
+        for low, high in slow.rows(m, num_sms)
+    ]
+
+
+def _by_range(
+    kernel: KernelCost, tokens: Sequence[int]
+) -> Iterator[tuple[RangeCost, tuple[int, ...]]]:
+    low = 0
+    for one in kernel.ranges:
+        high = min(one.max_tokens if one.max_tokens < RANGES[-1] else tokens[-1], kernel.max_tokens)
+        if own := tuple(m for m in tokens if low < m <= high):
+            yield one, own
+        low = one.max_tokens
+
+
+def _errors(kernel: KernelCost, tokens: Sequence[int], name: str) -> tuple[float, ...]:
+    errors = [getattr(one, name) for one, own in _by_range(kernel, tokens) for _ in own]
+    return (*errors, *([0.0] * (len(tokens) - len(errors))))
+
+
+@lru_cache(maxsize=256)
+def _stale(
+    fitted: tuple[tuple[str, str], ...], here: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str, str], ...]:
+    versions = dict(here)
+    return tuple(
+        (name, version, versions[name])
+        for name, version in fitted
+        if name in versions and not is_same(version, versions[name])
+    )
