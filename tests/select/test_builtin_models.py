@@ -52,6 +52,7 @@ def test_built_in_models_can_be_listed_on_any_usual_number_of_ranks(name, ranks)
         ("Qwen3.5-397B-A17B-NVFP4", 390, 397),
         ("Qwen3-8B-FP8", 7.0, 8.2),
         ("Qwen3-30B-A3B-FP8", 29.5, 30.5),
+        ("Qwen3-235B-A22B-FP8", 232, 235.1),
         ("Devstral-Small-2-24B", 22.5, 24),
         ("Llama-3.1-8B-NVFP4", 7.0, 8.03),
         ("DeepSeek-V3.1", 668, 671),

@@ -6,7 +6,10 @@ import pytest
 from selection_cases import LIBS, ask, attention, linear, moe, parse_device, policy_of, timed, whys
 
 from vllm.kernels import registry
-from vllm.kernels.report.text_report import outcome, table
+from vllm.kernels.evidence.known import Known
+from vllm.kernels.report.layer_groups import by_outcome
+from vllm.kernels.report.question import chip_of, device_of
+from vllm.kernels.report.text_report import expected_line, outcome, table, why
 from vllm.kernels.select.grade import Grade, KnownBad, least
 from vllm.kernels.select.select import select
 from vllm.machine import Lib, Libs
@@ -42,7 +45,7 @@ def test_times_of_another_version_or_chip_are_estimates():
     decision = ask(linear(), "90", timings=other_version)
     assert of(decision, "deep_gemm").grade is Grade.ESTIMATED
     assert of(decision, "cutlass").grade is Grade.MEASURED
-    decision = ask(linear(), "90", timings=replace(timings, is_near=True))
+    decision = ask(linear(), "90", timings=replace(timings, grade=Grade.ESTIMATED))
     assert of(decision, "cutlass").grade is Grade.ESTIMATED
 
 
@@ -125,3 +128,45 @@ def test_every_comparison_that_is_on_record_is_of_a_kernel_that_exists():
             s for s in registry.specs(family) if s.backend == backend and weight_format in s.formats
         ]
         assert f"{arch}/{weight_format}" in spec.ran_on
+
+
+# ---------------------------------------------------------------- times that are not our own
+
+
+def known(problem, device):
+    chip = chip_of(device, device_of(device))
+    return Known.of(chip).evidence(problem)
+
+
+def test_the_strongest_times_count():
+    own, estimated = known(linear(), "h100"), known(linear(n=4224), "h100")
+    assert own.grade is Grade.MEASURED and not own.error
+    assert estimated.grade is Grade.ESTIMATED and dict(estimated.error)["deep_gemm"]
+    # Nobody measured here: others did, two kernels that backends here call too.
+    others = known(moe(), "b200")
+    assert others.grade is Grade.IMPORTED and len(others.us) >= 2
+    assert "AIConfigurator" in others.source
+    # One kernel is no comparison.
+    assert known(linear(), "b200") is None
+    assert known(attention(), "h100") is None
+
+
+def test_times_of_others_decide_where_nobody_measured_and_never_ran_here():
+    times = known(moe(), "b200")
+    decision = ask(moe(), "100", timings=times)
+    assert decision.origin.text.startswith("imported: AIConfigurator")
+    assert decision.winner.grade is Grade.IMPORTED
+    assert "not run on hardware" in outcome(decision)
+    strict = ask(moe(), "100", wishes="--require-evidence run", timings=times)
+    assert strict.chosen is None or of(strict, strict.chosen).grade is not Grade.IMPORTED
+    assert whys(strict, "flashinfer-trtllm") == ["policy"]
+
+
+def test_an_estimate_is_called_one_and_its_error_is_told():
+    decision = ask(linear(n=4224), "90", timings=known(linear(n=4224), "h100"))
+    assert decision.origin.text.startswith("estimated: fitted/sm_90_132_3352.json")
+    assert decision.winner.grade is Grade.ESTIMATED
+    assert "over the fastest estimated (+-" in expected_line(decision)
+    unknown = ask(linear("nvfp4"), "90")
+    (one,) = by_outcome([("layer", unknown)])
+    assert "nobody measured a size near these" in why(one)

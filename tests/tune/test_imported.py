@@ -39,7 +39,7 @@ from vllm.kernels.evidence.importing.kernels import KERNELS
 from vllm.kernels.evidence.importing.sources import SYSTEMS
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import SHIPPED as OURS
-from vllm.kernels.evidence.tables import Chip, read_table
+from vllm.kernels.evidence.tables import Chip, Entry, Table, read_table
 from vllm.machine import Device
 
 B200, B300 = SYSTEMS["b200_sxm"].chip, SYSTEMS["b300_sxm"].chip
@@ -346,6 +346,22 @@ def test_what_we_measured_too_agrees_with_the_imported_times():
     (one,) = against_ours(table(SYSTEMS["h100_sxm"].chip, "linear"), ours)
     assert one.name == "deep_gemm / deep_gemm" and one.num_shapes > 200
     assert all(0.83 < ratio < 1.2 for ratio in one.ratios)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_compared"),
+    [("128x768x2048x8", True), ("128/4x768x2048x8", True), ("128x96x2048x8, padded", False)],
+)
+def test_rows_of_experts_per_rank_are_compared_with_those_of_others(sizes, is_compared):
+    """Each with times of its own number of ranks."""
+    h100 = table(SYSTEMS["h100_sxm"].chip, "moe")
+    sizes, comma, padded = sizes.partition(",")
+    size_key = f"fp8-block[128x128]:{sizes} bf16 dynamic-group128,none{comma}{padded}"
+    entry = Entry("", "2026-11-24", ((16, 100.0), (64, 200.0)))
+    ours = Table(SYSTEMS["h100_sxm"].chip, "", {size_key: {"triton": entry}})
+    found = against_ours(h100, ours)
+    assert bool(found) == is_compared
+    assert all(one.num_shapes for one in found)
 
 
 def test_a_table_is_json():

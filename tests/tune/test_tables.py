@@ -192,7 +192,7 @@ def test_what_was_measured_with_another_version_says_so_and_yields_to_what_was_n
     assert not timings_of(tables[:1], linear(), {"c": "lib 3"}).stale
 
 
-def test_problems_that_a_size_does_not_describe_are_in_no_table():
+def test_a_row_holds_for_problems_of_its_size_alone():
     own = table(deep_gemm=ENTRY)
     assert own.timings(linear()) is not None and own.timings(linear(bias=True)) is not None
     assert own.timings(linear(parts=(2048, 1024, 1024))) is not None
@@ -203,6 +203,38 @@ def test_problems_that_a_size_does_not_describe_are_in_no_table():
     assert experts.timings(moe()) is not None
     for changes in ({"cut_experts": 8}, {"layout": "batched"}, {"intermediate": 192, "cut": 4}):
         assert experts.timings(moe(**changes)) is None
+    batched = moe(layout="batched")
+    assert Table(H100, "", {batched.size_key: {"triton": ENTRY}}).timings(batched) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "size_key"),
+    [
+        (linear(), "fp8-block[128x128]:4096x4096 bf16 dynamic-group128,none"),
+        (moe(), "fp8-block[128x128]:256x512x2048x8 bf16 dynamic-group128,none"),
+        (moe(intermediate=256, cut=2),
+         "fp8-block[128x128]:256x256x2048x8 bf16 dynamic-group128,none"),
+        (moe(cut_experts=4), "fp8-block[128x128]:256/4x512x2048x8 bf16 dynamic-group128,none"),
+        (moe(intermediate=64, cut=8),
+         "fp8-block[128x128]:256x64x2048x8 bf16 dynamic-group128,none, "
+         "padded to 128x2048, refined to 64x64 blocks"),
+        (linear(n=128, k=2048, parts=(64, 64), cut_n=8),
+         "fp8-block[128x128]:128x2048 bf16 dynamic-group128,none, "
+         "padded to 256x2048, refined to 64x128 blocks"),
+    ],
+)  # fmt: skip
+def test_a_size_key_says_what_speed_depends_on(problem, size_key):
+    assert problem.size_key == size_key
+    path = user_folder() / H100.file_name
+    write_table(path, Table(H100, "", {size_key: {"deep_gemm": ENTRY}}))
+    assert timings_of([read_table(path)], problem) is not None
+
+
+def test_tokens_of_experts_that_ranks_share_are_timed_as_floats():
+    whole = moe(intermediate=256)
+    experts = Table(H100, "", {whole.size_key: {"triton": ENTRY}})
+    assert experts.timings(whole).us == (("triton", (4.0, 7.5)),)
+    assert experts.timings(replace(whole, cut=2)).us == (("triton", (5.25, 7.5)),)
 
 
 @pytest.mark.parametrize(
@@ -272,15 +304,40 @@ def libs_without(names) -> Libs:
 
 def shipped_problems(own: Table):
     for size_key in own.rows:
-        weight, _, rest = size_key.partition(":")
-        sizes, dtype, schemes = rest.split(" ")
-        numbers = [int(size) for size in sizes.split("x")]
-        act = tuple(map(ActScheme, schemes.split(",")))
-        if len(numbers) == 2:
-            yield linear(weight, n=numbers[0], k=numbers[1], dtype=dtype, act=act)
-        else:
-            names = ("num_experts", "intermediate", "hidden", "top_k")
-            yield moe(dtype=dtype, act=act, **dict(zip(names, numbers)))
+        yield problem_of(size_key)
+
+
+def problem_of(size_key: str):
+    """Some problem of this size; of partial blocks one of a built-in model."""
+    if "padded" in size_key:
+        names = *_MODELS, "Qwen3-235B-A22B-FP8"
+        problems = models_on_h100(1, 2, 4, 8, names=names)
+        return next(problem for problem in problems if problem.size_key == size_key)
+    weight, _, rest = size_key.partition(":")
+    sizes, dtype, schemes = rest.split(" ")
+    experts, _, ranks = sizes.partition("x")[0].partition("/")
+    numbers = [int(size) for size in (experts, *sizes.split("x")[1:])]
+    act = tuple(map(ActScheme, schemes.split(",")))
+    if len(numbers) == 2:
+        return linear(weight, n=numbers[0], k=numbers[1], dtype=dtype, act=act)
+    names = ("num_experts", "intermediate", "hidden", "top_k")
+    sizes = dict(zip(names, numbers))
+    return moe(weight.partition("[")[0], dtype=dtype, act=act, cut_experts=int(ranks or 1), **sizes)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        linear(),
+        moe(),
+        moe(cut_experts=8),
+        moe(intermediate=64, cut=8),
+        moe(num_experts=128, hidden=4096, intermediate=192, cut=8),
+        linear("bf16", n=64),
+    ],
+)
+def test_a_size_key_says_which_problem_it_is_of(problem):
+    assert problem_of(problem.size_key).size_key == problem.size_key
 
 
 def test_what_a_norm_quantises_counts_for_layers_after_one():
@@ -318,18 +375,22 @@ def test_files_are_named_after_the_chip_and_its_sms():
             assert set(row) <= set(registry.backend_names("linear"))
 
 
-def models_on_h100(*ranks: int):
+def models_on_h100(*ranks: int, names=()):
     from vllm.formats.readers.registry import resolve_quantization
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.model_files import find_model
 
-    for model in _MODELS:
+    for model in names or _MODELS:
         config = find_model(model).config
         quant = resolve_quantization(config["quantization_config"], None, model)
         for tp in ranks:
             for _, problem in layer_problems(config, quant, dtype="bf16", kv_format="bf16", tp=tp):
-                if isinstance(problem, LinearProblem) and problem.weight.is_quantized:
+                if getattr(problem, "weight", None) and problem.weight.is_quantized:
                     yield problem
+
+
+def layers_on_h100(*ranks: int) -> set[LinearProblem]:
+    return {problem for problem in models_on_h100(*ranks) if isinstance(problem, LinearProblem)}
 
 
 _MODELS = ("Qwen3-8B-FP8", "Qwen3-30B-A3B-FP8", "Qwen3.5-35B-A3B-FP8", "Devstral-Small-2-24B")
@@ -342,7 +403,7 @@ _FORMATS = {
 
 def test_every_fp8_layer_of_the_models_is_measured_on_the_h100():
     tables = find_tables(H100)
-    for problem in set(models_on_h100(1, 2)):
+    for problem in layers_on_h100(1, 2):
         timings = timings_of(tables, problem)
         assert timings is not None, str(problem)
         assert _FORMATS[problem.format] <= {name for name, _ in timings.us}, str(problem)
@@ -352,7 +413,7 @@ def test_every_fp8_layer_of_the_models_is_measured_on_the_h100():
 def test_on_one_h100_measurements_choose_among_our_kernels_for_every_layer():
     libs = libs_without(_WITHOUT["only ours"])
     tables = find_tables(H100)
-    problems = {p for p in models_on_h100(1) if p.format == "fp8-block"}
+    problems = {p for p in layers_on_h100(1) if p.format == "fp8-block"}
     assert len(problems) >= 10
     for problem in problems:
         timings = timings_of(tables, problem)
@@ -385,11 +446,6 @@ def test_regret_is_3_percent_on_average_and_10_at_worst(without):
 def test_the_libraries_of_these_tests_say_what_is_built():
     assert libs_without(()).get(BUILD) is not None
     assert ask(linear(), "90", libs_without(("deep_gemm",))).chosen == "cutlass"
-
-
-def test_experts_that_ranks_share_are_in_no_table():
-    experts = Table(H100, "", {moe().size_key: {"triton": ENTRY}})
-    assert experts.timings(moe(cut=4)) is None
 
 
 def test_estimates_of_two_chips_are_not_mixed():

@@ -1,5 +1,6 @@
 """Measuring: what is planned, what is done already, and what becomes of kernels that fail."""
 
+import io
 import multiprocessing
 import os
 import threading
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from selection_cases import LIBS, ask, linear
+from selection_cases import LIBS, ask, linear, moe
 
 from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
@@ -25,8 +26,11 @@ from vllm.kernels.evidence.tables import TOKENS, Chip, Table, read_table
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.tuning import trials, tune
-from vllm.kernels.tuning.tune import Limits, Run, plan, without_done
-from vllm.kernels.tuning.workers import MACHINE, Job, JobError, StoppedError, Worker
+from vllm.kernels.tuning.jobs import Job
+from vllm.kernels.tuning.plan import plan, without_done
+from vllm.kernels.tuning.progress import Progress
+from vllm.kernels.tuning.tune import Limits, Run
+from vllm.kernels.tuning.workers import MACHINE, JobError, StoppedError, Worker
 from vllm.machine import Device, Lib, Libs
 from vllm.platforms.installed import installed_device
 from vllm.platforms.probe import installed_kernel_libs
@@ -72,10 +76,10 @@ def test_token_counts_up_to_512_are_sizes_of_captured_graphs():
 
 def test_one_problem_is_measured_once_and_what_offers_no_choice_is_told():
     merged = linear(parts=(2048, 2048), bias=True)
-    planned = plan([linear(), merged, linear("bf16"), linear(parts=(4000, 96))], H100, LIBS["all"])
-    assert {str(j.problem) for j in planned.jobs} == {str(linear())}
+    partial = linear(parts=(4000, 96))  # padding makes it another size
+    planned = plan([linear(), merged, linear("bf16"), partial], H100, LIBS["all"])
+    assert {str(j.problem) for j in planned.jobs} == {str(linear()), str(partial)}
     assert any("torch alone" in note for note in planned.notes)
-    assert any("partial scale blocks" in note for note in planned.notes)
 
 
 def test_what_is_broken_or_quarantined_is_not_planned():
@@ -130,7 +134,7 @@ def test_a_later_run_measures_the_token_counts_that_are_missing_and_keeps_the_ot
     (left,) = without_done([wanted], first.table)
     assert left.tokens == (1, 40)
     old = first.table.rows[wanted.problem.size_key]["torch"]
-    run = Run(CPU, first.table, tmp_path / "t.json", Limits(hang=60), print)
+    run = Run(CPU, first.table, tmp_path / "t.json", Limits(hang=60), Progress(io.StringIO()))
     assert not run.carry_out([left])
     entry = run.table.rows[wanted.problem.size_key]["torch"]
     assert [m for m, _ in entry.us] == [1, 2, 40] and dict(entry.us)[2] == dict(old.us)[2]
@@ -243,10 +247,10 @@ def _starts_sleep(pid: str) -> bool:
 
 
 def carry_out(wanted, tmp_path, trials=BROKEN, **limits):
-    lines = []
-    limits = Limits(hang=5, **limits)
-    run = Run(CPU, Table(Chip(CPU, 2), "CPU"), tmp_path / "t.json", limits, lines.append, trials)
-    return run, run.carry_out(wanted), lines
+    out = io.StringIO()
+    table, path = Table(Chip(CPU, 2), "CPU"), tmp_path / "t.json"
+    run = Run(CPU, table, path, Limits(hang=5, **limits), Progress(out), trials)
+    return run, run.carry_out(wanted), out.getvalue().splitlines()
 
 
 def test_a_failing_kernel_is_quarantined_with_its_reason_and_the_others_are_timed(tmp_path):
@@ -267,12 +271,42 @@ def test_what_the_machine_has_no_room_for_is_tried_alone_and_then_left_out(tmp_p
 
 
 def test_as_many_kernels_are_checked_at_once_as_fit_the_machine_and_its_gpu():
-    gib, largest = 1 << 30, replace(job(), problem=linear(n=24576, k=4096), tokens=(1, 8192))
-    assert tune.num_checkers([job()], 64, 512 * gib, None) == 1
-    assert tune.num_checkers([job(), largest], 64, 512 * gib, 80 * gib) == 11
-    assert tune.num_checkers([largest], 64, 16 * gib, 80 * gib) == 4
-    assert tune.num_checkers([largest], 6, 512 * gib, 80 * gib) == 3
-    assert tune.num_checkers([largest], 64, 512 * gib, 4 * gib) == 1
+    gib = 1 << 30
+    assert tune.num_checkers(64, 512 * gib, None) == 1
+    assert tune.num_checkers(16, 512 * gib, 80 * gib) == 8
+    assert tune.num_checkers(64, 512 * gib, 80 * gib) == 32
+    assert tune.num_checkers(64, 16 * gib, 80 * gib) == 4
+    assert tune.num_checkers(64, 512 * gib, 4 * gib) == 1
+
+
+def test_checks_wait_for_memory_of_the_gpu():
+    room, begun, may_end = tune.Room(10), [], threading.Event()
+
+    def take(size: int) -> None:
+        with room.taken(size):
+            begun.append(size)
+            may_end.wait(20)
+
+    first = [threading.Thread(target=take, args=(size,)) for size in (6, 4)]
+    for thread in first:
+        thread.start()
+    waiting = threading.Thread(target=take, args=(100,))  # more than there is: alone
+    while len(begun) < 2:
+        time.sleep(0.01)
+    waiting.start()
+    waiting.join(0.2)
+    assert sorted(begun) == [4, 6] and waiting.is_alive()
+    may_end.set()
+    waiting.join(20)
+    assert begun[2] == 100
+
+
+def test_a_check_of_experts_needs_what_its_rank_holds():
+    whole, of_eight = (
+        tune.bytes_of_check(job(problem=moe(cut_experts=ranks), tokens=(8192,))) for ranks in (1, 8)
+    )
+    assert 3 * 256 * 3 * 512 * 2048 < whole < 20 << 30
+    assert whole / 9 < of_eight < whole / 4
 
 
 def test_what_no_time_is_left_for_is_returned(tmp_path):
@@ -284,8 +318,7 @@ def test_what_no_time_is_left_for_is_returned(tmp_path):
 @pytest.mark.parametrize("total", [None, 600.0])
 def test_what_compiles_begins_first_unless_time_is_limited(total, tmp_path):
     slow, quick = job("exits", compiles=True), job("is wrong")
-    wanted = [quick, slow] if total is None else [slow, quick]
-    run, _, _ = carry_out(wanted, tmp_path, jobs=1, total=total)
+    run, _, _ = carry_out([quick, slow], tmp_path, jobs=1, total=total)
     first = "exits" if total is None else "is wrong"
     assert len(run.failures) == 2 and run.failures[0].backend == first
 
@@ -296,7 +329,7 @@ def test_a_kernel_is_timed_for_as_long_as_it_may_take(tmp_path):
     run, left, lines = carry_out([one], tmp_path, tune.TRIALS, per_kernel=1e-9)
     assert not left and not run.failures
     assert [m for m, _ in run.table.rows[problem.size_key]["torch"].us] == [1]
-    assert any("2 counts left out" in line for line in lines)
+    assert any("token counts were left out" in line for line in lines)
 
 
 @pytest.mark.parametrize("weight", ["fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "bf16",
@@ -307,7 +340,7 @@ def test_our_cpu_kernels_pass_the_gate(weight, backend, tmp_path):
     one = replace(job(backend), problem=problem, tokens=(1, 40), gate=(1, 2, 31, 32, 33, 40))
     worker = Worker(tune.TRIALS, "cpu", timeout=60)
     try:
-        errors = worker.run(one)[: len(one.gate)]
+        errors = worker.run(one)
     finally:
         worker.stop()
     assert [m for m, _ in errors] == list(one.gate)
@@ -319,7 +352,7 @@ def test_a_kernel_that_rounds_to_nvfp4_passes_the_gate_and_one_that_does_not_fai
     worker = Worker(tune.TRIALS, "cpu", timeout=60)
     try:
         native = replace(one, candidate=Candidate("cutlass", ActScheme.NVFP4_GROUP16))
-        assert all(error < 6e-3 for _, error in worker.run(native)[: len(one.gate)])
+        assert all(error < 6e-3 for _, error in worker.run(native))
         widened = replace(one, candidate=Candidate("torch", ActScheme.NVFP4_GROUP16))
         with pytest.raises(JobError, match="relative error"):
             worker.run(widened)

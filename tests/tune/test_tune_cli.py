@@ -1,5 +1,6 @@
 """`vllm kernels tune` on the CPU: from a measurement to the choice it makes, and interruptions."""
 
+import argparse
 import json
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from entrypoints.serving import COMMAND, environment, run_cli
 
 from vllm.architectures.registry import builtin_config
+from vllm.entrypoints.cli.kernels_tune import add_tune
 from vllm.entrypoints.cli.main import main
 from vllm.kernels.evidence.quarantine import Failure, write_failures
 
@@ -61,7 +63,7 @@ def test_a_backend_that_cannot_run_here_is_told(vllm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["checked", "[1/"])
+@pytest.mark.parametrize("moment", ["checked", "timed"])
 def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm, tmp_path, moment):
     words = ("tune", "--layer", "fp8-block:256x256", "--layer", "fp8-block:512x256",
              "--layer", "fp8-block:768x256", "--tokens", "1,8,64")  # fmt: skip
@@ -70,7 +72,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     for line in process.stdout:
-        if line.startswith(moment):
+        if f"  {moment}  " in line:
             process.send_signal(signal.SIGINT)
             break
     out, err = process.communicate(timeout=120)
@@ -78,7 +80,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm,
     assert "Traceback" not in err
     found = [json.loads(path.read_text())["rows"] for path in tables(tmp_path)]
     done = sum(len(row) for rows in found for row in rows.values())
-    assert (moment == "[1/") == bool(done) and done < 6
+    assert (moment == "timed") == bool(done) and done < 6
     assert not (tmp_path / "kernel_tables" / "quarantine.json").exists()
     code, out, err = vllm(*words)
     assert code == 0 and f"{6 - done} kernels to measure, {done} are in" in out, err
@@ -87,7 +89,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(vllm,
 @pytest.mark.slow
 def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm):
     start = time.monotonic()
-    code, out, err = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--seconds", "0.001")
+    code, out, err = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--budget", "0.001s")
     assert code == 0 and "for want of time" in out, err
     assert time.monotonic() - start < 30
     out = vllm("tune", "Qwen3-8B-FP8", "--tp", "8", "--plan")[1]
@@ -111,12 +113,47 @@ def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
         (("Qwen3-8B-FP8", "--tp", "two"), "--tp 'two'"),
         (("--layer", "fp8-block:8x8", "--backend", "cpus"), "did you mean cpu?"),
         (("--layer", "fp8-block:8x8", "--timeout", "0"), "--timeout 0.0"),
+        (("Qwen3-8B-FP8", "--ep", "0"), "--ep '0'"),
         (("Qwen9",), "Qwen9"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(capsys, words, message):
     assert main(["kernels", "tune", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["0", "10 m", "m", "1d", "-3s"])
+def test_a_budget_that_is_no_time_is_refused(capsys, given):
+    with pytest.raises(SystemExit) as exit_:
+        main(["kernels", "tune", "--layer", "fp8-block:8x8", f"--budget={given}"])
+    assert exit_.value.code == 2 and "as 90s, 10m or 1h" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200)]
+)
+def test_a_budget_is_a_time(given, seconds):
+    parser = argparse.ArgumentParser()
+    add_tune(parser)
+    assert parser.parse_args(["--budget", given]).budget == seconds
+
+
+def test_a_table_of_another_build_is_measured_again_and_that_is_told(vllm, tmp_path):
+    assert vllm("tune", *SMALL)[0] == 0
+    (path,) = tables(tmp_path)
+    content = json.loads(path.read_text())
+    for row in content["rows"].values():
+        row["torch"]["version"] = "torch 1.0"
+    path.write_text(json.dumps(content))
+    out = vllm("tune", *SMALL, "--plan")[1]
+    assert "measured again: torch: the table's times are of torch 1.0, and torch 2" in out
+    assert "1 kernels to measure, 1 are in" in out
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_with_its_name(vllm, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, err = vllm("tune", *SMALL, "--output", str(tmp_path / "file" / "t.json"))
+    assert code == 2 and "t.json cannot be written" in err and "Traceback" not in err
 
 
 def test_failures_are_listed_and_lifted(vllm, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from selection_cases import ask, linear, timed
 
 from vllm.kernels import registry
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.quarantine import Failure, add_failure, with_quarantine
 from vllm.kernels.evidence.tables import Chip, Entry, Table
 from vllm.kernels.evidence.versions import is_same, stale_lines, version_of, versions_here
@@ -112,7 +113,7 @@ def selection(version: str) -> Selection:
         for (name, us), v in zip(times.us, (version, "deep_gemm 0.1.3"))
     }
     table = Table(Chip(H100, 132), "an H100", {linear().size_key: entries}, "t.json")
-    made = Selection(H100, libs(), Policy(), (table,))
+    made = Selection(H100, libs(), Policy(), Known((table,)))
     made.decide("layer", linear())
     return made
 

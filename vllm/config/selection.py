@@ -15,7 +15,8 @@ from vllm.config.model_rule import FALLBACK_MESSAGE
 from vllm.config.parallel import ParallelConfig
 from vllm.config.policy import KernelPreferences, make_policy
 from vllm.formats.readers.base import QuantizationConfig
-from vllm.kernels.evidence.tables import Chip, Table, find_tables
+from vllm.kernels.evidence.known import Known
+from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.problems import layer_problems
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
@@ -29,18 +30,18 @@ logger = get_logger(__name__)
 @dataclass(frozen=True)
 class Facts:
     """What decisions depend on besides the model and the flags. libs: with the kernels in
-    quarantine. tables: what was measured on this chip, the strongest first. variables: by name,
-    those that are set and that kernel selection follows."""
+    quarantine. known: of kernel times on this chip. variables: by name, those that are set and
+    that kernel selection follows."""
 
     device: Device
     libs: Libs
-    tables: tuple[Table, ...] = ()
+    known: Known = field(default_factory=Known)
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, chip: Chip, libs: Libs) -> "Facts":
         """With the tables and variables of this machine. ConfigError for a table that is broken."""
-        return cls(chip.device, libs, find_tables(chip), envs.kernel_variables())
+        return cls(chip.device, libs, Known.of(chip), envs.kernel_variables())
 
 
 def selection_for(facts: Facts, preferences: KernelPreferences, model_type: str) -> Selection:
@@ -48,7 +49,7 @@ def selection_for(facts: Facts, preferences: KernelPreferences, model_type: str)
     `facts`. ConfigError for what contradicts itself."""
     preferences, variables = preferences.for_device(model_type, facts.device), facts.variables
     policy = make_policy(not_emulated(preferences), variables)
-    selection = Selection(facts.device, facts.libs, policy, facts.tables, variables)
+    selection = Selection(facts.device, facts.libs, policy, facts.known, variables)
     emulate(selection, preferences, variables, model_type)
     return selection
 

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.config.selection import Facts
 from vllm.distributed.parallel import Parallel
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import Table, missing_note
+from vllm.kernels.evidence.tables import missing_note
 from vllm.logger import get_logger
 from vllm.machine import Quarantined
 from vllm.platforms.probe import probe_chip, probe_libs
@@ -59,7 +59,7 @@ def facts_of(config: VllmConfig, facts: Facts) -> dict[str, str]:
         "device": str(facts.device),
         "variables": _listed(f"{name}={envs.texts()[name]}" for name in names),
         "libraries": _listed(str(lib).replace("=", " ", 1) for lib in facts.libs.libs),
-        "tables of measured kernels": "; ".join(map(_table, facts.tables)),
+        "tables of measured kernels": "; ".join(facts.known.digests()),
         "backends of other packages and of files": _listed(
             filter(None, (registry.code_version(spec.backend) for spec in registry.all_specs()))
         ),
@@ -84,11 +84,6 @@ def with_failures_of_all(facts: Facts, parallel: Parallel) -> Facts:
 
 def _listed(entries: Iterable[str]) -> str:
     return "; ".join(sorted(set(entries)))
-
-
-def _table(table: Table) -> str:
-    """The file, wherever it is, and a digest of what it holds."""
-    return f"{Path(table.source).name} {_digest(repr((table.chip, table.rows)))}"
 
 
 def _checkpoint(folder: Path) -> str:

@@ -1,13 +1,13 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from vllm.errors import ConfigError, nearest_names
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import Table, timings_of
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.versions import stale_summary, versions_here
 from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 class Selection:
     """Asks `select` once per distinct problem and remembers which layers each answer covers.
 
-    tables: what was measured on this chip, the strongest first. variables: those that are set and
+    known: what is known of kernel times on this chip. variables: those that are set and
     that `policy` follows. is_emulated: the chip is not at
     hand. emulated: by family, who chooses instead of this one. records: (layer, decision) in the
     order of asking. ledger: what was re-quantised at load.
@@ -37,7 +37,7 @@ class Selection:
     device: Device
     libs: Libs
     policy: Policy
-    tables: Sequence[Table] = ()
+    known: Known = field(default_factory=Known)
     variables: Mapping[str, Any] = field(default_factory=dict)
     is_emulated: bool = False
     emulated: "dict[str, Selection]" = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Selection:
         if decision is None:
             specs = registry.specs(problem.family, self.device.family)
             versions = versions_here(problem.family, problem.format, self.device, self.libs)
-            timings = timings_of(self.tables, problem, versions)
+            timings = self.known.evidence(problem, versions)
             if self.is_emulated:
                 problem = replace(problem, dtype="bf16")  # as GPUs serve, whatever is served here
             decision = select(problem, self.device, self.libs, self.policy, specs, layer, timings)

@@ -1,31 +1,39 @@
 """`vllm kernels tune`, which measures kernels here, and `vllm kernels quarantine`."""
 
 import argparse
+import re
+import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import ConfigError
 from vllm.kernels import registry
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.quarantine import forget, path_of_file, read_failures, text
 from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
-from vllm.kernels.report import question, text_report
+from vllm.kernels.report import question, tuned_report
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
-from vllm.kernels.tuning.workers import Job
+from vllm.kernels.tuning.jobs import Job, KernelProblem
+from vllm.kernels.tuning.plan import plan, stale_notes, without_done
+from vllm.kernels.tuning.progress import Progress
 from vllm.machine import Device, Libs
 from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check every kernel that can run the linear layers of MODEL on this machine "
+        "Check every kernel that can run the linear layers and experts of MODEL on this machine "
         "against a reference, time those that are correct, and write a table that later starts "
         "use. The same command continues an interrupted run."
     )
@@ -34,7 +42,8 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     text("--layer", action="append", default=[], help=f"One more layer: {question.LAYER_SYNTAX}.")
     text("--tp", "--tensor-parallel-size", default="1", metavar="N", help="Tensor-parallel ranks; "
          "a list measures the layers of each (1,2). Default: 1.")  # fmt: skip
-    text("--ep", "--expert-parallel-size", type=int, default=1, help="Expert-parallel ranks.")
+    text("--ep", "--expert-parallel-size", default="1", metavar="N", help="Expert-parallel ranks, "
+         "or a list. Default: 1.")  # fmt: skip
     text("--dtype", default="auto", help="Dtype of activations; default: fp32 on the CPU, else "
          "the model's.")  # fmt: skip
     text("--tokens", metavar="M,M", help="Numbers of tokens to time; default: "
@@ -45,14 +54,22 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     text("--output", type=Path, metavar="FILE", help=f"Default: in {user_folder()}.")
     limits = parser.add_argument_group("limits")
     text = limits.add_argument
+    text("--budget", type=_seconds, metavar="TIME", help="Time limit of the whole run, as 90s, "
+         "10m or 1h: what matters most is measured first. Default: none.")  # fmt: skip
     text("--seconds-per-kernel", type=float, default=10.0, metavar="S", help="Time limit for "
          "timing one kernel for one layer. Default: 10.")  # fmt: skip
-    text("--seconds", type=float, metavar="S", help="Time limit of the whole run; default: none.")
     text("--timeout", type=float, default=300.0, metavar="S", help="A kernel without progress for "
          "this time is rejected. Default: 300.")  # fmt: skip
     text("--jobs", type=int, metavar="N", help="Processes that check (and compile) at once; "
          "default: half of the cores with a GPU, if they fit its memory, else 1.")  # fmt: skip
     parser.set_defaults(run=run_tune)
+
+
+def _seconds(given: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", given)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{given!r}: it takes a time, as 90s, 10m or 1h")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def add_quarantine(parser: argparse.ArgumentParser) -> None:
@@ -73,15 +90,16 @@ def run_tune(args: argparse.Namespace) -> int:
     if device.kind == "cuda":
         use_caches()  # an engine finds there what compiles here
     libs = probe_libs()
-    for name in args.backend:
-        registry.check_backend_name("linear", name, "--backend")
-    problems = _problems(args, device)
+    backends = [_known_backend(name, ("linear", "moe")) for name in args.backend]
+    layers = _layers(args, device)
     tokens = _numbers("--tokens", args.tokens) if args.tokens is not None else TOKENS
-    planned = tune.plan(problems, device, libs, tokens, args.backend)
+    planned = plan(layers.elements(), device, libs, tokens, backends)
     table, path = _table(args.output)
-    jobs = list(planned.jobs) if args.again else tune.without_done(planned.jobs, table)
+    jobs = list(planned.jobs) if args.again else without_done(planned.jobs, table)
     for note in planned.notes:
         print(f"left out: {note}")
+    for note in stale_notes(planned.jobs, table):
+        print(f"measured again: {note}")
     print(
         f"{len(jobs)} kernels to measure, {len(planned.jobs) - len(jobs)} are in {path}", flush=True
     )
@@ -91,34 +109,43 @@ def run_tune(args: argparse.Namespace) -> int:
         for job in jobs:
             print(f"{job}  M = {', '.join(map(str, job.tokens))}")
         return 0
-    say = partial(print, flush=True)
-    run = tune.Run(device, table, path, _limits(args, jobs, device), say)
-    left: Sequence[Job] = ()
+    run = _run(args, jobs, table, path, device)
+    print(_summary(run.table, layers, device, libs))
+    if run.failures:
+        print(f"{len(run.failures)} kernels failed and are not used: {path_of_file()}")
+    return 0
+
+
+def _run(
+    args: argparse.Namespace, jobs: Sequence[Job], table: Table, path: Path, device: Device
+) -> tune.Run:
+    """After everything was measured that there was time for."""
+    deadline = None if args.budget is None else time.monotonic() + args.budget
+    run = tune.Run(device, table, path, _limits(args, device), Progress(sys.stdout, deadline))
     try:
         left = run.carry_out(jobs)
     except KeyboardInterrupt:
         print(f"\ninterrupted: {path} has what was measured; the same command goes on", flush=True)
         raise
-    print(_summary(run.table, problems, device, libs))
-    if run.failures:
-        print(f"{len(run.failures)} kernels failed and are not used: {path_of_file()}")
     if left:
         print(f"{len(left)} kernels were left out for want of time or of room in memory; the same "
               "command goes on")  # fmt: skip
-    return 0
+    return run
 
 
-def _problems(args: argparse.Namespace, device: Device) -> list[LinearProblem]:
-    found = []
-    for tp, model in product(_numbers("--tp", args.tp), args.models):
-        own = argparse.Namespace(dtype=args.dtype, tp=tp, ep=args.ep)
-        asked = asked_model(model, own, device)
+def _layers(args: argparse.Namespace, device: Device) -> Counter[KernelProblem]:
+    """Problems with their numbers of layers, the most in any of the models on so many ranks."""
+    found: Counter[KernelProblem] = Counter()
+    ranks = product(_numbers("--tp", args.tp), _numbers("--ep", args.ep))
+    for (tp, ep), model in product(ranks, args.models):
+        asked = asked_model(model, argparse.Namespace(dtype=args.dtype, tp=tp, ep=ep), device)
         if asked.refusal:
             raise ConfigError(f"{model}: {asked.refusal}")
-        found += [problem for _, problem in asked.problems]
+        problems = (problem for _, problem in asked.problems)
+        found |= Counter(p for p in problems if isinstance(p, LinearProblem | MoEProblem))
     dtype = question.dtype_of(args.dtype, {}, device)
-    found += [question.layer_of(layer, dtype)[1] for layer in args.layer]
-    return [problem for problem in dict.fromkeys(found) if isinstance(problem, LinearProblem)]
+    single = (question.layer_of(layer, dtype)[1] for layer in args.layer)
+    return found | Counter(p for p in single if isinstance(p, LinearProblem | MoEProblem))
 
 
 def _numbers(flag: str, given: str) -> tuple[int, ...]:
@@ -145,27 +172,32 @@ def _table(output: Path | None) -> tuple[Table, Path]:
     return table, path
 
 
-def _limits(args: argparse.Namespace, jobs: Sequence[Job], device: Device) -> tune.Limits:
-    for flag in ("seconds_per_kernel", "seconds", "timeout", "jobs"):
+def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
+    for flag in ("seconds_per_kernel", "timeout", "jobs"):
         value = getattr(args, flag)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: it takes a number above 0")
     memory = gpu_memory_bytes() if device.kind == "cuda" else None
-    default = tune.num_checkers(jobs, num_cores(), memory_limit(), memory)
-    return tune.Limits(args.seconds_per_kernel, args.seconds, args.timeout, args.jobs or default)
+    jobs = args.jobs or tune.num_checkers(num_cores(), memory_limit(), memory)
+    return tune.Limits(args.seconds_per_kernel, args.budget, args.timeout, jobs, memory)
 
 
-def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: Libs) -> str:
+def _summary(table: Table, layers: Counter[KernelProblem], device: Device, libs: Libs) -> str:
     """The selector's decisions with the table, without overrides."""
-    selection = Selection(device, libs, Policy(), (table,))
-    lines = []
-    for problem in problems:
-        decision = selection.decide(str(problem), problem)
-        choice = text_report.expectation_of(decision)
-        if choice is not None:
-            lines.append(text_report.outcome(decision).partition(" (")[0])
-            lines.append(f"    {text_report.expectation_text(choice)}")
-    return "\n".join(lines)
+    tuned, untuned = (Selection(device, libs, Policy(), Known(own)) for own in ((table,), ()))
+    decisions = (
+        (tuned.decide(str(problem), problem), untuned.decide(str(problem), problem).chosen or "")
+        for problem in layers
+    )
+    return tuned_report.page(table, decisions)
+
+
+def _known_backend(name: str, families: Sequence[str]) -> str:
+    found = next(filter(None, (registry.find_backend(family, name) for family in families)), None)
+    if found is None:
+        known = tuple(dict.fromkeys(chain(*map(registry.backend_names, families))))
+        raise registry.unknown_backend(f"--backend {name!r}", name, known)
+    return found
 
 
 # ---------------------------------------------------------------- quarantine
@@ -174,12 +206,7 @@ def _summary(table: Table, problems: list[LinearProblem], device: Device, libs: 
 def run_quarantine(args: argparse.Namespace) -> None:
     name = None
     if args.backend is not None:
-        found = (registry.find_backend(family, args.backend) for family in registry.FAMILIES)
-        name = next(filter(None, found), None)
-        if name is None:
-            known = dict.fromkeys(chain(*map(registry.backend_names, registry.FAMILIES)))
-            what = f"--backend {args.backend!r}"
-            raise registry.unknown_backend(what, args.backend, tuple(known))
+        name = _known_backend(args.backend, registry.FAMILIES)
     if args.clear:
         count = len(forget(name))
         print(f"{count} forgotten; vllm kernels tune, or the next start, tries them again")

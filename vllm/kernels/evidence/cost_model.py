@@ -139,13 +139,15 @@ class Fitted:
 
 def kind_of(size_key: str) -> tuple[str, Sizes]:
     """What is fitted together, and the sizes: of `fp8-block[128x128]:4096x12288 bf16 none`,
-    `linear fp8-block[128x128] bf16 none` and (4096, 12288)."""
+    `linear fp8-block[128x128] bf16 none` and (4096, 12288). Of experts the ranks come last."""
     weight, _, rest = size_key.partition(":")
     sizes, _, others = rest.partition(" ")
-    numbers = tuple(map(int, sizes.split("x")))
-    if len(numbers) == 2:
-        return f"linear {weight} {others}", numbers
-    return f"moe {weight} {others}", (*numbers, 1)
+    experts, *numbers = sizes.split("x")
+    first, _, ranks = experts.partition("/")
+    found = int(first), *map(int, numbers)
+    if len(found) == 2:
+        return f"linear {weight} {others}", found
+    return f"moe {weight} {others}", (*found, int(ranks or 1))
 
 
 def dimensions(sizes: Sizes) -> Sizes:

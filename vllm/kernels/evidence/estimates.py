@@ -5,7 +5,7 @@ the model had on measured sizes that were left out of its fit. Standard library 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from vllm.kernels.evidence.cost_model import (
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.evidence.versions import is_same
-from vllm.kernels.select.decision import Able, Parts
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -33,41 +33,6 @@ Times = tuple[tuple[str, tuple[float | None, ...]], ...]
 
 # How many times smaller or larger than all that was measured a size may be.
 REACH = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Estimated(Timings):
-    """Estimates that choose. error: by backend, the mean relative error at each of `tokens`, 0
-    where there is no estimate. is_beyond: a size is smaller or larger than all that was measured,
-    and the errors are those of such sizes."""
-
-    error: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    is_beyond: bool = False
-
-    @lru_cache(maxsize=1024)  # noqa: B019 - they are few and small
-    def best_split(
-        self,
-        able: Able,
-        m_range: tuple[int, int],
-        compiling: tuple[str, ...] = (),
-        alone: tuple[str, ...] = (),
-    ) -> Parts:
-        """As of measurements, where the first of the default order yields only to a kernel whose
-        gain exceeds the error of its estimate."""
-        first = next((backend for backend, limit in able if limit is None), "")
-        return _cautious(self, first).best_split(able, m_range, compiling, alone)
-
-
-def _cautious(estimated: Estimated, first: str) -> Timings:
-    """As slow as they may be, all but `first`."""
-    errors = dict(estimated.error)
-    us = tuple(
-        (name, times)
-        if name == first
-        else (name, tuple(t and t * (1 + e) for t, e in zip(times, errors[name])))
-        for name, times in estimated.us
-    )
-    return Timings(estimated.source, estimated.tokens, us, estimated.stale)
 
 
 # ---------------------------------------------------------------- which
@@ -86,7 +51,7 @@ def find_fitted(chip: Chip) -> tuple["Costs", ...]:
 
 def estimate_of(
     costs: Sequence["Costs"], problem: Problem, versions: Mapping[str, str] | None = None
-) -> Estimated | None:
+) -> Timings | None:
     """The first that knows problems of this kind with such sizes; None where none does.
 
     Neither is anything known of partial scale blocks, nor of experts' tokens in a padded layout.
@@ -123,11 +88,11 @@ class Costs:
         num_sms = fitted.chip.num_sms or 1
         self._kinds = {name: _Kind(kind, num_sms) for name, kind in fitted.kinds.items()}
         near = "; another chip" if fitted.is_near else ""
-        self._source = f"{fitted.source} ({fitted.name}, {fitted.date}{near})"
+        self._source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
 
     def estimate(
         self, problem: LinearProblem | MoEProblem, versions: Mapping[str, str] | None = None
-    ) -> Estimated | None:
+    ) -> Timings | None:
         """None for a kind of problem that was not measured, or sizes out of reach."""
         kind = self._kinds.get(kind_of_problem(problem))
         if kind is None:
@@ -139,13 +104,14 @@ class Costs:
                 if not low <= size * REACH <= high * REACH * REACH:
                     return None
                 is_beyond = True
-        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
-        kernels = kind.quantised if takes else kind.unquantised
+        kernels = kind.quantised if problem.comes_quantised else kind.unquantised
         stale = _stale(kernels.versions, tuple(versions.items())) if versions else ()
         is_far = is_beyond or self.fitted.is_near
         error = kernels.error_beyond if is_far else kernels.error
         us = kernels.us(sizes)
-        return Estimated(self._source, kind.cost.tokens, us, stale, error, is_beyond)
+        beyond = "; beyond the sizes that were measured" if is_beyond else ""
+        source = f"{self._source}{beyond})"
+        return Timings(source, kind.cost.tokens, us, stale, Grade.ESTIMATED, error)
 
 
 class _Kind:

@@ -12,7 +12,8 @@ from operator import itemgetter
 from vllm.kernels.select.decision import Able, Evidence, Parts
 
 MAX_PARTS = 5
-# A backend this close to the fastest counts as fast: nothing is split for noise.
+# A backend this close to the fastest counts as fast, and so does one that the noise of both times
+# leaves in doubt: nothing is split, and nothing replaces what comes earlier in order, for noise.
 TOLERANCE = 1.03
 # How far beyond its largest measured token count a row may decide: one that was measured for
 # decoding alone, or cut short, says nothing about prompts.
@@ -44,8 +45,13 @@ class Timings(Evidence):
         takes any number of tokens. compiling: backends that compile at run time, the dearest
         first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
         WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
-        none, since a part of it beside a part of another would hold the weight twice.
+        none, since a part of it beside a part of another would hold the weight twice. Where times
+        are not measured here, the first of the default order yields only to a kernel whose gain
+        exceeds the error.
         """
+        if self.error:
+            first = next((backend for backend, limit in able if limit is None), "")
+            return _cautious(self, first).best_split(able, m_range, compiling, alone)
         parts = _fastest_split(self, able, m_range, alone)
         names = [name for name, _ in able]
         left = able
@@ -62,6 +68,18 @@ class Timings(Evidence):
         return parts
 
 
+def _cautious(timings: Timings, first: str) -> Timings:
+    """With the times of all but `first` as long as they may be."""
+    errors = dict(timings.error)
+    us = tuple(
+        (name, times)
+        if name == first
+        else (name, tuple(t and t * (1 + e) for t, e in zip(times, errors[name])))
+        for name, times in timings.us
+    )
+    return Timings(timings.source, timings.tokens, us, timings.stale, timings.grade)
+
+
 def _fastest_split(
     timings: Evidence, able: Able, m_range: tuple[int, int], alone: Collection[str]
 ) -> Parts:
@@ -74,11 +92,11 @@ def _fastest_split(
         [_time(us[backend][i], timings.tokens[i], limit) for i in columns]
         for backend, limit in limits
     ]
-    fastest = [min(column) for column in zip(*rows)]
-    columns = [i for i, best in zip(columns, fastest) if best < inf]
+    noise = _noise(timings, [backend for backend, _ in limits], columns)
+    costs = _costs(rows, noise)
+    columns = [i for i, best in zip(columns, map(min, zip(*rows))) if best < inf]
     if not columns:
         return ()
-    costs = [[_cost(time, best) for time, best in zip(row, fastest) if best < inf] for row in rows]
     paths = []
     for group in _groups([backend for backend, _ in limits], alone):
         cost, path = _cheapest_path(
@@ -109,8 +127,26 @@ def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
     return inf if us is None or (limit is not None and num_tokens > limit) else us
 
 
-def _cost(us: float, fastest: float) -> float:
-    return 0.0 if us <= fastest * TOLERANCE else log(us / fastest) if us < inf else inf
+def _noise(timings: Evidence, backends: Sequence[str], columns: Sequence[int]) -> list[list[float]]:
+    known = dict(timings.noise)
+    nothing = (None,) * len(timings.tokens)
+    return [[known.get(backend, nothing)[i] or 0.0 for i in columns] for backend in backends]
+
+
+def _costs(rows: Sequence[Sequence[float]], noise: Sequence[Sequence[float]]) -> list[list[float]]:
+    """By row, in the columns that some row has a time for."""
+    costs: list[list[float]] = [[] for _ in rows]
+    for times, noises in zip(zip(*rows), zip(*noise)):
+        best = min(times)
+        if best < inf:
+            in_doubt = 1 + noises[times.index(best)]
+            for own, us, other in zip(costs, times, noises):
+                own.append(_cost(us, best, max(TOLERANCE, in_doubt + other)))
+    return costs
+
+
+def _cost(us: float, fastest: float, tolerance: float) -> float:
+    return 0.0 if us <= fastest * tolerance else log(us / fastest) if us < inf else inf
 
 
 def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]) -> "_Path":

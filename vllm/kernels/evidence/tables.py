@@ -7,16 +7,18 @@ checkpoint: it is rewritten whole after every kernel that was measured.
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.versions import is_same
+from vllm.kernels.select.decision import ByBackend
+from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.files import write_atomically
@@ -67,18 +69,94 @@ class Chip:
         return ", ".join(facts)
 
 
+Times = tuple[tuple[int, float], ...]
+"""(tokens, microseconds of a call), ascending."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One backend measured for one row. version: of the libraries it is made of. us: (tokens,
-    microseconds of a call, quantising activations included), ascending. quantised_us: the same for
-    activations that are quantised already, () for a kernel that does not take such; it counts where
-    it is known and the layer comes after a norm or an activation function, which quantise in the
-    pass they make anyway."""
+    """One backend measured for one row. version: of the libraries it is made of.
+
+    us: quantising activations included. quantised_us: for activations that are quantised already,
+    () for a kernel that does not take such; it counts where it is known and what is before the
+    layer quantises in the pass it makes anyway (`comes_quantised`). skewed_us and
+    skewed_quantised_us: of experts the same for tokens that choose them by a power law; () where
+    that was not measured. noise: relative half-width of the 95 % interval of the median, the widest
+    of a token count's times. error: the largest against the reference, None where it is not known.
+    """
 
     version: str
     date: str
-    us: tuple[tuple[int, float], ...]
-    quantised_us: tuple[tuple[int, float], ...] = ()
+    us: Times
+    quantised_us: Times = ()
+    skewed_us: Times = ()
+    skewed_quantised_us: Times = ()
+    noise: Times = ()
+    error: float | None = None
+
+    def updated(self, newer: "Entry") -> "Entry":
+        """With what `newer` has measured since."""
+        kept: dict[str, Any] = {
+            name: tuple(sorted({**dict(getattr(self, name)), **dict(getattr(newer, name))}.items()))
+            for name in _BY_TOKENS
+        }
+        return replace(newer, **kept)
+
+    def cells(self, takes_quantised: bool) -> "dict[int, Cell]":
+        """By tokens; takes_quantised: whether what is before quantises for it."""
+        us, skewed, noise = dict(self.us), dict(self.skewed_us), dict(self.noise)
+        if takes_quantised:
+            us |= dict(self.quantised_us)
+            skewed |= dict(self.skewed_quantised_us)
+        return {m: Cell(time, skewed.get(m), noise.get(m, 0.0)) for m, time in us.items()}
+
+
+_BY_TOKENS = ("us", "quantised_us", "skewed_us", "skewed_quantised_us", "noise")
+
+
+class Cell(NamedTuple):
+    """Of one kernel for one number of tokens: microseconds, evenly routed and skewed."""
+
+    us: float
+    skewed_us: float | None
+    noise: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What tables say of one problem. cells: by backend, by tokens."""
+
+    source: str
+    cells: Mapping[str, Mapping[int, Cell]]
+    stale: tuple[tuple[str, str, str], ...]
+    is_near: bool
+
+    @property
+    def tokens(self) -> set[int]:
+        return {m for own in self.cells.values() for m in own}
+
+    def timings(self) -> Timings:
+        """Of a token count that every kernel was also timed for with skewed routing, the mean of
+        both times: real routing lies between. Else the time of even routing."""
+        cells, tokens = self.cells, sorted(self.tokens)
+        own = {m: [kernel[m] for kernel in cells.values() if m in kernel] for m in tokens}
+        is_mean = {m: all(cell.skewed_us is not None for cell in own[m]) for m in tokens}
+
+        def time(m: int, cell: Cell) -> float:
+            both = [cell.us] if cell.skewed_us is None else [cell.us, cell.skewed_us]
+            return sum(both) / len(both) if is_mean[m] else cell.us
+
+        def columns(of: Callable[[int, Cell], float]) -> ByBackend:
+            return tuple(
+                (name, tuple(of(m, kernel[m]) if m in kernel else None for m in tokens))
+                for name, kernel in cells.items()
+            )
+
+        is_noisy = any(cell.noise for column in own.values() for cell in column)
+        noise = columns(lambda m, cell: cell.noise) if is_noisy else ()
+        us = columns(time)
+        grade = Grade.ESTIMATED if self.is_near else Grade.MEASURED
+        return Timings(self.source, tuple(tokens), us, self.stale, grade, noise=noise)
 
 
 @dataclass(frozen=True)
@@ -95,19 +173,18 @@ class Table:
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
-        """What it says of `problem`; None where nobody measured that, or where a shard has partial
-        scale blocks, which kernels pay for differently. versions: by backend, what is here."""
+        """What it says of `problem`; None where nobody measured that. versions: by backend, what is
+        here."""
+        row = self.row(problem, versions)
+        return None if row is None else row.timings()
+
+    def row(self, problem: Problem, versions: Mapping[str, str] | None) -> Row | None:
         if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
         if not row:
             return None
-        takes = isinstance(problem, MoEProblem) or problem.comes_quantised
-        us = {
-            name: dict(entry.us) | (dict(entry.quantised_us) if takes else {})
-            for name, entry in row.items()
-        }
-        tokens = sorted({m for own in us.values() for m in own})
+        cells = {name: entry.cells(problem.comes_quantised) for name, entry in row.items()}
         date = max(entry.date for entry in row.values())
         stale = tuple(
             (name, entry.version, versions[name])
@@ -117,13 +194,8 @@ class Table:
         others = "; another chip" if self.is_near else ""
         if stale:
             others += f"; {', '.join(name for name, *_ in stale)} in another version"
-        return Timings(
-            f"{self.source} ({self.name}, {date}{others})",
-            tuple(tokens),
-            tuple((name, tuple(map(own.get, tokens))) for name, own in us.items()),
-            stale,
-            self.is_near,
-        )
+        source = f"{self.source} ({self.name}, {date}{others})"
+        return Row(source, cells, stale, self.is_near)
 
     def entry(self, size_key: str, backend: str, version: str) -> Entry | None:
         """What was measured of this version of the backend."""
@@ -136,11 +208,9 @@ class Table:
 
 
 def is_measurable(problem: LinearProblem | MoEProblem) -> bool:
-    """Whether `size_key` says everything that a kernel's speed depends on."""
-    if isinstance(problem, MoEProblem):
-        is_whole = problem.cut == problem.cut_experts == 1
-        return is_whole and problem.layout == "standard"
-    return problem.block_fit(takes_any_block=False) is None
+    """Whether `size_key` says everything that a kernel's speed depends on: it says nothing of how
+    many rows of each expert's block a batched layout fills."""
+    return not isinstance(problem, MoEProblem) or problem.layout == "standard"
 
 
 def timings_of(
@@ -155,43 +225,35 @@ def timings_of(
     known = [
         ((table.is_near, bool(own.stale)), table.chip, own)
         for table in tables
-        if (own := table.timings(problem, versions)) is not None
+        if (own := table.row(problem, versions)) is not None
     ]
     if not known:
         return None
     best, chip, _ = min(known, key=lambda row: row[0])
     equals = [own for standing, other, own in known if standing == best and other.is_like(chip)]
     here = versions.keys() if versions else None
-    return reduce(partial(_filled, here=here), equals)
+    return reduce(partial(_filled, here=here), equals).timings()
 
 
-def _filled(first: Timings, second: Timings, here: Collection[str] | None) -> Timings:
+def _filled(first: Row, second: Row, here: Collection[str] | None) -> Row:
     """`first` with the kernels, and token counts of its kernels, that only `second` has.
 
     A count that some of the kernels were not measured for would favour the others: where `second`
     adds a kernel that is `here` (None: any may be), its counts alone are kept.
     """
-    ours, theirs = (
-        {name: _known(zip(own.tokens, times)) for name, times in own.us} for own in (first, second)
-    )
+    ours, theirs = first.cells, second.cells
     added = theirs.keys() - ours.keys()
     is_wider = bool(added if here is None else added & set(here))
-    tokens = {*second.tokens} if is_wider else {*first.tokens, *second.tokens}
-    us = {name: theirs.get(name, {}) | ours.get(name, {}) for name in {**ours, **theirs}}
-    if us == ours:
+    tokens = second.tokens if is_wider else first.tokens | second.tokens
+    cells = {name: {**theirs.get(name, {}), **ours.get(name, {})} for name in {**ours, **theirs}}
+    if cells == ours:
         return first
-    columns = sorted(tokens)
-    return Timings(
+    return Row(
         f"{first.source} over {second.source}",
-        tuple(columns),
-        tuple((name, tuple(map(times.get, columns))) for name, times in us.items()),
+        {name: {m: own[m] for m in own if m in tokens} for name, own in cells.items()},
         first.stale + tuple(entry for entry in second.stale if entry[0] in added),
         first.is_near,
     )
-
-
-def _known(times: Iterable[tuple[int, float | None]]) -> dict[int, float]:
-    return {m: time for m, time in times if time is not None}
 
 
 # ---------------------------------------------------------------- files
@@ -251,15 +313,7 @@ def _read(path: Path, *state: int) -> Table:
 
 def _parse(content: Mapping[str, Any]) -> Table:
     rows = {
-        str(size_key): {
-            str(backend): Entry(
-                str(entry["version"]),
-                str(entry["date"]),
-                _times(entry.get("us", {})),
-                _times(entry.get("quantised_us", {})),
-            )
-            for backend, entry in row.items()
-        }
+        str(size_key): {str(backend): _parse_entry(entry) for backend, entry in row.items()}
         for size_key, row in content["rows"].items()
     }
     # Versions before this one did not write the memory; their rows mean nothing here either.
@@ -267,14 +321,27 @@ def _parse(content: Mapping[str, Any]) -> Table:
     return Table(Chip(Device.parse(content["device"]), *numbers), str(content["name"]), rows)
 
 
-def _times(us: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((int(m), _microseconds(value)) for m, value in us.items()))
+def _parse_entry(entry: Mapping[str, Any]) -> Entry:
+    times: dict[str, Any] = {name: _by_tokens(name, entry.get(name, {})) for name in _BY_TOKENS}
+    error = _number(entry["error"]) if "error" in entry else None
+    return Entry(str(entry["version"]), str(entry["date"]), error=error, **times)
+
+
+def _by_tokens(name: str, values: Mapping[str, Any]) -> Times:
+    read = _number if name == "noise" else _microseconds
+    return tuple(sorted((int(m), read(value)) for m, value in values.items()))
 
 
 def _microseconds(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(us := float(value)) or us <= 0:
+    if not (us := _number(value)):
         raise ValueError(f"{value!r} is no number of microseconds")
     return us
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)) or number < 0:
+        raise ValueError(f"{value!r} is no number from 0 up")
+    return number
 
 
 def write_table(path: Path, table: Table) -> None:
@@ -301,14 +368,16 @@ def _row_text(row: Mapping[str, Entry]) -> str:
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
-    """Times with four digits: more would be noise."""
+    """Times with four digits and the rest with two: more would be noise."""
     content: dict[str, Any] = {"version": entry.version, "date": entry.date}
-    for name in ("us", "quantised_us"):
+    for name in _BY_TOKENS:
         if times := getattr(entry, name):
-            content[name] = {m: float(f"{us:.4g}") for m, us in times}
-    return content
+            digits = 2 if name == "noise" else 4
+            content[name] = {m: float(f"{us:.{digits}g}") for m, us in times}
+    return content if entry.error is None else {**content, "error": float(f"{entry.error:.2g}")}
 
 
-def _by_size(item: tuple[str, Any]) -> tuple[str, list[int]]:
+def _by_size(item: tuple[str, Any]) -> tuple[str, list[int], str]:
     weight, _, sizes = item[0].partition(":")
-    return weight, [int(size) for size in sizes.partition(" ")[0].split("x")]
+    numbers = sizes.partition(" ")[0].replace("/", "x").split("x")
+    return weight, [int(size) for size in numbers], item[0]

@@ -33,8 +33,7 @@ from vllm.kernels.report.text_report import (
     KINDS,
     WIDTH,
     asks,
-    expectation_of,
-    expectation_text,
+    expected_line,
     how,
     notes,
     requant_text,
@@ -312,13 +311,12 @@ def _decision(row: _Row) -> str:
     (one,) = by_outcome((layer, decision) for layer in layers)
     decided, _, blocks = why(one).partition("\n")
     rows = {"problem": asks(decision.problem), "decided by": decided, "blocks": blocks}
-    choice = expectation_of(decision)
     grade = ""
     if decision.chosen is not None:
         rows["how"] = ", ".join(how(decision.winner, decision.problem))
         grade = f"{grade_mark(decision.winner.grade)} {graded(decision.winner.grade)}"
-    if choice is not None:
-        rows["expected"] = expectation_text(choice)
+    if line := expected_line(decision):
+        rows["expected"] = line
     rows["event"] = side_effect(decision)
     name = f"<strong>{_NO_KERNEL}</strong>"
     if decision.chosen is not None:

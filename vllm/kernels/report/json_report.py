@@ -18,7 +18,7 @@ from vllm.kernels.report.question import parse_lib
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select.decision import Candidate, Decision, Parts, Record
+from vllm.kernels.select.decision import ByBackend, Candidate, Decision, Parts, Record
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Why
@@ -75,7 +75,10 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
         "candidates": _plain(decision.candidates),
     }
     if timings is not None:
-        content["timings"] = {**_plain(timings), "us": {name: list(us) for name, us in timings.us}}
+        by_backend = {"us": timings.us, "noise": timings.noise}
+        content["timings"] = _plain(timings) | {
+            key: {name: list(row) for name, row in rows} for key, rows in by_backend.items()
+        }
         content["expected"] = _plain(expectation_of(decision))
     return content
 
@@ -254,13 +257,19 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us", "stale", "is_near")
+    node.allow("source", "tokens", "us", "stale", "grade", "error", "noise")
     tokens = _read(node["tokens"], tuple[int, ...])
     row = GenericAlias(tuple, (float | None,) * len(tokens))
-    us = tuple((name, _read(node["us"][name], row)) for name in node["us"].fields())
+
+    def by_backend(own: _Node) -> ByBackend:
+        return tuple((name, _read(own[name], row)) for name in own.fields())
+
+    us = by_backend(node["us"])
+    noise = by_backend(node["noise"]) if "noise" in node.fields() else ()
     stale = _read(node["stale"], tuple[tuple[str, str, str], ...])
-    is_near = node["is_near"].of(bool)
-    return Timings(node["source"].of(str), tokens, us, stale, is_near)
+    grade = node["grade"].parsed(Grade)
+    error = _read(node["error"], tuple[tuple[str, tuple[float, ...]], ...])
+    return Timings(node["source"].of(str), tokens, us, stale, grade, error, noise)
 
 
 def _problem(node: _Node) -> Problem:

@@ -13,7 +13,7 @@ from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, by_text, compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
-from vllm.kernels.select.decision import Candidate, Decision, Record
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
@@ -37,11 +37,12 @@ KINDS: dict[str, str] = {
 # What a grade of evidence says.
 GRADES = {
     Grade.MEASURED: "timed for this size on this chip",
-    Grade.IMPORTED: "timed by others on this chip",
+    Grade.IMPORTED: "timed by others on this chip; not run on hardware here",
     Grade.ESTIMATED: "its time is estimated",
     Grade.RUN: "its results were compared on this chip, its time was not measured",
     Grade.COMPILED: "not run on hardware",
 }
+_NEVER_RAN = Grade.IMPORTED, Grade.COMPILED
 _KERNEL_WIDTH = 32  # of a split, which wraps
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
@@ -56,13 +57,14 @@ def outcome(decision: Decision) -> str:
     """One line: what was chosen for the problem, by whom, or that nothing was."""
     if decision.chosen is None:
         return f"{decision.problem} on {decision.device}: no kernel ({decision.origin.text})"
-    is_known = decision.winner.grade is not Grade.COMPILED
-    origin = decision.origin.text + ("" if is_known else f"; {GRADES[Grade.COMPILED]}")
+    grade = decision.winner.grade
+    origin = decision.origin.text + (f"; {GRADES[grade]}" if grade in _NEVER_RAN else "")
     text = f"{decision.problem} -> {decision.kernel} ({origin})"
     choice = expectation_of(decision)
     if choice is None or choice.mean_regret < TOLERANCE - 1:
         return text
-    return f"{text}: {choice.mean_regret:.1%} slower than the fastest measured"
+    assert decision.timings is not None
+    return f"{text}: {choice.mean_regret:.1%} slower than the fastest {decision.timings.grade}"
 
 
 def log_lines(records: Iterable[Record]) -> list[str]:
@@ -100,7 +102,7 @@ def how(candidate: Candidate, problem: Problem) -> list[str]:
 
 def grade_text(grade: Grade) -> str:
     """`measured`; of what never ran `compiled: not run on hardware`."""
-    return f"{grade}: {GRADES[grade]}" if grade is Grade.COMPILED else str(grade)
+    return f"{grade}: {GRADES[grade]}" if grade in _NEVER_RAN else str(grade)
 
 
 def _scales_text(candidate: Candidate) -> str:
@@ -140,15 +142,23 @@ def expectation_of(decision: Decision) -> Expected | None:
     return expected(timings, parts, able, problem.m_range)
 
 
-def expectation_text(choice: Expected) -> str:
-    """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest, at most 2.1% (cutlass for M = 96)`"""
+def expectation_text(choice: Expected, timings: Evidence) -> str:
+    """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest measured, at most 2.1% (cutlass for
+    M = 96)`; where times are not measured here, with their error: `estimated to 6% to 15%`."""
     shown = [pair for pair in choice.us if pair[0] in _SHOWN_TOKENS] or [choice.us[0]]
     times = ", ".join(f"{us:.3g} for {'M = ' * (i == 0)}{m}" for i, (m, us) in enumerate(shown))
-    text = f"{times.replace(' ', ' us ', 1)}; {choice.mean_regret:.1%} over the fastest measured"
+    text = f"{times.replace(' ', ' us ', 1)}; {choice.mean_regret:.1%} over the fastest"
+    text += f" {timings.grade}{error_text(timings)}"
     if not choice.worst_regret:
         return text
     worst = f"{choice.fastest_there} for M = {choice.worst_tokens}"
     return f"{text}, at most {choice.worst_regret:.1%} ({worst})"
+
+
+def error_text(timings: Evidence) -> str:
+    """` +-6% to 15%`: the least and the largest error of a time; "" of what was measured here."""
+    errors = [error for _, own in timings.error for error in own if error]
+    return f" (+-{min(errors):.0%} to {max(errors):.0%})" if errors else ""
 
 
 # ---------------------------------------------------------------- tables
@@ -259,10 +269,10 @@ def _summary(outcomes: Sequence[OutcomeGroup], width: int, bold: bool) -> list[s
 def notes(outcomes: Sequence[OutcomeGroup]) -> list[str]:
     """What the reader should know beyond the reasons: what an origin of accuracy is about."""
     found = []
-    if any(one.chosen and one.winner.grade is Grade.COMPILED for one in outcomes):
+    if any(one.chosen and one.winner.grade in _NEVER_RAN for one in outcomes):
         found.append(
-            "Note: what is marked compiled was not run on hardware: none of its results was ever "
-            "compared on this chip. --require-evidence run keeps such kernels out."
+            "Note: what is marked compiled or imported was not run on hardware: none of its "
+            "results was ever compared on this chip. --require-evidence run keeps it out."
         )
     if all(one.origin.rank != RANK_ACCURACY for one in outcomes):
         return found
@@ -296,6 +306,8 @@ def why(one: OutcomeGroup) -> str:
         before = names[: names.index(one.chosen)]
         listed = ", ".join(before) if len(before) < 3 else f"the {len(before)}"
         text += f": {listed} before it cannot run" if before else f": first of {len(names)}"
+        if one.family in ("linear", "moe") and all(d.timings is None for d, _ in one.groups):
+            text += "; nobody measured a size near these"
     fit = one.winner.fit if one.chosen else None
     if fit is None:
         return text
@@ -307,7 +319,7 @@ def why(one: OutcomeGroup) -> str:
 def _group_lines(one: OutcomeGroup, width: int) -> list[str]:
     """Layers, how many, what they ask, and what the choice takes; in columns if these fit."""
     rows = [
-        (compress(layers), f"{len(layers)} x", asks(decision.problem), expectation_of(decision))
+        (compress(layers), f"{len(layers)} x", asks(decision.problem), expected_line(decision))
         for decision, layers in one.groups
     ]
     names = max(len(name) for patterns, *_ in rows for name in patterns)
@@ -320,9 +332,17 @@ def _group_lines(one: OutcomeGroup, width: int) -> list[str]:
             lines += columns([number, "\n".join(patterns), text], [counts, names], width)
         else:
             lines += columns([number, "\n".join([*patterns, f"  {text}"])], [counts], width)
-        if choice is not None:
-            lines += columns(["", f"  {expectation_text(choice)}"], [counts], width)
+        if choice:
+            lines += columns(["", f"  {choice}"], [counts], width)
     return lines
+
+
+def expected_line(decision: Decision) -> str:
+    """Text of `expectation_of`; empty where nothing is known."""
+    choice = expectation_of(decision)
+    if choice is None or decision.timings is None:
+        return ""
+    return expectation_text(choice, decision.timings)
 
 
 def asks(problem: Problem) -> str:

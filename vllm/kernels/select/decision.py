@@ -20,21 +20,29 @@ Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
 
+ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
+"""By backend a number for each token count; None where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence(ABC):
-    """What was measured for one problem on one kind of chip.
+    """What is known of the times of one problem on one kind of chip.
 
     us: by backend, microseconds of one call with as many rows as the entry of `tokens` (ascending)
     says; None where that was not measured. source: which table says so, and how old it is. stale:
-    (backend, what was measured, what is here) where that is another version or build. is_near: it
-    was measured on another chip of the architecture.
+    (backend, what was measured, what is here) where that is another version or build. grade: of
+    the times that are not stale. error: by backend, the mean relative error for each of `tokens`
+    where the times are not measured here, () where they are. noise: relative uncertainty of each
+    of `us`; () where it is not known.
     """
 
     source: str
     tokens: tuple[int, ...]
-    us: tuple[tuple[str, tuple[float | None, ...]], ...]
+    us: ByBackend
     stale: tuple[tuple[str, str, str], ...] = ()
-    is_near: bool = False
+    grade: Grade = Grade.MEASURED
+    error: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    noise: ByBackend = ()
 
     @abstractmethod
     def best_split(

@@ -55,8 +55,10 @@ class LinearProblem:
     @property
     def size_key(self) -> str:
         """What a measurement is filed under, with the activation schemes that may be taken:
-        `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`."""
-        return f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
+        `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`; with partial scale blocks also
+        what a kernel then computes with: `..., padded to 256x2048, refined to 64x128 blocks`."""
+        sizes = f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
+        return sizes + _fits_text(self)
 
     def __str__(self) -> str:
         merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
@@ -104,10 +106,18 @@ class MoEProblem:
 
     @property
     def size_key(self) -> str:
-        """What a measurement is filed under: experts, intermediate, hidden and top_k; the rest as
-        of a LinearProblem."""
-        sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}x{self.top_k}"
-        return f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}{self._other_activation}"
+        """What a measurement is filed under: experts, intermediate, hidden and top_k, the rest as
+        of a LinearProblem. Of experts over 4 ranks `128/4x768x2048x8`: tokens choose among 128, and
+        32 are here. Of experts that ranks cut it is that of whole ones of the same size."""
+        ranks = f"/{self.cut_experts}" if self.cut_experts > 1 else ""
+        sizes = f"{self.num_experts}{ranks}x{self.intermediate}x{self.hidden}x{self.top_k}"
+        key = f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}{self._other_activation}"
+        return key + _fits_text(self)
+
+    @property
+    def comes_quantised(self) -> bool:
+        """Whether what is before can quantise tokens: those that ranks share come as floats."""
+        return self.cut == self.cut_experts == 1
 
     @property
     def _other_activation(self) -> str:
@@ -117,6 +127,15 @@ class MoEProblem:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
         batched = " batched" if self.layout == "batched" else ""
         return f"moe {self.weight}:{sizes} {self.dtype}{batched}{self._other_activation}"
+
+
+def _fits_text(problem: LinearProblem | MoEProblem) -> str:
+    """How kernels take partial scale blocks; "" where there are none."""
+    padded, refined = problem.block_fit(False), problem.block_fit(True)
+    if padded is None or refined is None:
+        return ""
+    sizes, block = ("x".join(map(str, pair)) for pair in (padded.sizes, refined.block))
+    return f", padded to {sizes}, refined to {block} blocks"
 
 
 class _CacheProblem:

@@ -155,7 +155,9 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
     grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
-    if not grade.reaches(policy.least_grade):
+    # What others timed never ran here.
+    known = Grade.COMPILED if grade is Grade.IMPORTED and not kernel.has_run else grade
+    if not known.reaches(policy.least_grade):
         origin = Origin(RANK_FLAG, f"--require-evidence {policy.least_grade}")
         text = f"{origin.text}, and it is only {grade} on {case.device.arch}"
         reasons.append(Reason(Why.POLICY, text, origin))
@@ -168,7 +170,7 @@ def _grades(evidence: Evidence) -> dict[str, Grade]:
     """What times are worth: those of another version or chip are estimates."""
     stale = {backend for backend, *_ in evidence.stale}
     return {
-        backend: Grade.ESTIMATED if evidence.is_near or backend in stale else Grade.MEASURED
+        backend: least([evidence.grade, Grade.ESTIMATED]) if backend in stale else evidence.grade
         for backend, us in evidence.us
         if any(time is not None for time in us)
     }
@@ -188,7 +190,7 @@ def _best(
     chosen = winner.backend if winner else None
     origin = _excluding_origin(chosen, ordered)
     if origin is None and evidence and id(winner) in moved:
-        origin = Origin(RANK_MEASURED, f"measured: {evidence.source}")
+        origin = Origin(RANK_MEASURED, f"{evidence.grade}: {evidence.source}")
     if origin is None and chosen is not None:
         preference = case.policy.preference_of(chosen, case.problem.family)
         origin = preference.origin if preference else None

@@ -109,7 +109,7 @@ class Experts:
         self.down_scales = tensors.down_scales if self.is_fp8 else tensors.down
         self.block = tensors.format.block if self.is_fp8 else (1, GROUP)
         self.device = tensors.down.device
-        self.has_peers = problem.cut * problem.cut_experts > 1  # from whom tokens come as floats
+        self.has_peers = not problem.comes_quantised  # from whom tokens come as floats
         table = FP8_PLANS if self.is_fp8 else HALF_PLANS
         self.plans = table.get(capability_major(self.device), table[0])
         self.steps = (64, 64)

@@ -66,9 +66,11 @@ def fitted_of(path: Path, table: Table, fits: "Mapping[str, KindFit]") -> Fitted
 
 
 def kinds_of(table: Table) -> "dict[str, KindFit]":
-    """Every kind of problem with MIN_SIZES sizes or more."""
+    """Every kind of problem with MIN_SIZES sizes or more; without sizes that kernels pad."""
     by_kind: dict[str, dict[Sizes, Mapping[str, Entry]]] = {}
     for size_key, row in sorted(table.rows.items()):
+        if ", padded to " in size_key:
+            continue
         kind, sizes = kind_of(size_key)
         by_kind.setdefault(kind, {})[sizes] = row
     num_sms = table.chip.num_sms or 1

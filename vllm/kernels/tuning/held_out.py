@@ -11,8 +11,8 @@ from math import exp, log, sqrt
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
-from vllm.kernels.evidence.cost_model import RANGES, Fitted, Sizes, kind_of
-from vllm.kernels.evidence.estimates import Costs, Estimated
+from vllm.kernels.evidence.cost_model import RANGES, Fitted, kind_of
+from vllm.kernels.evidence.estimates import Costs
 from vllm.kernels.evidence.splits import Expected, Timings
 from vllm.kernels.evidence.tables import Chip, Table
 from vllm.kernels.report.question import libs_of
@@ -70,7 +70,7 @@ def _case(
     kind: str,
     problem: Measurable,
     measured: Timings,
-    estimated: Estimated | None,
+    estimated: Timings | None,
     libs: Libs,
 ) -> Case | None:
     """None where what is chosen was not measured for any number of tokens."""
@@ -90,7 +90,7 @@ def _case(
     return Case(chip, kind, problem, by_estimate.chosen or "", choice, default, off)
 
 
-def _off(measured: Timings, estimated: Estimated) -> tuple[tuple[int, str, float], ...]:
+def _off(measured: Timings, estimated: Timings) -> tuple[tuple[int, str, float], ...]:
     known = {(m, name): us for name, times in measured.us for m, us in zip(measured.tokens, times)}
     return tuple(
         (m, name, log(us / true))
@@ -103,19 +103,16 @@ def _off(measured: Timings, estimated: Estimated) -> tuple[tuple[int, str, float
 def problems_of(size_key: str) -> list[Measurable]:
     """After a norm, which quantises, and after attention, which does not."""
     weight_text, _, rest = size_key.partition(":")
-    sizes_text, dtype, others = rest.split(" ", 2)
+    _, dtype, others = rest.split(" ", 2)
     schemes, _, activation = others.partition(", ")
     weight, act = WeightFormat.parse(weight_text), tuple(map(ActScheme, schemes.split(",")))
-    sizes: Sizes = tuple(map(int, sizes_text.split("x")))
+    sizes = kind_of(size_key)[1]
     if len(sizes) == 2:
         after_norm = LinearProblem(*sizes, weight, act, dtype)
         return [after_norm, replace(after_norm, comes_quantised=False)]
-    experts, inner, hidden, top_k = sizes
-    return [
-        MoEProblem(
-            experts, top_k, hidden, inner, weight, act, dtype, activation=activation or "silu"
-        )
-    ]
+    experts, inner, hidden, top_k, ranks = sizes
+    problem = MoEProblem(experts, top_k, hidden, inner, weight, act, dtype, cut_experts=ranks)
+    return [replace(problem, activation=activation or "silu")]
 
 
 # ---------------------------------------------------------------- a table of them

@@ -1,180 +1,220 @@
-"""Checks and times one linear kernel on this device, as the engine would run it.
+"""Checks and times kernels on this device, as the engine would run them.
 
 `serve` runs in a child process of `vllm kernels tune`, which a kernel may crash or hang.
 """
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vllm.errors import is_out_of_memory
-from vllm.kernels.interface import LinearKernel, LinearTensors
-from vllm.kernels.make_kernel import make_linear
-from vllm.kernels.numerics import LinearCase, WrongResultError
+from vllm.errors import is_of_machine
+from vllm.kernels.activations import input_quant
+from vllm.kernels.interface import LinearTensors, MoETensors
+from vllm.kernels.make_kernel import make_linear, make_moe
+from vllm.kernels.numerics import LinearCase, MoECase, WrongResultError
 from vllm.kernels.select.decision import Decision
+from vllm.kernels.select.problem import MoEProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER
-from vllm.kernels.tuning.workers import MACHINE, Job
+from vllm.kernels.tuning.clocks import (
+    Clock,
+    make_clock,
+    make_pool,
+    median_and_noise,
+    sample_in_turns,
+)
+from vllm.kernels.tuning.jobs import Job, KernelProblem, Measured, Turns
+from vllm.kernels.tuning.routing import EVEN, SKEWED, draws
+from vllm.kernels.tuning.workers import MACHINE
 from vllm.machine import Device
 from vllm.platforms.child import requests
 from vllm.utils.math_utils import cdiv
 
-_MAX_COPIES, _CPU_CACHE_BYTES = 64, 64 << 20
-_MIN_REPLAYS, _MAX_REPLAYS, _REPLAY_SECONDS = 5, 20, 0.05
-_GRAPH_SECONDS = 0.02
+# Copies of one weight, so that none is in the cache when it is read: experts are large.
+_MAX_COPIES, _MAX_COPIES_OF_EXPERTS = 64, 2
+# Batches of choices of experts; one rank's share of one batch is a matter of luck.
+_MIN_DRAWS, _MAX_DRAWS = 8, 32
+_CPU_CACHE_BYTES = 64 << 20
+
+Steps = Iterator[tuple[int, Any]]
+"""Token counts with what was found of them, None for a sign of life."""
 
 
 def serve(channel: Connection, device_kind: str) -> None:
-    """Runs in the child: carries out jobs, and returns after the first that fails (`Worker`)."""
+    """Runs in the child (`Worker`): carries out requests; returns after the first that fails."""
     with torch.inference_mode():
-        trial: Trial | None = None
         has_begun = False
-        for job in requests(channel):
+        for request in requests(channel):
             try:
                 if not has_begun:
                     torch.empty(1, device=device_kind)  # a failure here is not the kernel's
-                    channel.send(("begun", 0, 0.0))
+                    channel.send(("begun", 0, None))
                     has_begun = True
-                if trial is None or trial.subject != (job.problem, job.candidate):
-                    trial = None  # its memory goes before the next takes some
-                    if device_kind == "cuda":
-                        torch.cuda.empty_cache()
-                    trial = Trial(job, torch.device(device_kind))
-                steps = trial.measure(job) if job.is_timed else trial.check(job)
-                for num_tokens, value in steps:
-                    channel.send(("at", num_tokens, value))
-                channel.send(("done", 0, 0.0))
+                for step in _steps(request, torch.device(device_kind)):
+                    channel.send(("at", *step))
+                if device_kind == "cuda":
+                    torch.cuda.empty_cache()  # others may need it while this process waits
+                channel.send(("done", 0, None))
             except ConnectionError:
                 raise
             except WrongResultError as error:
                 channel.send(("failed", "numerics", str(error)))
                 return
             except Exception as error:  # whatever else a kernel raises speaks against it
-                is_kernels = has_begun and not is_out_of_memory(error)
-                why = "library" if is_kernels else MACHINE
+                why = "library" if has_begun and not is_of_machine(error) else MACHINE
                 text = " ".join(str(error).split())[:300]
                 channel.send(("failed", why, f"{type(error).__name__}: {text}"))
                 return
 
 
-class Trial:
-    """One kernel over random weights, with enough copies of them to defeat the caches."""
+def _steps(request: Job | Turns, device: torch.device) -> Steps:
+    return timed(request, device) if isinstance(request, Turns) else checked(request, device)
 
-    def __init__(self, job: Job, device: torch.device):
-        self.device = device
-        self.subject = (job.problem, job.candidate)
-        max_tokens = max(*job.tokens, *job.gate)
-        self.case = LinearCase.of(job.problem, job.candidate, device, max_tokens)
-        self.kernels = [self._kernel(self.case.tensors)]
 
-    def _kernel(self, tensors: LinearTensors) -> LinearKernel:
-        problem, candidate = self.subject
-        device = Device(self.device.type)
-        decision = Decision(problem, device, candidate.backend, DEFAULT_ORDER, (candidate,))
-        return make_linear(decision, tensors)
+def _case(job: Job, device: torch.device, max_tokens: int) -> Any:
+    kind = MoECase if isinstance(job.problem, MoEProblem) else LinearCase
+    return kind.of(job.problem, job.candidate, device, max_tokens)  # type: ignore[arg-type]
 
-    def check(self, job: Job) -> Iterator[tuple[int, float]]:
-        """The relative error for each of the gate's token counts, then 0 for a first call of each
-        count to be timed, which may compile. WrongResultError for a large error or NaN."""
-        for num_tokens in job.gate:
-            expected = self.case.expected(num_tokens)
-            yield num_tokens, self.case.error(self.kernels[0], num_tokens, expected)
-        for num_tokens in job.tokens:
-            self.kernels[0](self.case.x[:num_tokens])
-            self._synchronize()
-            yield num_tokens, 0.0
 
-    def measure(self, job: Job) -> Iterator[tuple[int, float]]:
-        """(tokens, microseconds of a call), until the seconds of the job are over; with negative
-        tokens for a call with quantised input, where the kernel takes that."""
-        self._add_copies()
-        end = time.monotonic() + job.seconds
-        for num_tokens in job.tokens:
-            x = self.case.x[:num_tokens]
-            timed = _cuda_microseconds if self.device.type == "cuda" else _cpu_microseconds
-            yield num_tokens, timed([partial(kernel, x) for kernel in self.kernels])
-            quantised = _quantised(self.kernels[0], x)
-            if quantised is not None:
-                yield -num_tokens, timed([partial(kernel, quantised) for kernel in self.kernels])
-            if time.monotonic() > end:
-                return
+def _kernel(job: Job, tensors: Any, device: torch.device) -> Any:
+    one = (job.candidate,)
+    decision = Decision(job.problem, Device(device.type), job.backend, DEFAULT_ORDER, one)
+    make: Any = make_moe if isinstance(job.problem, MoEProblem) else make_linear
+    return make(decision, tensors)
 
-    def _add_copies(self) -> None:
-        cache_bytes = _CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-        copies = min(_MAX_COPIES, max(2, cdiv(2 * cache_bytes, self.case.tensors.weight.nbytes)))
-        while len(self.kernels) < copies:
-            weight = self.case.tensors.weight.clone()
-            self.kernels.append(self._kernel(replace(self.case.tensors, weight=weight)))
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
+# ---------------------------------------------------------------- checks
+
+
+def checked(job: Job, device: torch.device) -> Steps:
+    """The relative error for each of the gate's token counts; then signs of life after a first call
+    of each count to be timed, which may compile. WrongResultError for a large error or NaN."""
+    case = _case(job, device, max(*job.tokens, *job.gate))
+    kernel = _kernel(job, case.tensors, device)
+    for num_tokens in job.gate:
+        expected = case.expected(num_tokens)
+        yield num_tokens, case.error(kernel, num_tokens, expected)
+    for num_tokens in job.tokens:
+        for (routing,) in _routings(job.problem, num_tokens, 1, device).values():
+            kernel(case.x[:num_tokens], *routing)
+        if device.type == "cuda":
             torch.cuda.synchronize()
+        yield num_tokens, None
 
 
-def _quantised(kernel: LinearKernel, x: Tensor) -> Any:
-    """x quantised by the preceding layer; None for a kernel that does not take that."""
-    asks = getattr(kernel, "input_quant", None)
-    quant = asks(x.shape[0]) if asks is not None else None
-    return None if quant is None else quant.quantise(x)
+# ---------------------------------------------------------------- times
 
 
-# ---------------------------------------------------------------- time
+def timed(turns: Turns, device: torch.device) -> Steps:
+    """What each kernel takes (`Measured`), until the seconds are over."""
+    problem = turns.problem
+    case = _case(turns.jobs[0], device, max(turns.tokens))
+    copies = _copies(case.tensors, device)
+    kernels: dict[Job, list[Any]] = {}
+    for job in turns.jobs:
+        kernels[job] = [_kernel(job, tensors, device) for tensors in copies]
+        yield 0, None
+    end = time.monotonic() + turns.seconds
+    for num_tokens in turns.tokens:
+        x, pool, clocks = case.x[:num_tokens], make_pool(device), {}
+        count = _num_calls(problem, num_tokens, copies, device)
+        routings = _routings(problem, num_tokens, count, device)
+        for job, own in kernels.items():
+            runs = _runs(own, problem, x, routings) if num_tokens in job.tokens else {}
+            for field, calls in runs.items():
+                clocks[job.backend, field] = make_clock(calls, device, pool)
+                yield num_tokens, None
+        yield from _in_turns(num_tokens, clocks)
+        if time.monotonic() > end:
+            return
 
 
-def _cuda_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """Median time of one call, in CUDA graphs of calls with different weights, so that none is in
-    the L2 cache."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        runs[0]()
-        begin, end = _events()
-        begin.record(stream)
-        runs[1]()
-        end.record(stream)
-    torch.cuda.current_stream().wait_stream(stream)
-    end.synchronize()
-    once = max(begin.elapsed_time(end) * 1e-3, 1e-6)
-    runs = runs[: max(2, int(_GRAPH_SECONDS / once))]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    graph.replay()
-    samples: list[float] = []
-    while len(samples) < _MIN_REPLAYS or (
-        len(samples) < _MAX_REPLAYS and sum(samples) * len(runs) * 1e-6 < _REPLAY_SECONDS
-    ):
-        begin, end = _events()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(samples)
+def _in_turns(num_tokens: int, clocks: dict[tuple[str, str], Clock]) -> Steps:
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in sample_in_turns(clocks, samples):
+        yield num_tokens, None
+    for backend in dict.fromkeys(name for name, _ in clocks):
+        found = {
+            field: median_and_noise(own)
+            for (name, field), own in samples.items()
+            if name == backend
+        }
+        us = {field: median for field, (median, _) in found.items()}
+        yield num_tokens, Measured(backend, us, max(noise for _, noise in found.values()))
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _copies(tensors: LinearTensors | MoETensors, device: torch.device) -> list[Any]:
+    """So many that the cache cannot hold them; experts are large, and each call reads others."""
+    names: tuple[str, ...]
+    if isinstance(tensors, MoETensors):
+        names, least, most = ("gate_up", "down"), 1, _MAX_COPIES_OF_EXPERTS
+    else:
+        names, least, most = ("weight",), 2, _MAX_COPIES
+    weights = {name: getattr(tensors, name) for name in names}
+    size = sum(weight.nbytes for weight in weights.values())
+    count = min(most, max(least, cdiv(_bytes_to_read(device), size)))
+    clones = [
+        replace(tensors, **{name: weight.clone() for name, weight in weights.items()})
+        for _ in range(count - 1)
+    ]
+    return [tensors, *clones]
 
 
-def _cpu_microseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """Median time of one call, over different weights in turn."""
-    runs[0]()
-    samples: list[float] = []
-    while len(samples) < _MIN_REPLAYS or (
-        len(samples) < 2 * _MAX_REPLAYS and sum(samples) * 1e-6 < _REPLAY_SECONDS
-    ):
-        run = runs[len(samples) % len(runs)]
-        start = time.perf_counter()
-        run()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(samples)
+def _num_calls(
+    problem: KernelProblem, num_tokens: int, copies: list[Any], device: torch.device
+) -> int:
+    """Calls that differ in their weights, or in their choice of experts: more than the cache can
+    hold what they read."""
+    if not isinstance(problem, MoEProblem):
+        return len(copies)
+    experts: MoETensors = copies[0]
+    of_one = (experts.gate_up.nbytes + experts.down.nbytes) / experts.num_experts
+    pairs = max(1, num_tokens * problem.top_k / problem.cut_experts)
+    read = int(min(experts.num_experts, pairs) * of_one)
+    return min(_MAX_DRAWS, max(_MIN_DRAWS, cdiv(_bytes_to_read(device), read)))
+
+
+def _bytes_to_read(device: torch.device) -> int:
+    """Before anything is read again."""
+    if device.type == "cuda":
+        return 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    return 2 * _CPU_CACHE_BYTES
+
+
+def _routings(
+    problem: KernelProblem, num_tokens: int, count: int, device: torch.device
+) -> dict[str, list[Any]]:
+    """What each of `count` calls takes besides tokens, by the prefix of the fields that their times
+    have: of experts even choices and skewed ones."""
+    if not isinstance(problem, MoEProblem):
+        return {"": [()] * count}
+    return {
+        prefix: draws(problem, num_tokens, count, exponent, device)
+        for prefix, exponent in (("", EVEN), ("skewed_", SKEWED))
+    }
+
+
+def _runs(
+    kernels: Sequence[Any],
+    problem: KernelProblem,
+    x: torch.Tensor,
+    routings: dict[str, list[Any]],
+) -> dict[str, list[Any]]:
+    """Calls by the field of `Entry` that keeps their times: of floats, and of quantised tokens
+    where some layer of the size hands them over and the kernel takes them."""
+    given: dict[str, Any] = {"us": x}
+    comes_as_floats = isinstance(problem, MoEProblem) and problem.cut_experts > 1
+    quant = None if comes_as_floats else input_quant(kernels[0], x.shape[0])
+    if quant is not None:
+        given["quantised_us"] = quant.quantise(x)
+    return {
+        prefix + field: [
+            partial(kernels[i % len(kernels)], value, *routing) for i, routing in enumerate(calls)
+        ]
+        for prefix, calls in routings.items()
+        for field, value in given.items()
+    }

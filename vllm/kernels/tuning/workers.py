@@ -2,31 +2,10 @@
 
 import signal
 import threading
-from dataclasses import dataclass
+from typing import Any
 
-from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.tuning.jobs import Job, Turns
 from vllm.platforms.child import Child, ChildEndedError
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One kernel for one problem. gate: token counts that its results are compared for. tokens:
-    those it is timed for, ascending. seconds: after so many no further count is begun. compiles:
-    whether its first calls compile."""
-
-    problem: LinearProblem
-    candidate: Candidate
-    tokens: tuple[int, ...]
-    gate: tuple[int, ...]
-    version: str
-    seconds: float = 10.0
-    is_timed: bool = False
-    compiles: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.problem.size_key}  {self.candidate.backend}"
-
 
 # A failure that says nothing about the kernel: out of memory, or its process did not start.
 MACHINE = "machine"
@@ -34,7 +13,8 @@ _START_SECONDS = 60.0  # torch is imported before a kernel is
 
 
 class JobError(Exception):
-    """A job failed. why: `numerics` or `library`, which speaks against its kernel, or MACHINE."""
+    """A request failed. why: `numerics` or `library`, which speaks against its kernel, or
+    MACHINE."""
 
     def __init__(self, why: str, reason: str):
         super().__init__(reason)
@@ -42,16 +22,21 @@ class JobError(Exception):
 
 
 class StoppedError(Exception):
-    """The worker was stopped while it ran a job."""
+    """The worker was stopped while it carried out a request."""
+
+
+Reports = list[tuple[int, Any]]
 
 
 class Worker:
-    """A child that runs jobs one after another; after a failure the next job gets a new child.
+    """A child that carries out one request after another; after a failure the next gets a new
+    child.
 
     serve: what it runs, as `module:function` taking a Connection and device_kind. It receives a Job
-    and sends (kind, a, b): `begun` once the device works and what follows is the kernel's doing,
-    `at` with a token count and a value, then `done`, or `failed` with why and a reason.
-    timeout: seconds without a message after which a kernel counts as hanging.
+    or Turns and sends (kind, a, b): `begun` once the device works and what follows is the kernel's
+    doing, `at` with a token count and a value, or None for a sign of life, then `done`, or `failed`
+    with why and a reason. timeout: seconds without a message after which a kernel counts as
+    hanging.
     """
 
     def __init__(self, serve: str, device_kind: str, timeout: float):
@@ -62,12 +47,12 @@ class Worker:
         self._lock = threading.Lock()
         self._child: Child | None = None
 
-    def run(self, job: Job) -> list[tuple[int, float]]:
+    def run(self, request: Job | Turns) -> Reports:
         """The (token count, value) pairs that the child reports; JobError for any failure."""
-        reports: list[tuple[int, float]] = []
+        reports: Reports = []
         try:
             child = self._started()
-            child.send(job)
+            child.send(request)
             while True:
                 limit = self._timeout if self._has_begun else max(self._timeout, _START_SECONDS)
                 kind, first, second = child.receive(limit)
@@ -77,7 +62,7 @@ class Worker:
                     self._has_begun = True
                 elif kind == "failed":
                     raise JobError(first, second + _place(reports) * (first == "library"))
-                else:
+                elif second is not None:
                     reports.append((first, second))
         except BaseException as error:
             self._close()
@@ -86,7 +71,7 @@ class Worker:
             raise self._failure(error, reports) from None
 
     def _failure(
-        self, error: OSError | ChildEndedError, reports: list[tuple[int, float]]
+        self, error: OSError | ChildEndedError, reports: Reports
     ) -> JobError | StoppedError:
         speaks_against_kernel = self._has_begun
         text = f"hung for {self._timeout:g} s"
@@ -121,5 +106,5 @@ class Worker:
             return self._child
 
 
-def _place(reports: list[tuple[int, float]]) -> str:
+def _place(reports: Reports) -> str:
     return f", after M = {reports[-1][0]}" if reports else ""

@@ -249,9 +249,13 @@ def against_ours(table: ImportedTable, ours: Table) -> list[Compared]:
 
 
 def _measured_elsewhere(table: ImportedTable, size_key: str) -> tuple[Kind, Size] | None:
-    """The kind and size of a row of ours; see `LinearProblem.size_key`."""
+    """The kind and size of a row of ours; see `LinearProblem.size_key`. None for partial blocks,
+    which others do not time."""
     weight, _, rest = size_key.partition(":")
-    numbers = parse_size(rest.partition(" ")[0])
+    sizes, _, others = rest.partition(" ")
+    if "padded" in others:
+        return None
+    numbers = parse_size(sizes)
     is_linear = len(numbers) == 2
     if is_linear != (table.family == "linear"):
         return None
@@ -261,5 +265,5 @@ def _measured_elsewhere(table: ImportedTable, size_key: str) -> tuple[Kind, Size
         return None
     if is_linear:
         return kind, numbers
-    num_experts, intermediate, hidden, top_k = numbers
-    return kind, (hidden, intermediate, top_k, num_experts, 1)
+    num_experts, *ranks, intermediate, hidden, top_k = numbers
+    return kind, (hidden, intermediate, top_k, num_experts, *(ranks or [1]))

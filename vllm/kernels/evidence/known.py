@@ -1,0 +1,64 @@
+"""Everything that is known of kernel times on one chip, and what it says of a problem."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.kernels.evidence import imported
+from vllm.kernels.evidence.cost_model import path_of_fitted
+from vllm.kernels.evidence.estimates import Costs, estimate_of, find_fitted
+from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
+from vllm.kernels.select.grade import Grade
+from vllm.kernels.select.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """tables: measured on this chip, the strongest first, then on chips with other memory. costs:
+    fitted to such tables. chip: whose times others measured, None for nobody's."""
+
+    tables: tuple[Table, ...] = ()
+    costs: tuple[Costs, ...] = ()
+    chip: Chip | None = None
+
+    @classmethod
+    def of(cls, chip: Chip) -> "Known":
+        """ConfigError for a file that is broken."""
+        return cls(find_tables(chip), find_fitted(chip), chip)
+
+    def evidence(
+        self, problem: Problem, versions: Mapping[str, str] | None = None
+    ) -> Timings | None:
+        """What was measured here, else by others, else what the cost model says; None where nothing
+        is known. versions: by backend, what is here."""
+        measured = timings_of(self.tables, problem, versions)
+        if measured is not None and measured.grade is Grade.MEASURED:
+            return measured
+        estimated = estimate_of(self.costs, problem, versions)
+        return measured or self._imported(problem) or estimated
+
+    def _imported(self, problem: Problem) -> Timings | None:
+        """None where others measured no two kernels that a backend here calls too."""
+        if self.chip is None or self.tables:
+            return None
+        times = imported.imported_times(self.chip, problem)
+        if times is None or len(times.us) < 2:
+            return None
+        error = tuple((backend, times.error) for backend, _ in times.us)
+        return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
+
+    def digests(self) -> Iterator[str]:
+        """Names of the tables, with what they hold, and of the user's other files."""
+        for table in self.tables:
+            content = repr((table.chip, table.rows)).encode()
+            yield f"{Path(table.source).name} {_digest(content)}"
+        folders = path_of_fitted(user_folder() / "_").parent, user_folder() / imported.FOLDER
+        for folder in folders:
+            for path in sorted(folder.glob("*.json*")):
+                yield f"{folder.name}/{path.name} {_digest(path.read_bytes())}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,60 @@
+"""What `vllm kernels tune` asks a child process for, and what it hears from it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm.kernels.select.decision import Candidate
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+
+KernelProblem = LinearProblem | MoEProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One kernel for one problem: as a request, to check it. gate: token counts that its results
+    are compared for. tokens: those it is timed for, in order. compiles: whether its first calls
+    compile."""
+
+    problem: KernelProblem
+    candidate: Candidate
+    tokens: tuple[int, ...]
+    gate: tuple[int, ...]
+    version: str
+    compiles: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.candidate.backend
+
+    def __str__(self) -> str:
+        return f"{self.problem.size_key}  {self.backend}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Kernels of one problem, to be timed in turns. seconds: after so many no further token count
+    is begun."""
+
+    jobs: tuple[Job, ...]
+    seconds: float = 10.0
+
+    @property
+    def problem(self) -> KernelProblem:
+        return self.jobs[0].problem
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """In the order of the job that has most."""
+        return max((job.tokens for job in self.jobs), key=len)
+
+    def __str__(self) -> str:
+        return f"{self.problem.size_key}  {', '.join(job.backend for job in self.jobs)}"
+
+
+class Measured(NamedTuple):
+    """A kernel for a number of tokens. us: medians in microseconds by the field of `Entry` that
+    keeps them. noise: the widest of their intervals, as of `Entry`."""
+
+    backend: str
+    us: dict[str, float]
+    noise: float

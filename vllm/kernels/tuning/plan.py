@@ -1,0 +1,173 @@
+"""What `vllm kernels tune` measures, and in which order."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from vllm.kernels import registry
+from vllm.kernels.evidence.tables import TOKENS, Entry, Table, is_measurable
+from vllm.kernels.evidence.versions import version_of
+from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.select import select
+from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.tuning.jobs import Job, KernelProblem
+from vllm.machine import Device, Libs
+
+GATE_TOKENS = (1, 2, 31, 32, 33, 128)
+# Where time is limited these come first: decoding alone, for many users, and prompts.
+MAIN_TOKENS = (1, 16, 64, 512, 4096)
+# On GPUs torch computes every expert for every token: nobody waits for that where there is another.
+_NEVER_SERVES = {("cuda", "moe"): ("torch",)}
+_ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """jobs: the most important problem's first. notes: what is not measured, and why."""
+
+    jobs: tuple[Job, ...]
+    notes: tuple[str, ...]
+
+
+def plan(
+    problems: Iterable[KernelProblem],
+    device: Device,
+    libs: Libs,
+    tokens: Sequence[int] = TOKENS,
+    backends: Sequence[str] = (),
+) -> Plan:
+    """A job for each kernel but emulations that can run here. problems: one for each layer; what
+    has most bytes of weight in all its layers comes first. backends: only these, () for all."""
+    jobs: list[Job] = []
+    notes: list[str] = []
+    bytes_of: dict[str, int] = {}
+    measurable: dict[str, KernelProblem] = {}
+    for problem in problems:
+        if not is_measurable(problem):
+            notes.append(f"{problem}: no table holds times of a batched layout")
+            continue
+        measurable.setdefault(problem.size_key, _measured(problem))
+        bytes_of[problem.size_key] = bytes_of.get(problem.size_key, 0) + weight_bytes(problem)
+    for size_key in sorted(measurable, key=lambda key: -bytes_of[key]):
+        problem = measurable[size_key]
+        own = list(_jobs_of(problem, device, libs, tokens))
+        if len(own) < 2:
+            names = ", ".join(job.backend for job in own) or "nothing"
+            notes.append(f"{problem}: {names} alone can run it, so there is no choice")
+            continue
+        jobs += [job for job in own if not backends or job.backend in backends]
+    return Plan(tuple(jobs), tuple(dict.fromkeys(notes)))
+
+
+def _measured(problem: KernelProblem) -> KernelProblem:
+    """What is measured for all problems of its size key."""
+    is_regular = problem.block_fit(takes_any_block=False) is None
+    if isinstance(problem, MoEProblem):
+        return replace(problem, cut=1) if is_regular else problem
+    whole = replace(problem, bias=False)
+    return replace(whole, parts=(), cut_n=1, cut_k=1) if is_regular else whole
+
+
+def weight_bytes(problem: KernelProblem) -> int:
+    """Of the codes that a rank stores, without scales."""
+    weight = problem.weight
+    if isinstance(problem, LinearProblem):
+        shapes = [weight.shapes((problem.n,), problem.k)]
+        count = 1
+    else:
+        inner, hidden = problem.intermediate, problem.hidden
+        shapes = [weight.shapes((inner, inner), hidden), weight.shapes((hidden,), inner)]
+        count = problem.num_experts // problem.cut_experts
+    (code,) = (tensor for tensor in weight.description.tensors if tensor.one_per == "code")
+    return count * _ITEM_SIZES.get(code.dtype, 1) * sum(prod(shape[code.name]) for shape in shapes)
+
+
+def _jobs_of(
+    problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[int]
+) -> Iterator[Job]:
+    specs = registry.specs(problem.family, device.family)
+    left_out = _NEVER_SERVES.get((device.kind, problem.family), ())
+    by_name = {
+        spec.backend: spec
+        for spec in specs
+        if not spec.is_emulation and problem.format in spec.formats and spec.backend not in left_out
+    }
+    taken: dict[str, list[int]] = {}
+    candidates = {}
+    for num_tokens, asked in _asked(problem, tokens):
+        for candidate in select(asked, device, libs, Policy(), specs).candidates:
+            if not candidate.reasons and candidate.backend in by_name:
+                taken.setdefault(candidate.backend, []).append(num_tokens)
+                candidates[candidate.backend] = candidate
+    for backend, own in taken.items():
+        gate = sorted({m for m in (*GATE_TOKENS, own[-1]) if m <= own[-1]})
+        spec: KernelSpec = by_name[backend]
+        yield Job(
+            problem,
+            candidates[backend],
+            tokens=tuple(own),
+            gate=tuple(gate),
+            version=version_of(spec, libs, device),
+            compiles=bool(spec.compiles),
+        )
+
+
+def _asked(problem: KernelProblem, tokens: Sequence[int]) -> Iterator[tuple[int, KernelProblem]]:
+    """Kernels of experts take any number of tokens."""
+    for num_tokens in tokens:
+        if isinstance(problem, LinearProblem):
+            yield num_tokens, replace(problem, m_range=(num_tokens, num_tokens))
+        else:
+            yield num_tokens, problem
+
+
+# ---------------------------------------------------------------- what is done already
+
+
+def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
+    """Those with token counts that the table lacks of this version, and of these such counts."""
+    left = []
+    for job in jobs:
+        entry = table.entry(job.problem.size_key, job.backend, job.version)
+        known = _known(entry, job.problem) if entry is not None else set()
+        if tokens := tuple(m for m in job.tokens if m not in known):
+            left.append(replace(job, tokens=tokens))
+    return left
+
+
+def _known(entry: Entry, problem: KernelProblem) -> set[int]:
+    even = {m for m, _ in entry.us}
+    is_linear = isinstance(problem, LinearProblem)
+    return even if is_linear else even & {m for m, _ in entry.skewed_us}
+
+
+def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
+    """Whose times in the table are of other code than is here, and so count for nothing."""
+    found: dict[str, None] = {}
+    for job in jobs:
+        known = table.rows.get(job.problem.size_key, {}).get(job.backend)
+        if known is not None and known.version != job.version:
+            old = known.version or "an unknown version"
+            text = f"{job.backend}: the table's times are of {old}, and {job.version} is here"
+            found[text] = None
+    return list(found)
+
+
+# ---------------------------------------------------------------- in which order
+
+
+def in_turns(jobs: Iterable[Job], is_limited: bool) -> list[tuple[Job, ...]]:
+    """Kernels that are timed together, those of one problem. is_limited: first the MAIN_TOKENS of
+    every problem, then what is left."""
+    by_problem: dict[KernelProblem, list[Job]] = {}
+    for job in jobs:
+        by_problem.setdefault(job.problem, []).append(job)
+    passes = [lambda m: m in MAIN_TOKENS, lambda m: m not in MAIN_TOKENS]
+    found = []
+    for is_due in passes if is_limited else [lambda m: True]:
+        for own in by_problem.values():
+            due = [replace(job, tokens=tuple(filter(is_due, job.tokens))) for job in own]
+            if group := tuple(job for job in due if job.tokens):
+                found.append(group)
+    return found
