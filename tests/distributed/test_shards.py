@@ -212,7 +212,7 @@ def test_groups_that_ranks_would_cut_are_refused_with_the_size(checkpoint, tmp_p
     build, quantization = checkpoint_layouts.LAYOUTS[name]
     source = checkpoint("llama", **checkpoint_layouts.SHAPE)
     checkpoint_layouts.store(source, tmp_path, build, quantization)
-    with pytest.raises(CheckpointError, match=r"64 columns on each of 2 tensor-parallel ranks"):
+    with pytest.raises(CheckpointError, match=r"on each of 2 tensor-parallel ranks: 64 columns"):
         loaded(tmp_path, Layout(0, tensor_size=2))
 
 

@@ -70,7 +70,8 @@ class Failure:
             error.is_of_peer = self.is_of_peer
             return error
         kind: type[VllmError] = getattr(errors, self.error_type)
-        return kind(f"{rank}: {self.text}")
+        names_itself = self.text.startswith(f"{rank} ")
+        return kind(self.text if names_itself else f"{rank}: {self.text}")
 
 
 def failure_of(error: BaseException, traceback: str) -> Failure:
