@@ -31,6 +31,8 @@ REGISTRIES = {
     "formats/registry.py",
     "model_executor/layers/quantization/methods.py",
     "model_executor/checkpoint_formats.py",
+    # What others call the kernels and formats that they measured.
+    "kernels/evidence/importing/kernels.py",
 }
 ARITHMETIC = {
     "_custom_ops.py",

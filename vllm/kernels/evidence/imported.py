@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError
-from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
 
 SHIPPED = Path(__file__).parent / "imported"
 FOLDER = "imported"
+_FORMATS_FILE = SHIPPED.parent / "imported_formats.json"
 
 # Errors are stored for token counts up to each of these.
 BANDS = (4, 32, 128, 1024, 16384)
@@ -40,16 +40,13 @@ Size = tuple[int, ...]
 """(n, k) of a linear layer; (hidden, intermediate per rank, top_k, experts, expert ranks)."""
 ByName = tuple[tuple[str, tuple[float | None, ...]], ...]
 
-_Act = ActScheme
-# By the text of a WeightFormat: the format's name in the tables, and the activation schemes of
-# which the problem must allow one.
-_FORMATS = {
-    "bf16": ("bf16", {_Act.NONE}),
-    "fp8-block[128x128]": ("fp8-block", {_Act.DYNAMIC_GROUP128}),
-    "fp8-channel": ("fp8", {_Act.DYNAMIC_TOKEN, _Act.DYNAMIC_TENSOR, _Act.STATIC_TENSOR}),
-    "fp8-tensor": ("fp8", {_Act.DYNAMIC_TOKEN, _Act.DYNAMIC_TENSOR, _Act.STATIC_TENSOR}),
-    "nvfp4": ("nvfp4", {_Act.NVFP4_GROUP16}),
-}
+
+@lru_cache(maxsize=1)
+def _formats() -> dict[str, tuple[str, list[str]]]:
+    """By the text of a WeightFormat: the format's name in the tables, and the activation schemes of
+    which the problem must allow one."""
+    found: dict[str, tuple[str, list[str]]] = json.loads(_FORMATS_FILE.read_text())
+    return found
 
 
 class Lead(NamedTuple):
@@ -376,8 +373,8 @@ def _place_in_tables(
     problem: LinearProblem | MoEProblem, routing: str
 ) -> tuple[tuple[str, str, str], Size] | None:
     """The kind's key and the size; None for a problem that others did not measure."""
-    known = _FORMATS.get(str(problem.weight))
-    if known is None or problem.dtype != "bf16" or not known[1] & set(problem.act):
+    known = _formats().get(str(problem.weight))
+    if known is None or problem.dtype != "bf16" or set(problem.act).isdisjoint(known[1]):
         return None
     if problem.block_fit(takes_any_block=False) is not None:
         return None
