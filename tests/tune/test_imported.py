@@ -343,8 +343,9 @@ def test_cases_where_bf16_is_faster_than_fp8_are_listed():
 def test_what_we_measured_too_agrees_with_the_imported_times():
     """DeepGEMM of an H100: ours, with quantisation, over SGLang's. Every band within 20 %."""
     ours = read_table(OURS / "sm_90_132_3352.json")
-    (one,) = against_ours(table(SYSTEMS["h100_sxm"].chip, "linear"), ours)
-    assert one.name == "deep_gemm / deep_gemm" and one.num_shapes > 200
+    found = against_ours(table(SYSTEMS["h100_sxm"].chip, "linear"), ours)
+    (one,) = [each for each in found if each.name == "deep_gemm / deep_gemm"]
+    assert one.num_shapes > 200
     assert all(0.83 < ratio < 1.2 for ratio in one.ratios)
 
 
