@@ -10,7 +10,8 @@ from vllm.kernels.evidence.known import Known
 from vllm.kernels.report.layer_groups import by_outcome
 from vllm.kernels.report.question import chip_of, device_of
 from vllm.kernels.report.text_report import expected_line, outcome, table, why
-from vllm.kernels.select.grade import Grade, KnownBad, least
+from vllm.kernels.select.grade import Grade, least
+from vllm.kernels.select.known_bad import KnownBad
 from vllm.kernels.select.select import select
 from vllm.machine import Lib, Libs
 

@@ -194,7 +194,7 @@ def test_the_choice_for_sizes_left_out_loses_3_percent_and_12_in_the_worst_layer
     assert {one.kind.split()[0] for one in found} == {EVERY_KIND, "linear", "moe"}
     blocks = next(one for one in found if one.kind == _BLOCKS)
     # Else estimates would gain nothing here.
-    assert blocks.default[0] > 0.05 and blocks.num_cases == 40
+    assert blocks.default[0] > 0.05 and blocks.num_cases >= 40
 
 
 def test_every_row_of_a_table_is_a_problem_with_its_key():

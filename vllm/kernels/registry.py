@@ -25,7 +25,7 @@ from typing import Any, cast
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.default_order import DEFAULT_ORDER, DEVICE_ORDER
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.grade import KnownBad, known_bad_of
+from vllm.kernels.select.known_bad import KnownBad, known_bad_of
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
 from vllm.utils.entry_points import extensions

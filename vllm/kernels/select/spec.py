@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
-from vllm.kernels.select.grade import KnownBad
+from vllm.kernels.select.known_bad import KnownBad
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
 

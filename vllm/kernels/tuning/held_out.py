@@ -25,7 +25,7 @@ from vllm.machine import Libs
 
 Measurable = LinearProblem | MoEProblem
 # A row with fewer numbers of tokens says too little of a choice for all of them.
-MIN_TOKENS = 12
+MIN_TOKENS = 10
 EVERY_KIND = "all"
 
 
