@@ -86,7 +86,7 @@ PARTS = (
         "tune",
         130,
         f"-m vllm.entrypoints.cli.main kernels tune {MODELS} --tp 1,2 {BACKENDS} --jobs 15 "
-        "--timeout 60 --seconds 120",
+        "--timeout 60 --budget 120s",
     ),
     Part("8b", 90, "benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 --out {out}", OWN),
     Part(

@@ -137,7 +137,7 @@ def test_what_was_fitted_with_another_version_says_so():
 
 def test_the_source_names_the_file_and_the_chip():
     source = estimate_of((COSTS,), linear(n=4224)).source
-    assert source == f"fitted/{H100.file_name} (NVIDIA H100 80GB HBM3, 2026-11-23)"
+    assert source == f"fitted/{H100.file_name} (NVIDIA H100 80GB HBM3, 2026-11-24)"
 
 
 # ---------------------------------------------------------------- where there is none
@@ -157,8 +157,8 @@ def test_the_source_names_the_file_and_the_chip():
         moe(activation="gelu"),
         moe(num_experts=2048),
         moe(intermediate=192, cut=4),
-        moe(num_experts=16, top_k=2),
-        moe(num_experts=128, cut_experts=8),  # 16 experts of a rank: 128 was the least
+        moe(num_experts=3, top_k=2),
+        moe(num_experts=128, cut_experts=64),  # 2 experts of a rank: 16 was the least
     ],
     ids=str,
 )

@@ -149,7 +149,7 @@ class EngineArgs:
         Grade.COMPILED,
         "The least that must be known of a kernel on this chip: run keeps kernels out that never "
         "ran on it, measured those that nobody timed here for the size.",
-        choices=tuple(Grade),
+        choices=tuple(map(str, Grade)),
     )
     dump_decisions: Path | None = _arg(
         None, "File to write every kernel decision to, as JSON.", metavar="FILE"

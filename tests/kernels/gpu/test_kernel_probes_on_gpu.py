@@ -27,6 +27,7 @@ def dealt(num_parts: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def machine():
+    torch.empty(1, device="cuda")  # without a GPU nothing of a kernel can fail
     use_caches()
     return probe_device(), probe_libs()
 
