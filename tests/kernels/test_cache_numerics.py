@@ -82,7 +82,7 @@ def swaps_heads(*given):
 MISTAKES = {
     "a result that is 3 % too small": (
         lambda *given: cpu_ops.paged_attention(*given) * 0.97,
-        "relative error (3.00|2.99)e-02 for 37 new tokens of 101, more than 6e-03",
+        "relative error (3.00|2.99)e-02 for 37 new tokens of 101, more than 8e-03",
     ),
     "a softmax that is 3 % too sharp": (changed(SCALE, lambda s: s * 1.03), "relative error"),
     "a key of the future": (sees_a_later_key, "relative error"),
