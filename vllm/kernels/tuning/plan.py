@@ -158,16 +158,21 @@ def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
 
 
 def in_turns(jobs: Iterable[Job], is_limited: bool) -> list[tuple[Job, ...]]:
-    """Kernels that are timed together, those of one problem. is_limited: first the MAIN_TOKENS of
-    every problem, then what is left."""
+    """Kernels that are timed together, those of one problem: first what a job says, or where it
+    says nothing and time is limited the MAIN_TOKENS, then what is left."""
     by_problem: dict[KernelProblem, list[Job]] = {}
     for job in jobs:
         by_problem.setdefault(job.problem, []).append(job)
-    passes = [lambda m: m in MAIN_TOKENS, lambda m: m not in MAIN_TOKENS]
     found = []
-    for is_due in passes if is_limited else [lambda m: True]:
+    for is_first in (True, False):
         for own in by_problem.values():
-            due = [replace(job, tokens=tuple(filter(is_due, job.tokens))) for job in own]
+            due = [_part(job, is_first, MAIN_TOKENS if is_limited else job.tokens) for job in own]
             if group := tuple(job for job in due if job.tokens):
                 found.append(group)
     return found
+
+
+def _part(job: Job, is_first: bool, otherwise: Sequence[int]) -> Job:
+    """What is due first, or what is left. otherwise: what is first where the job says nothing."""
+    first = otherwise if job.first is None else job.first
+    return replace(job, tokens=tuple(m for m in job.tokens if (m in first) == is_first))
