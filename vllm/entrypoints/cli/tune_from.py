@@ -58,7 +58,11 @@ def plan_line(job: Job, traffic: Traffic | None) -> str:
     first = [m for m in job.tokens if m in (job.first or ())]
     rest = [m for m in job.tokens if m not in first]
     tokens = ", then ".join(", ".join(map(str, own)) for own in (first, rest) if own)
-    share = "" if traffic is None else f"{traffic.share(job.problem.size_key):>4.0%}  "
+    share = (
+        ""
+        if traffic is None or not traffic.tokens
+        else f"{traffic.share(job.problem.size_key):>4.0%}  "
+    )
     return f"{share}{job}  M = {tokens}"
 
 

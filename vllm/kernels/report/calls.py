@@ -6,13 +6,17 @@ An engine counts per step and not per layer: what a layer saw follows from its k
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import TOKENS, is_measurable
-from vllm.kernels.select.decision import Decision
+from vllm.kernels.evidence.tables import NEVER_MEASURED, TOKENS, is_measurable
+from vllm.kernels.select.decision import Candidate, Decision
+from vllm.kernels.select.eligibility import size_reasons
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.reason import Why
+from vllm.kernels.select.spec import KernelSpec
 
 Calls = Mapping[str, Mapping[int, int]]
 """By kind of layer (`linear`, `moe`, `lm_head`): steps by the number of tokens, one of TOKENS."""
@@ -88,10 +92,28 @@ def _has_choice(decision: Decision) -> bool:
         return False
     if decision.chosen is None or not is_measurable(problem):
         return False
-    specs = registry.specs(problem.family, decision.device.family)
-    emulations = {spec.backend for spec in specs if spec.is_emulation}
-    able = {c.backend for c in decision.candidates if not c.reasons and not c.parts}
-    return len(able - emulations) > 1
+    device = decision.device
+    left_out = NEVER_MEASURED.get((device.kind, problem.family), ())
+    specs = [
+        spec
+        for spec in registry.specs(problem.family, device.family)
+        if not spec.is_emulation and spec.backend not in left_out
+    ]
+    able = {c.backend for c in decision.candidates if _can_run(c, problem, specs)}
+    return len(able) > 1
+
+
+def _can_run(
+    candidate: Candidate, problem: LinearProblem | MoEProblem, specs: Sequence[KernelSpec]
+) -> bool:
+    """Whether it is a kernel of `specs` that can run, if only for few tokens."""
+    own = [s for s in specs if s.backend == candidate.backend and problem.format in s.formats]
+    if not candidate.reasons or not isinstance(problem, LinearProblem):
+        return bool(own) and not candidate.reasons
+    few = replace(problem, m_range=(1, 1))
+    return all(reason.why is Why.SHAPE for reason in candidate.reasons) and any(
+        spec.max_tokens and not size_reasons(spec, few, candidate.fit) for spec in own
+    )
 
 
 def _measured_tokens(decision: Decision) -> set[int]:

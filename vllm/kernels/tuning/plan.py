@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import TOKENS, Entry, Table, is_measurable
+from vllm.kernels.evidence.tables import NEVER_MEASURED, TOKENS, Entry, Table, is_measurable
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
@@ -17,8 +17,6 @@ from vllm.machine import Device, Libs
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 # Where time is limited these come first: decoding alone, for many users, and prompts.
 MAIN_TOKENS = (1, 16, 64, 512, 4096)
-# On GPUs torch computes every expert for every token: nobody waits for that where there is another.
-_NEVER_SERVES = {("cuda", "moe"): ("torch",)}
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -87,7 +85,7 @@ def _jobs_of(
     problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[int]
 ) -> Iterator[Job]:
     specs = registry.specs(problem.family, device.family)
-    left_out = _NEVER_SERVES.get((device.kind, problem.family), ())
+    left_out = NEVER_MEASURED.get((device.kind, problem.family), ())
     by_name = {
         spec.backend: spec
         for spec in specs
