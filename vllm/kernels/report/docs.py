@@ -122,7 +122,8 @@ preference with every reason against it. All reports show the same decisions:
   of a change, with `--html FILE` as a page too; `--for vllm` or `--for sglang` for
   [upstream's flags](#flags-of-upstream-engines).
 - `GET /kernels` of a running server: the decisions in force, as a page in a browser
-  (`Accept: text/html` first), as JSON for all other clients.
+  (`Accept: text/html` first), as JSON for all other clients, with the numbers of tokens that its
+  steps had ([serving.md](serving.md#steps-and-measurements)).
 - `vllm serve --dump-decisions FILE`: the same JSON.
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
