@@ -165,7 +165,8 @@ def test_two_engines_on_their_own_and_a_rank_of_one_is_killed(experts, wanted, t
         experts, tmp_path / "log", *FLAGS, "-dp", "2", "-pp", "2", VLLM_LOGGING_LEVEL="warning"
     ) as server:
         assert all_at_once(server) == wanted
-        assert server.get("/kernels").json["calls"]["moe"]["1"] > 2 * NUM_TOKENS
+        calls = server.get("/kernels").json["calls"]["moe"]
+        assert sum(calls.values()) >= 2 * NUM_TOKENS, "of both engines"
         error = kill_while_busy(server, "vllm-rank-1")
         assert "data-parallel engine 0: rank 1 (pipeline stage 1): killed by SIGKILL" in error
         assert f"vllm: error: {error}" in server.log.read_text()

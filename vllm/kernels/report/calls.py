@@ -4,7 +4,6 @@ An engine counts per step and not per layer: what a layer saw follows from its k
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,26 +36,31 @@ def measured_size(num_tokens: int) -> int:
 
 
 class CallCounter:
-    """Counts the steps of an engine; a step costs three increments."""
+    """Counts the steps of an engine: of each step three numbers."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[int]] = {}
+        self.counts: dict[str, dict[int, int]] = {}
 
     def add(self, rows: Mapping[str, int]) -> None:
         """A step. rows: by kind, tokens of a call; 0 for no call."""
         for kind, num_tokens in rows.items():
             if num_tokens:
-                self.counts.setdefault(kind, Counter())[measured_size(num_tokens)] += 1
+                self._add(kind, measured_size(num_tokens), 1)
 
     def update(self, counts: Calls) -> None:
         """What another one has counted."""
         for kind, own in counts.items():
-            self.counts.setdefault(kind, Counter()).update(own)
+            for size, count in own.items():
+                self._add(kind, size, count)
 
-    def take(self) -> dict[str, Counter[int]]:
+    def take(self) -> dict[str, dict[int, int]]:
         """What was counted since the last call."""
         taken, self.counts = self.counts, {}
         return taken
+
+    def _add(self, kind: str, size: int, count: int) -> None:
+        own = self.counts.setdefault(kind, {})
+        own[size] = own.get(size, 0) + count
 
 
 def steps_text(calls: Calls) -> str:
