@@ -116,6 +116,13 @@ def ct_fp8_block(weight):
     return fp8(weight, scales, scales[rows][:, columns])
 
 
+def modelopt_fp8_block(weight):
+    """Scales as ModelOpt keeps them, [rows, 1, columns, 1]."""
+    stored, wanted = ct_fp8_block(weight)
+    stored["weight_scale"] = stored["weight_scale"][:, None, :, None]
+    return stored, wanted
+
+
 def int4(weight, group, dtype, is_symmetric):
     """(codes, zero points, scales, float32 weight), codes and zero points of 0 to 15."""
     groups = weight.reshape(len(weight), -1, group)
@@ -182,6 +189,10 @@ LAYOUTS = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
     "modelopt-fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt-fp8-block": (
+        modelopt_fp8_block,
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+    ),
     "ct-nvfp4": (
         ct_nvfp4,
         groups_of("nvfp4-pack-quantized", FP4, FP4 | {"dynamic": "local"}),
@@ -231,9 +242,16 @@ def is_expert(name):
 def store(source, folder, build, quantization_config, picks=is_projection):
     """Writes the model of `source` with the weights that `picks` names as `build` stores them;
     returns the float32 weights that a reference is to have."""
+    return store_each(
+        source, folder, lambda name: build if picks(name) else None, quantization_config
+    )
+
+
+def store_each(source, folder, build_of, quantization_config):
+    """The same, each weight as `build_of` its name stores it; None keeps it."""
     stored, wanted = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if picks(name):
+        if build := build_of(name):
             pieces, weight = build(tensor.numpy())
             stored |= {name.replace("weight", part): piece for part, piece in pieces.items()}
             wanted[name] = torch.from_numpy(weight)

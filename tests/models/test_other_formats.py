@@ -6,7 +6,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoint_layouts import E2M1, LAYOUTS, SHAPE, as_float, store
+from checkpoint_layouts import (
+    E2M1,
+    LAYOUTS,
+    SHAPE,
+    as_float,
+    is_projection,
+    store,
+    store_each,
+)
 from safetensors.torch import load_file, save_file
 from test_fp8 import logprobs, reference_logprobs
 
@@ -97,21 +105,16 @@ def test_groups_of_one_checkpoint_may_have_different_formats(source, tmp_path):
         group = chosen["config_groups"]["group_0"] | {"targets": [target]}
         groups[f"group_{index}"] = group | {"format": chosen["format"]}
     config = config | {"format": "mixed-precision", "config_groups": groups}
-    tensors, weights = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+
+    def build_of(name):
         layout = "ct-nvfp4"
         if "self_attn" in name:
             layout = "ct-fp8-channel"
         elif "layers.1.mlp.down_proj" in name:
             layout = "ct-int4-128"
-        if "_proj.weight" in name:
-            pieces, weight = LAYOUTS[layout][0](tensor.numpy())
-            tensors |= {name.replace("weight", part): piece for part, piece in pieces.items()}
-            weights[name] = torch.from_numpy(weight)
-        else:
-            tensors[name] = tensor
-    store(source, tmp_path, LAYOUTS["ct-nvfp4"][0], config)
-    save_file(tensors, tmp_path / "model.safetensors")
+        return LAYOUTS[layout][0] if is_projection(name) else None
+
+    weights = store_each(source, tmp_path, build_of, config)
     assert (logprobs(tmp_path) - reference_logprobs(source, weights)).abs().max() < 1e-4
 
 

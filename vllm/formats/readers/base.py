@@ -5,10 +5,10 @@ No torch here: which format a layer has, and with it every kernel choice, resolv
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.errors import ConfigError
+from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.cache_scales import cache_scale_name
 from vllm.formats.scales import Scales
@@ -73,6 +73,23 @@ class StoredLayer:
     def has_input_scale(self) -> bool:
         return not {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16}.isdisjoint(self.act)
 
+    def __str__(self) -> str:
+        act = self.act[0]
+        return str(self.weight) + (f" with {act} activations" if act is not ActScheme.NONE else "")
+
+
+def merged(names: Sequence[str], stored: Sequence[StoredLayer | None]) -> StoredLayer | None:
+    """Of one layer made of the weights `names`, each stored so; CheckpointError where they
+    differ."""
+    if len(set(stored)) > 1:
+        each = (f"{name} {f'as {one}' if one else 'not quantised'}"
+                for name, one in zip(names, stored))  # fmt: skip
+        raise CheckpointError(
+            f"quantization_config stores {', '.join(each)}: they are computed as one layer and "
+            f"must be stored alike"
+        )
+    return stored[0] and replace(stored[0], num_weights=len(names))
+
 
 class QuantizationConfig(ABC):
     """How a checkpoint's weights are quantised, and which layers are not.
@@ -81,6 +98,8 @@ class QuantizationConfig(ABC):
     model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
     exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
+    quantized_layers: those that it names one by one, each of which the model must have. is_mixed:
+    quantised layers have more than one format.
     """
 
     name: str
@@ -90,6 +109,8 @@ class QuantizationConfig(ABC):
     model_rule: str = ""
     exact_scales: str = ""
     has_cache_scales: bool = True
+    quantized_layers: tuple[str, ...] = ()
+    is_mixed: bool = False
 
     @classmethod
     @abstractmethod
