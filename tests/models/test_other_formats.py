@@ -16,7 +16,8 @@ from checkpoint_layouts import (
     store_each,
 )
 from safetensors.torch import load_file, save_file
-from test_fp8 import logprobs, reference_logprobs
+from test_fp8 import PROMPT, logprobs, reference_logprobs
+from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.architectures.registry import builtin_config
@@ -58,6 +59,27 @@ def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored
     assert (logprobs(folder, linear_backend=backend) - wanted).abs().max() < 1e-4
     plain = reference_logprobs(source, {})
     assert (wanted - plain).abs().max() > 1e-2, "quantisation must be visible for this to test it"
+
+
+@pytest.mark.parametrize("layout", ["ct-int8", "ct-int8-static"])
+def test_activations_in_int8_give_the_logits_of_a_model_that_rounds_them(source, stored, layout):
+    folder, weights = stored(layout)
+
+    def rounded(module, inputs):
+        (x,) = inputs
+        scale = 0.03 if layout.endswith("static") else x.abs().amax(-1, keepdim=True) / 127
+        return ((x / scale).round().clamp(-128, 127) * scale,)
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(rounded)
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0, :-1], -1)
+    found = logprobs(folder, linear_backend="scaled_mm")
+    assert (found - wanted).abs().mean() < 1e-3
+    assert (logprobs(folder) - wanted).abs().mean() > 1e-2, "or activations are not rounded"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +214,7 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         base, _, part = name.rpartition(".")
         scale = tensors.get(f"{base}.weight_scale")
-        if tensor.dtype == torch.float8_e4m3fn and part == "weight":
+        if tensor.dtype in (torch.float8_e4m3fn, torch.int8) and part == "weight":
             found[name] = tensor.float() * scale
         elif tensor.dtype == torch.uint8:
             codes = np.stack([tensor.numpy() & 15, tensor.numpy() >> 4], -1).reshape(
@@ -210,7 +232,8 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 # Most error of an element, as a part of the largest one that it can share a scale with: half the
 # widest step, and for nvfp4 what E4M3 rounds off its scale.
-HALF_STEP = {"fp8-tensor": 16 / 448, "nvfp4": (1 + 1 / 16) / 6, "w4a16": 0.5 / 7.5}
+HALF_STEP = {"fp8-tensor": 16 / 448, "nvfp4": (1 + 1 / 16) / 6, "w4a16": 0.5 / 7.5,
+             "int8": 0.5 / 127}  # fmt: skip
 
 
 @pytest.mark.parametrize("format_name", HALF_STEP)

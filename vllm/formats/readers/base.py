@@ -20,6 +20,7 @@ preference."""
 
 
 _AWQ_ROWS = 8  # codes in a number of 32 bits
+_STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,14 @@ class StoredLayer:
         """Why shards of so many rows each, and of so many columns, cannot be stored so; "" where
         they can."""
         group = self.weight.columns_per_scale(columns)
-        if self.weight.is_packed and columns % group:
+        if (self.weight.is_packed or self.weight.scale == "group") and columns % group:
             return f"{columns} columns are not whole groups of {group}, each with a scale"
         odd = [n for n in rows if n % _AWQ_ROWS] if self.names.packing == "awq" else []
         return f"{odd[0]} rows cannot be packed by {_AWQ_ROWS}, as in AWQ's layout" if odd else ""
 
     @property
     def has_input_scale(self) -> bool:
-        return not {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16}.isdisjoint(self.act)
+        return not _STATIC.isdisjoint(self.act)
 
     def __str__(self) -> str:
         act = self.act[0]

@@ -1,17 +1,17 @@
-"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8 and int4, layer by layer."""
+"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8, int8 and int4, layer by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, nvfp4
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
 from vllm.formats.readers.layer_names import LayerNames, layers_listed
 from vllm.formats.weight_format import WeightFormat
 
-_FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
+_FORMATS = ("nvfp4-pack-quantized", "float-quantized", "int-quantized", "pack-quantized")
 _EVERY_LINEAR = "Linear"
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
@@ -20,6 +20,10 @@ _FP8_INPUTS = {
     ("tensor", False): (ActScheme.STATIC_TENSOR,),
     ("token", True): (ActScheme.DYNAMIC_TOKEN,),
     ("tensor", True): (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
+}
+_INT8_INPUTS = {
+    ("token", True): ActScheme.DYNAMIC_TOKEN_INT8,
+    ("tensor", False): ActScheme.STATIC_TENSOR_INT8,
 }
 _NVFP4_NAMES = TensorNames(
     "weight_packed",
@@ -146,7 +150,8 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
         )
     targets = layers_listed(group, "targets")
     LayerNames(targets)  # refuses what is no name
-    parse = {"pack-quantized": _int4, "float-quantized": _fp8}.get(stored, _nvfp4)
+    parsers = {"pack-quantized": _int4, "float-quantized": _fp8, "int-quantized": _int8}
+    parse = parsers.get(stored, _nvfp4)
     inputs = group.get("input_activations")
     is_known = inputs is None or isinstance(inputs, dict)
     scheme = parse(group["weights"], inputs) if is_known else None
@@ -156,9 +161,10 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"weights {_short(group['weights'])}, input_activations "
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
-            f"scales per tensor, channel or block, and int4 in groups of "
-            f"{', '.join(map(str, int4.GROUPS))} columns with activations in FP8 per token or not "
-            f"quantised"
+            f"scales per tensor, channel or block, symmetric int8 per channel with symmetric "
+            f"activations in int8 (dynamic per token, static per tensor) or not quantised, and "
+            f"int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with activations in "
+            f"FP8 per token or not quantised"
         )
     return [Target(text, name, scheme) for text in targets]
 
@@ -211,6 +217,19 @@ def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
         is_group = strategy == "group" and inputs.get("group_size") == _DYNAMIC_GROUP
         return (ActScheme.DYNAMIC_GROUP128,) if is_group and is_dynamic else ()
     return _FP8_INPUTS.get((strategy, is_dynamic), ())
+
+
+def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
+    if not is_plain or not _is(weights, 8, "int", "channel"):
+        return None
+    weight = WeightFormat.of(int8.CHANNEL.kind)
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,))
+    strategy = str(inputs.get("strategy"))
+    scheme = _INT8_INPUTS.get((strategy, bool(inputs.get("dynamic"))))
+    is_symmetric = _is(inputs, 8, "int", strategy) and inputs.get("symmetric", True)
+    return StoredLayer(weight, (scheme, ActScheme.NONE)) if scheme and is_symmetric else None
 
 
 def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:

@@ -264,11 +264,12 @@ def _kernels() -> str:
 def _orders_of_devices(family: str) -> Iterator[str]:
     for own, device_family in DEVICE_ORDER:
         if own == family:
-            chips = [Device.parse(chip) for chip in CHIPS]
+            chips = [Device.parse(chip) for chip in (*CHIPS, "cpu")]
             chip = next(chip for chip in chips if chip.family == device_family)
+            mark = _MARK * (chip.arch not in _HAS_RUN and device_family != "cpu")
             names = dict.fromkeys(entry["backend"] for entry in catalog.entries(family, chip))
             order = ", ".join(f"`{name}`" for name in names)
-            yield f"In default order of preference on `{device_family}`{_MARK}: {order}."
+            yield f"In default order of preference on `{device_family}`{mark}: {order}."
 
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:
