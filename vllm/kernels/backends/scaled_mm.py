@@ -1,5 +1,7 @@
-"""torch's FP8 GEMM (`torch._scaled_mm`) for scales per tensor and channel: cuBLASLt where one scale
-serves each side, else a CUTLASS kernel, so that none of our own is needed."""
+"""torch's FP8 GEMMs. `scaled_mm`: `torch._scaled_mm` for scales per tensor and channel, cuBLASLt
+where one scale serves each side, else a CUTLASS kernel, so that none of our own is needed.
+`scaled_mm-blockwise`: `torch.nn.functional.scaled_mm` for 128x128 blocks, cuBLASLt on Hopper.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,11 +9,16 @@ from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.math_utils import round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.kernels.interface import LinearKernel, LinearTensors
+
+_BLOCKWISE = "scaled_mm-blockwise"
+# What cuBLASLt asks of tokens, for scales that begin at 16 bytes, and of blocks along K.
+_ALIGN = 4
 
 SPECS = (
     KernelSpec(
@@ -24,16 +31,30 @@ SPECS = (
         k_align=16,
         **shared.FP8_ROWS,
     ),
+    KernelSpec(
+        backend=_BLOCKWISE,
+        family="linear",
+        devices=frozenset({"sm_90"}),
+        dtypes=frozenset({"bf16"}),
+        libs=(("torch", "2.11"),),
+        # With a torch that is built for CUDA 12.9 or newer (vllm/platforms/libraries.py).
+        carries=(("sm_9x", "torch", "fp8-block"),),
+        n_align=16,
+        k_align=128,
+        **shared.FP8_BLOCKS,
+    ),
 )
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
     """Takes the weight as it is stored; each call quantises x [M, K] and multiplies.
 
-    One scale for all of the weight and one for all of x stay scalars; else both are spread, over
-    the rows of the weight and the tokens. Sums are kept in float32, not in the fewer bits that the
-    tensor cores of the H100 have (`use_fast_accum` is off).
+    Scales per tensor and channel: one for all of the weight and one for all of x stay scalars;
+    else both are spread, over the rows of the weight and the tokens. Sums are kept in float32, not
+    in the fewer bits that the tensor cores of the H100 have (`use_fast_accum` is off).
     """
+    if winner.backend == _BLOCKWISE:
+        return _blockwise(tensors, winner)
     from vllm._custom_ops import cutlass_scaled_mm
 
     weight, bias = tensors.weight, tensors.bias
@@ -49,3 +70,54 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         return cutlass_scaled_mm(q, weight.t(), x_scale, scales, x.dtype, bias)
 
     return apply
+
+
+def _blockwise(tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """x in groups of 128 columns by a weight in blocks of 128x128.
+
+    Layouts (pytorch/pytorch pull request 166752, cuBLAS's "Scaling factors layouts"): scales of x
+    [M, K / 128] of strides [1, M], M a multiple of 4; those of the weight [L, ceil(N / 128)] of
+    strides [1, L], L being K / 128 rounded up to a multiple of 4.
+    """
+    from torch.nn.functional import ScalingType, pad, scaled_mm
+
+    from vllm.kernels.activations import InputQuant, QuantizedInput, QuantizingKernel
+    from vllm.ops.block_fit import fitted_kernel
+    from vllm.ops.fp8_quant import ScaleLayout
+
+    def make(tensors: "LinearTensors") -> "LinearKernel":
+        weight, bias = tensors.weight.t(), tensors.bias
+        assert tensors.scales is not None
+        scales = pad(tensors.scales, (0, -tensors.scales.shape[1] % _ALIGN)).t()
+
+        def multiply(x: QuantizedInput) -> "Tensor":
+            if not x.shape[0]:
+                return x.q.new_empty(0, weight.shape[1], dtype=x.dtype)
+            q, x_scales = padded_tokens(x.q, x.scales)
+            out = scaled_mm(
+                q,
+                weight,
+                x_scales,
+                ScalingType.BlockWise1x128,
+                scales,
+                ScalingType.BlockWise128x128,
+                output_dtype=x.dtype,
+            ).narrow(0, 0, x.shape[0])
+            return out if bias is None else out.add_(bias)
+
+        return QuantizingKernel(InputQuant(ScaleLayout.TMA_ALIGNED), multiply)
+
+    return fitted_kernel(tensors, winner.fit, make)
+
+
+def padded_tokens(q: "Tensor", scales: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Rows of zeros up to a multiple of 4 tokens, below q float8_e4m3fn [M, K]; scales
+    [M, K / 128] are laid out TMA_ALIGNED, so theirs are there already."""
+    import torch
+    from torch.nn.functional import pad
+
+    num_tokens, num_groups = scales.shape
+    num_rows = round_up(num_tokens, _ALIGN)
+    if num_rows > num_tokens:
+        q = pad(q.view(torch.uint8), (0, 0, 0, num_rows - num_tokens)).view(q.dtype)
+    return q, scales.as_strided((num_rows, num_groups), (1, num_rows))
