@@ -1,7 +1,6 @@
 """compressed-tensors checkpoints (llm-compressor): NVFP4, FP8 and int4, layer by layer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from vllm.errors import CheckpointError
@@ -11,6 +10,7 @@ from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNam
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
 from vllm.formats.readers.layer_names import LayerNames, layers_listed
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.dataclasses import replace
 
 _FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
 _DYNAMIC_GROUP = 128
