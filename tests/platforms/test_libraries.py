@@ -4,6 +4,7 @@ The packages are small real ones, written to a folder that is put on the path.
 """
 
 import sys
+from importlib import metadata
 
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
@@ -18,6 +19,7 @@ from vllm.platforms.libraries import (
     is_usable,
     library_state,
 )
+from vllm.utils.distributions import installed_version
 
 KERNEL = "include/deep_gemm/impls/sm{}_fp8_gemm_1d1d.cuh"
 CUTLASS_HEADER = "include/cute/arch/mma_sm120.hpp"
@@ -118,6 +120,17 @@ def test_torch_carries_products_with_scales_of_blocks_from_cuda_12_9_on(tmp_path
     if cuda is not None:
         (tmp_path / "version.py").write_text(f"debug = False\n{cuda}\nhip = None\n")
     assert _torch_archs(tmp_path, "2.11.0") == archs
+
+
+def test_versions_are_those_that_the_standard_library_reads(folder):
+    found = {one.name: one.version for one in metadata.distributions()}
+    assert "torch" in found
+    assert {name: installed_version(name) for name in found} == {
+        name: metadata.version(name) for name in found
+    }
+    assert installed_version("sgl-deep-gemm") == ""
+    write_distribution(folder, "sgl-deep-gemm", "0.2.1")  # while this process runs
+    assert installed_version("sgl-deep-gemm") == installed_version("SGL_deep.gemm") == "0.2.1"
 
 
 def test_the_revision_of_a_build_from_source_is_told(folder):

@@ -4,7 +4,6 @@ Sizes are those of the whole model; `LinearSpec.shards` and `Dim` say what one r
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm.architectures.kv_cache import (
@@ -16,12 +15,13 @@ from vllm.architectures.kv_cache import (
 )
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec
+from vllm.utils.dataclasses import dataclass, replace
 
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CachedAttention:
     """Attention over the paged cache, and the writing of that cache.
 
@@ -38,7 +38,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertsSpec:
     """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
     Ranks hold whole experts, or a share of `intermediate` of every expert.
@@ -63,7 +63,7 @@ Item = LinearSpec | ExpertsSpec | CachedAttention
 """What asks for a kernel."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QueryScaling:
     """Queries far out in the context are scaled up: q *= 1 + beta * ln(1 + floor(pos / L)).
 
@@ -74,7 +74,7 @@ class QueryScaling:
     original_length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
     output. qk_norm: over each head of q and k, before the rotation."""
@@ -96,7 +96,7 @@ class Attention:
         return self.qkv_proj, self.o_proj, self.attn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (MLA), with the up-projection of the latents absorbed."""
 
@@ -114,7 +114,7 @@ class LatentAttention:
         return *self.projections, self.o_proj, self.attn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaNet:
     """A gated delta-net: linear attention with a recurrent state."""
 
@@ -130,7 +130,7 @@ class DeltaNet:
         return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GatedMLP:
     name: str
     gate_up_proj: LinearSpec
@@ -141,7 +141,7 @@ class GatedMLP:
         return self.gate_up_proj, self.down_proj
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
     multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's."""
@@ -161,7 +161,7 @@ Mixer = Attention | LatentAttention | DeltaNet
 FeedForward = GatedMLP | MoE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecoderLayer:
     """mixer: what exchanges information between tokens."""
 
@@ -173,7 +173,7 @@ class DecoderLayer:
         return self.mixer.items + self.feed_forward.items
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoder:
     """rope: rope_parameters of the config, for heads of rotary_head_dim."""
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
@@ -18,6 +17,7 @@ from vllm.formats.readers.registry import find_quantization
 from vllm.formats.stored_scales import with_stored_scales
 from vllm.kernels.problems import named_wrongly
 from vllm.logger import get_logger
+from vllm.utils.dataclasses import dataclass, field
 
 logger = get_logger(__name__)
 

@@ -1,7 +1,8 @@
 """The forms in which kernels take the scales of weights."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from vllm.utils.dataclasses import dataclass
 
 
 class Scales(StrEnum):
@@ -13,7 +14,7 @@ class Scales(StrEnum):
     ACTIVATION = "activation-type"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requant:
     """The relative Frobenius error of bringing a weight's scales to another form, 0 where nothing
     is rounded. is_estimated: from the formats alone, not from this weight."""

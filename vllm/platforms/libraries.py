@@ -13,7 +13,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +25,8 @@ from vllm.kernels import registry
 from vllm.machine import NATIVE, Lib, Libs
 from vllm.platforms import native
 from vllm.platforms.installed import installed_device
+from vllm.utils.dataclasses import replace
+from vllm.utils.distributions import installed_version
 from vllm.utils.files import write_atomically
 from vllm.utils.versions import version_key
 
@@ -182,7 +183,7 @@ def _trial_key(lib: Lib) -> str:
     if not lib.version or file is None:
         return ""
     changed = file.stat().st_mtime_ns
-    torch_version = _distribution_version("torch")
+    torch_version = _public_version(installed_version("torch"))
     found = f"{lib} at {file} of {changed}, torch {torch_version}, {installed_device()}"
     nvcc = find_nvcc()
     compiler = f"{nvcc} of {Path(nvcc).stat().st_mtime_ns}" if nvcc else "no nvcc"
@@ -218,7 +219,7 @@ _REMEMBERING = threading.Lock()  # libraries are tried in several threads
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
     file = _module_file(module)
-    version = next(filter(None, map(_full_version, distributions)), "")
+    version = next(filter(None, map(installed_version, distributions)), "")
     if file is None and not version:
         return None
     archs = _ARCHS[module](file.parent, version) if file is not None and module in _ARCHS else ()
@@ -233,19 +234,6 @@ def _module_file(module: str) -> Path | None:
     except ValueError:  # imported already, by something that left no spec
         return None
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
-
-
-def _distribution_version(name: str) -> str:
-    return _public_version(_full_version(name))
-
-
-def _full_version(name: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _public_version(version: str) -> str:

@@ -1,11 +1,9 @@
 """`vllm kernels explain`: which kernel would serve each layer of a model on a chip, and why."""
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +20,7 @@ from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
+from vllm.utils.dataclasses import fields, replace
 from vllm.utils.hub import read_json_object
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
-_PREFERENCES = [f.name for f in dataclasses.fields(KernelConfig) if f.name != "dump_decisions"]
+_PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
 
 
 def add_parser(kinds: Any) -> None:

@@ -5,7 +5,6 @@ No torch here: which format a layer has, and with it every kernel choice, resolv
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.errors import CheckpointError, ConfigError
@@ -13,6 +12,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.cache_scales import cache_scale_name
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.dataclasses import dataclass, replace
 
 LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 """How a layer's weight is stored, and the activation schemes allowed with it, in order of
@@ -23,7 +23,7 @@ _AWQ_ROWS = 8  # codes in a number of 32 bits
 _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorNames:
     """The last parts of the names of a quantised layer's tensors in a checkpoint.
 
@@ -40,7 +40,7 @@ class TensorNames:
     packing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredLayer:
     """How a checkpoint stores the weights that one layer is made of.
 

@@ -1,7 +1,6 @@
 """The reference: plain torch on any device, correct before fast, always there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from vllm.kernels.backends.shared import CACHES, FLOATS, WEIGHTS
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ _Spec = partial(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DenseKernel:
     """x @ weight.T. weight [N, K]: for kernels that multiply with it and do more in one launch."""
 

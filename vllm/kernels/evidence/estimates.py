@@ -5,7 +5,6 @@ the model had on measured sizes that were left out of its fit. Standard library 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.utils.dataclasses import replace
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
 """As `Timings.us`."""

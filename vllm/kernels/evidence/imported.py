@@ -10,7 +10,6 @@ import json
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from math import exp, hypot, log, log2
@@ -21,6 +20,7 @@ from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass, replace
 
 SHIPPED = Path(__file__).parent / "imported"
 FOLDER = "imported"
@@ -59,7 +59,7 @@ class Lead(NamedTuple):
     is_clear: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImportedTimes:
     """Times of one problem. us: by backend, microseconds of the whole layer as a framework ran it,
     quantising included, for each entry of `tokens`; None where unknown. peers: the same of other

@@ -1,8 +1,6 @@
 """Everything that is known of kernel times on one chip, and what it says of a problem."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.kernels.evidence import imported
@@ -12,6 +10,7 @@ from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
+from vllm.utils.dataclasses import dataclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,4 +60,6 @@ class Known:
 
 
 def _digest(content: bytes) -> str:
+    import hashlib
+
     return hashlib.sha256(content).hexdigest()[:16]

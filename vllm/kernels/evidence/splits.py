@@ -4,12 +4,12 @@ Pure functions of `Timings`, standard library only.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, inf, log
 from operator import itemgetter
 
 from vllm.kernels.select.decision import Able, Evidence, Parts
+from vllm.utils.dataclasses import dataclass
 
 MAX_PARTS = 5
 # A backend this close to the fastest counts as fast, and so does one that the noise of both times
@@ -191,7 +191,7 @@ def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:
 # ---------------------------------------------------------------- what a choice costs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Expected:
     """us: (tokens, microseconds of the choice). regret: how much longer it takes than the fastest
     that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the worst's

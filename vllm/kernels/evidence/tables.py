@@ -8,7 +8,6 @@ checkpoint: it is rewritten whole after every kernel that was measured.
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from vllm.kernels.select.decision import ByBackend
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
+from vllm.utils.dataclasses import asdict, dataclass, field, replace
 from vllm.utils.files import write_atomically
 
 SHIPPED = Path(__file__).parent / "tuned"
@@ -35,7 +35,7 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 40
 NEVER_MEASURED = {("cuda", "moe"): ("torch",)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chip:
     """What a measurement holds for. num_sms: of a GPU its multiprocessors, of a CPU its cores; None
     for any number. memory_gb_per_s: the most that a GPU's memory delivers, width of its bus times
@@ -75,7 +75,7 @@ Times = tuple[tuple[int, float], ...]
 """(tokens, microseconds of a call), ascending."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
     """One backend measured for one row. version: of the libraries it is made of.
 

@@ -1,9 +1,7 @@
 """Decisions as JSON, both ways: GET /kernels, --dump-decisions, `vllm kernels explain --json`."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import GenericAlias, UnionType
 from typing import Any, get_args
 
@@ -24,6 +22,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Why
 from vllm.machine import Device, Libs
+from vllm.utils import dataclasses
 
 _PROBLEMS: dict[str, type[Problem]] = {kind.family: kind for kind in get_args(Problem)}
 
@@ -119,7 +118,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _compared(kind: Any) -> list[dataclasses.Field[Any]]:
+def _compared(kind: Any) -> list[dataclasses.Field]:
     """The fields that a value is equal by; others are of use while it is made."""
     return [f for f in dataclasses.fields(kind) if f.compare]
 
@@ -150,7 +149,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
     )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Node:
     """A JSON value and where it stands, so that an error can name the place."""
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from vllm.architectures.sharding import LinearSpec
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.problems import Quantization, quantisable
 from vllm.kernels.report.layer_groups import compress
+from vllm.utils.dataclasses import dataclass, field, replace
 from vllm.utils.safetensors_files import TensorShape, stored_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 
 
-@dataclass(slots=True)
+@dataclass()
 class ModelFiles:
     """What is read of a model. folder: where the rest of it may be; None for a file or a built-in
     model. is_on_hub: what is not in the folder can be fetched. notes: what could not be."""

@@ -1,7 +1,6 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
@@ -11,6 +10,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Reason
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass
 
 Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
@@ -24,7 +24,7 @@ ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evidence(ABC):
     """What is known of the times of one problem on one kind of chip.
 
@@ -55,7 +55,7 @@ class Evidence(ABC):
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A kernel that was considered; no reasons against it means it could run.
 
@@ -85,7 +85,7 @@ class Candidate:
         return self.requant is not None and self.requant.error > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """The choice for one problem, with every candidate in order of preference.
 

@@ -1,7 +1,6 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from vllm.kernels.select.reason import (
 )
 from vllm.kernels.select.spec import COMPILERS, KernelSpec
 from vllm.machine import Device, Libs
+from vllm.utils.dataclasses import replace
 
 
 def select(
