@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import exp, inf, log
 from operator import itemgetter
 
+from vllm.kernels.evidence.steps import is_telling
 from vllm.kernels.select.decision import Able, Evidence, Parts
 from vllm.utils.dataclasses import dataclass
 
@@ -47,8 +48,10 @@ class Timings(Evidence):
         WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
         none, since a part of it beside a part of another would hold the weight twice. Where times
         are not measured here, the first of the default order yields only to a kernel whose gain
-        exceeds the error.
+        exceeds the error. Of attention one backend serves all steps (`_best_for_all`).
         """
+        if self.steps:
+            return _best_for_all(self, able)
         if self.error:
             first = next((backend for backend, limit in able if limit is None), "")
             return _cautious(self, first).best_split(able, m_range, compiling, alone)
@@ -66,6 +69,32 @@ class Timings(Evidence):
             ):
                 left, parts = fewer, others
         return parts
+
+
+def _best_for_all(timings: Timings, able: Able) -> Parts:
+    """The first in `able` whose geometric mean of times over the steps that all were timed for is
+    no more than TOLERANCE, or the mean noise of both, over the lowest; () where these steps have no
+    decode or no prompt."""
+    us, noise = dict(timings.us), dict(timings.noise)
+    names = [backend for backend, _ in able if backend in us]
+    shared = [i for i in range(len(timings.steps)) if None not in [us[name][i] for name in names]]
+    if not names or not is_telling(timings.steps[i] for i in shared):
+        return ()
+
+    def mean(name: str) -> float:
+        return exp(sum(log(us[name][i] or 1.0) for i in shared) / len(shared))
+
+    def mean_noise(name: str) -> float:
+        return sum(noise[name][i] or 0.0 for i in shared) / len(shared) if name in noise else 0.0
+
+    means = {name: mean(name) for name in names}
+    fastest = min(names, key=means.__getitem__)
+    in_doubt = 1 + mean_noise(fastest)
+    return next(
+        ((None, name),)
+        for name in names
+        if means[name] <= means[fastest] * max(TOLERANCE, in_doubt + mean_noise(name))
+    )
 
 
 def _cautious(timings: Timings, first: str) -> Timings:
@@ -116,7 +145,10 @@ def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
-    """Of token counts that calls of `m_range` run with: padded up to the first that holds them."""
+    """Of token counts that calls of `m_range` run with: padded up to the first that holds them; all
+    steps of attention."""
+    if timings.steps:
+        return list(range(len(timings.steps)))
     low, high = m_range
     tokens = timings.tokens
     upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)
@@ -193,14 +225,14 @@ def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:
 
 @dataclass(frozen=True)
 class Expected:
-    """us: (tokens, microseconds of the choice). regret: how much longer it takes than the fastest
-    that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the worst's
-    tokens and fastest backend."""
+    """us: (tokens or step, microseconds of the choice). regret: how much longer it takes than the
+    fastest that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the
+    worst's tokens or step and fastest backend."""
 
-    us: tuple[tuple[int, float], ...]
+    us: tuple[tuple[int | str, float], ...]
     mean_regret: float
     worst_regret: float
-    worst_tokens: int
+    worst_tokens: int | str
     fastest_there: str
 
 
@@ -221,8 +253,8 @@ def expected(
         fastest = min(rivals, key=lambda name: _time(us[name][i], num_tokens, None))
         best = us[fastest][i]
         assert best is not None
-        own.append((num_tokens, time))
-        regrets.append((time / best - 1, num_tokens, fastest))
+        own.append((timings.columns[i], time))
+        regrets.append((time / best - 1, timings.columns[i], fastest))
     if not own:
         return None
     worst = max(regrets, key=lambda regret: regret[0])

@@ -33,7 +33,8 @@ class Evidence(ABC):
     (backend, what was measured, what is here) where that is another version or build. grade: of
     the times that are not stale. error: by backend, the mean relative error for each of `tokens`
     where the times are not measured here, () where they are. noise: relative uncertainty of each
-    of `us`; () where it is not known.
+    of `us`; () where it is not known. steps: of attention, what each of `tokens` are the new tokens
+    of (`kernels/evidence/steps.py`); () of other problems.
     """
 
     source: str
@@ -43,6 +44,12 @@ class Evidence(ABC):
     grade: Grade = Grade.MEASURED
     error: tuple[tuple[str, tuple[float, ...]], ...] = ()
     noise: ByBackend = ()
+    steps: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> "tuple[int | str, ...]":
+        """What tables file times under: names of steps, or numbers of tokens."""
+        return self.steps or self.tokens
 
     @abstractmethod
     def best_split(

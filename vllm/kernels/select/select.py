@@ -226,8 +226,6 @@ def _measured(
 
     Empty where the first in the default order was not measured: nothing is known to beat it.
     """
-    if not isinstance(case.problem, LinearProblem | MoEProblem):
-        return {}
     timed = {backend for backend, _ in evidence.us}
     judged: dict[str, Candidate] = {}
     could: list[tuple[str, int | None]] = []
