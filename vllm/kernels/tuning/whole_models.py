@@ -88,7 +88,7 @@ def times_of(decision: Decision, tokens: Sequence[int]) -> list[tuple[float, flo
         assert timings is not None
         if num_tokens not in timings.tokens:
             return None
-        choice = expectation_of(replace(decision, timings=_only(timings, num_tokens)))
+        choice = expectation_of(replace(decision, timings=at_tokens(timings, num_tokens)))
         if choice is None:
             return None
         ((_, us),) = choice.us
@@ -96,7 +96,8 @@ def times_of(decision: Decision, tokens: Sequence[int]) -> list[tuple[float, flo
     return found or None
 
 
-def _only(timings: Evidence, num_tokens: int) -> Timings:
+def at_tokens(timings: Evidence, num_tokens: int) -> Timings:
+    """Times for so many tokens alone, which `timings` has."""
     place = timings.tokens.index(num_tokens)
     us = tuple((backend, (times[place],)) for backend, times in timings.us)
     return Timings(timings.source, (num_tokens,), us)
