@@ -176,7 +176,7 @@ NAMED = {
     [
         (
             changed("modelopt-fp8", "quant_algo", value="MIXED_PRECISION"),
-            "'MIXED_PRECISION'.*NVFP4",
+            "MIXED_PRECISION needs quantized_layers.*it is None",
         ),
         (changed("modelopt-nvfp4", "group_size", value=32), "group_size 32.*takes 16"),
         (changed("awq-128", "bits", value=8), "AWQ bits 8.*takes 4"),
@@ -197,12 +197,19 @@ NAMED = {
                 "ct-nvfp4",
                 "config_groups",
                 "again",
-                value=NAMED["group_0"] | {"targets": ["Linear"]},
+                value=NAMED["group_1"],
             ),
             "quantised twice, by config_groups group_0 and again",
         ),
-        (changed("ct-nvfp4", "config_groups", value=NAMED), "quantises them differently"),
-        (changed("ct-nvfp4", "ignore", value=["re:.*q_proj"]), "only .*q_proj is listed"),
+        (
+            changed("ct-nvfp4", "config_groups", value=NAMED),
+            "q_proj as nvfp4 with nvfp4-group16 activations, .*k_proj as int4-group.64., "
+            ".*v_proj as int4-group.64.: they are computed as one layer",
+        ),
+        (
+            changed("ct-nvfp4", "ignore", value=["re:.*q_proj"]),
+            "q_proj not quantised, .*k_proj as nvfp4",
+        ),
         (
             changed("ct-int4-w4a8", *INPUTS, "dynamic", value=False),
             "'dynamic': False.*FP8 per token or not quantised",

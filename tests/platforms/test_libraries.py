@@ -14,6 +14,7 @@ from vllm.kernels.report.question import parse_lib
 from vllm.machine import Lib
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,
+    _torch_archs,
     installed_libs,
     is_usable,
     library_state,
@@ -103,6 +104,22 @@ def test_deep_gemm_carries_the_architectures_of_its_own_fp8_kernels(folder, file
     expected = Lib("deep_gemm", "0.2.1.post1", archs)
     assert library_state("deep_gemm") == expected
     assert installed_libs().get("deep_gemm") == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda", "archs"),
+    [
+        ("cuda: Optional[str] = '13.0'", ("fp8-block",)),
+        ("cuda = '12.9'", ("fp8-block",)),
+        ('cuda = "12.8"', ()),
+        ("cuda: Optional[str] = None\ngit_version = '13.0'", ()),
+        (None, ()),
+    ],
+)
+def test_torch_carries_products_with_scales_of_blocks_from_cuda_12_9_on(tmp_path, cuda, archs):
+    if cuda is not None:
+        (tmp_path / "version.py").write_text(f"debug = False\n{cuda}\nhip = None\n")
+    assert _torch_archs(tmp_path, "2.11.0") == archs
 
 
 def test_versions_are_those_that_the_standard_library_reads(folder):

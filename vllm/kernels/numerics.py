@@ -25,7 +25,7 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.ops import nvfp4, torch_ops
+from vllm.ops import int8, nvfp4, torch_ops
 from vllm.ops.block_fit import padded_experts, padded_tensors
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
@@ -213,8 +213,7 @@ def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor
         return out if bias is None else out + bias
     if candidate.rescales:
         tensors = requantised(tensors, candidate.scales, x.dtype)
-    values = element_values(tensors) if tensors.is_packed else tensors.weight
-    packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
+    packed = torch_ops.pack_linear(element_values(tensors), tensors.row_scales(), tensors.block_k)
     rounded: Tensor = emulation.rounding(candidate, tensors)(x)
     out = rounded @ packed.dequantize().T
     return out if tensors.bias is None else out + tensors.bias
@@ -259,6 +258,7 @@ def reference_experts(
 _INPUT_SCALES = {
     ActScheme.STATIC_TENSOR: 6 / fp8.FP8_MAX,
     ActScheme.NVFP4_GROUP16: 6 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX),
+    ActScheme.STATIC_TENSOR_INT8: 6 / int8.INT8_MAX,
 }
 # What is between the products of experts is the product of two numbers.
 _BETWEEN = 6.0

@@ -1,7 +1,7 @@
 """What `vllm quantize` writes: the config of each format, and what a linear weight becomes.
 
 Blocks of FP8 are what transformers calls `fp8`; the others are compressed-tensors checkpoints. None
-needs calibration: activations are scaled when they are there (FP8) or not quantised (4 bits).
+needs calibration: activations are scaled when they are there (8 bits) or not quantised (4 bits).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_tensor, int4, nvfp4
+from vllm.formats import fp8_block, fp8_tensor, int4, int8, nvfp4
 from vllm.formats.description import FormatDescription
 from vllm.formats.registry import quantizable
 from vllm.formats.weight_format import WeightFormat
+from vllm.ops import int8 as int8_ops
 from vllm.ops import nvfp4 as nvfp4_ops
 from vllm.ops.packed_weights import int4_quantize, pack_int32
 from vllm.utils.fp8 import per_block_cast_to_fp8
@@ -105,11 +106,24 @@ def _int4(weight_format: WeightFormat) -> Format:
     )
 
 
+def _int8(weight_format: WeightFormat) -> Format:
+    """Symmetric, and activations per token (W8A8)."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        codes, scales = int8_ops.quantise_rows(weight)
+        return {name: codes, name + "_scale": scales}
+
+    return Format(_compressed_tensors("int-quantized", weights, inputs), quantise)
+
+
 _WRITERS: dict[str, Callable[[WeightFormat], Format]] = {
     fp8_block.FORMAT.kind: _fp8_block,
     fp8_tensor.FORMAT.kind: _fp8_tensor,
     nvfp4.FORMAT.kind: _nvfp4,
     int4.FORMAT.kind: _int4,
+    int8.CHANNEL.kind: _int8,
 }
 
 

@@ -28,6 +28,7 @@ from vllm.platforms.installed import installed_device
 from vllm.utils.dataclasses import replace
 from vllm.utils.distributions import installed_version
 from vllm.utils.files import write_atomically
+from vllm.utils.versions import version_key
 
 # Module, which is also our name for the library -> distributions that install it.
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -279,7 +280,19 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
     )
 
 
+def _torch_archs(folder: Path, version: str) -> tuple[str, ...]:
+    """`fp8-block` where its `scaled_mm` takes scales of 128x128 blocks: cuBLASLt 12.9 or newer.
+    PyPI's packages do not name their CUDA in the version."""
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    cuda = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return ("fp8-block",) if cuda and version_key(cuda[1]) >= (12, 9) else ()
+
+
 _ARCHS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     "deep_gemm": _deep_gemm_archs,
     "flashinfer": prebuilt_modules,
+    "torch": _torch_archs,
 }

@@ -103,7 +103,7 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
 
 def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
     """How the winner quantises activations, and what its products see of them."""
-    from vllm.ops import nvfp4
+    from vllm.ops import int8, nvfp4
     from vllm.ops.fp8 import quantise_groups
     from vllm.utils import fp8
 
@@ -126,6 +126,8 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
         case ActScheme.STATIC_TENSOR:
             assert tensors.input_scale is not None
             return partial(per_tensor, scale=tensors.input_scale)
+        case ActScheme.DYNAMIC_TOKEN_INT8 | ActScheme.STATIC_TENSOR_INT8:
+            return lambda x: int8.dequantise(*int8.quantise(x, tensors.input_scale))
         case ActScheme.NVFP4_GROUP16:
             assert tensors.input_scale is not None
             divisor = tensors.input_scale.float().reciprocal().reshape(1)

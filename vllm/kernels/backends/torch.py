@@ -64,7 +64,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     scales, bias = tensors.row_scales(), tensors.bias
 
     def apply(x: "Tensor") -> "Tensor":
-        weight = element_values(tensors) if tensors.is_packed else tensors.weight
+        weight = element_values(tensors)
         return torch_ops.linear(x, torch_ops.pack_linear(weight, scales, tensors.block_k, bias))
 
     return apply

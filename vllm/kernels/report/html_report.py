@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vllm.kernels import registry
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report import upstream_report
+from vllm.kernels.report.calls import steps_text
 from vllm.kernels.report.html_document import (
     breakable,
     chip,
@@ -110,7 +111,8 @@ def _upstream(found: Advice) -> str:
 
 def _facts(report: Report) -> dict[str, str]:
     ledger = {} if report.ledger is None else {"ledger": report.ledger.summary()}
-    return {**where(report, ", "), **ledger}
+    steps = {} if report.calls is None else {"steps": steps_text(report.calls)}
+    return {**where(report, ", "), **ledger, **steps}
 
 
 def _notes(report: Report) -> str:

@@ -32,7 +32,7 @@ class ModelFiles:
 
     def quantization(self) -> dict[str, Any] | None:
         """The quantization_config, or what an older ModelOpt checkpoint has beside config.json."""
-        from vllm.formats.readers.registry import modelopt_file
+        from vllm.formats.readers.registry import may_be_beside, modelopt_file
 
         text = self.config.get("text_config")
         nested = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -41,12 +41,12 @@ class ModelFiles:
             raise CheckpointError(
                 f"{self.name}: quantization_config = {stored!r} is no JSON object"
             )
-        if stored or self.folder is None:
+        if self.folder is None or not may_be_beside(stored):
             return stored
         if not self.is_on_hub:
-            return modelopt_file(self.folder)
+            return modelopt_file(self.folder) or stored
         fetched = self._fetch("hf_quant_config.json")
-        return modelopt_file(fetched.parent) if fetched else None
+        return modelopt_file(fetched.parent) if fetched else stored
 
     def tensors(self) -> dict[str, TensorShape]:
         """Of the safetensors headers; {} where there are none."""

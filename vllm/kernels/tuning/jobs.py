@@ -13,7 +13,8 @@ KernelProblem = LinearProblem | MoEProblem
 class Job:
     """One kernel for one problem: as a request, to check it. gate: token counts that its results
     are compared for. tokens: those it is timed for, in order. compiles: whether its first calls
-    compile."""
+    compile. first: of `tokens`, those that are timed before other problems have all of theirs; None
+    for no preference."""
 
     problem: KernelProblem
     candidate: Candidate
@@ -21,6 +22,7 @@ class Job:
     gate: tuple[int, ...]
     version: str
     compiles: bool = False
+    first: tuple[int, ...] | None = None
 
     @property
     def backend(self) -> str:

@@ -235,7 +235,7 @@ def _check_complete(
 
 def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
     info = checkpoint.infos[name]
-    if info.shape != slot.shape and not (slot.shape == () and info.shape == (1,)):
+    if not slot.fits(tuple(info.shape)):
         raise CheckpointError(
             f"{info.file.name}: {name} has shape {list(info.shape)}, but config.json implies "
             f"{list(slot.shape)}"
