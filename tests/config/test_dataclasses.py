@@ -48,7 +48,18 @@ def classes(module):
     class Empty:
         pass
 
-    return {kind.__name__: kind for kind in (Base, Child, Settings, Identity, Empty)}
+    options = {"compiled": True} if module is ours else {}
+
+    @module.dataclass(frozen=True, **options)
+    class Quick:
+        first: int
+        second: tuple = ()
+        third: object = module.field(default=None, compare=False)
+
+        def __post_init__(self):
+            assert self.first >= 0
+
+    return {kind.__name__: kind for kind in (Base, Child, Settings, Identity, Empty, Quick)}
 
 
 STANDARD, OURS = classes(standard), classes(ours)
@@ -65,6 +76,9 @@ VALUES = [
     ("Identity", (1,), {}),
     ("Identity", (1,), {}),
     ("Empty", (), {}),
+    ("Quick", (1,), {}),
+    ("Quick", (1, (2,)), {"third": "other"}),
+    ("Quick", (), {"first": 1, "third": "third"}),
 ]
 WRONG = [
     ("Base", (), {}),
@@ -76,6 +90,9 @@ WRONG = [
     ("Settings", (3,), {}),
     ("Settings", (), {"names": []}),
     ("Empty", (1,), {}),
+    ("Quick", (), {}),
+    ("Quick", (1,), {"first": 1}),
+    ("Quick", (1,), {"unknown": 1}),
 ]
 
 

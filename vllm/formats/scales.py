@@ -1,6 +1,7 @@
 """The forms in which kernels take the scales of weights."""
 
 from enum import StrEnum
+from functools import cache
 
 from vllm.utils.dataclasses import dataclass
 
@@ -33,6 +34,7 @@ _STEPS = {"bf16": 2**-7, "fp16": 2**-10, "fp32": 2**-23}
 _LOG_UNIFORM = (3 / (8 * 0.6931) / 12) ** 0.5
 
 
+@cache
 def estimated(form: str, dtype: str) -> Requant:
     """Of a weight that is not at hand. dtype: of activations, for scales in their type."""
     if form == Scales.ACTIVATION:

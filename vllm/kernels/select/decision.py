@@ -24,7 +24,7 @@ ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class Evidence(ABC):
     """What is known of the times of one problem on one kind of chip.
 
@@ -62,7 +62,7 @@ class Evidence(ABC):
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class Candidate:
     """A kernel that was considered; no reasons against it means it could run.
 
@@ -92,7 +92,7 @@ class Candidate:
         return self.requant is not None and self.requant.error > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class Decision:
     """The choice for one problem, with every candidate in order of preference.
 

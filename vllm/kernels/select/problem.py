@@ -13,7 +13,7 @@ def comes_quantised(name: str) -> bool:
     return not name.endswith(("attn.o_proj", "attn.out_proj"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class LinearProblem:
     """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
 

@@ -29,7 +29,7 @@ RANK_LAYER, RANK_FLAG, RANK_VARIABLE, RANK_CONFIG, RANK_ACCURACY, RANK_MEASURED 
 DEFAULT_ORDER = Origin(7, "default order")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class Reason:
     """origin: who asked for it, where the kernel could run but for what was asked."""
 
