@@ -174,7 +174,7 @@ def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
     layer are of all ranks."""
     if match := _ATTENTION.fullmatch(text):
         return text, _attention_of(text, match, dtype)
-    match = _LAYER.fullmatch(text)
+    match = None if text.startswith("attention:") else _LAYER.fullmatch(text)
     if match is None:
         raise ConfigError(f"--layer {text!r} is not readable: it takes {LAYER_SYNTAX}")
     weight = WeightFormat.parse(match["format"])

@@ -43,7 +43,7 @@ def checked(job: Job, device: torch.device) -> Steps:
     assert isinstance(problem, AttentionProblem)
     yield "comparison", attention_comparison(problem, job.backend, BLOCK_SIZE, device)()
     for name in job.tokens:
-        _StepCase(problem, Step.parse(str(name)), device, num_layers=1).runs(job.backend)[0]()
+        StepCase(problem, Step.parse(str(name)), device, num_layers=1).runs(job.backend)[0]()
         if device.type == "cuda":
             torch.cuda.synchronize()
         yield name, None
@@ -62,7 +62,7 @@ def _timed_step(turns: Turns, name: str, device: torch.device) -> Steps:
     problem, step = turns.problem, Step.parse(name)
     assert isinstance(problem, AttentionProblem)
     layers = min(_MAX_LAYERS, cdiv(bytes_to_read(device), step.bytes_of_cache(problem)))
-    case, pool, clocks = _StepCase(problem, step, device, layers), make_pool(device), {}
+    case, pool, clocks = StepCase(problem, step, device, layers), make_pool(device), {}
     for job in turns.jobs:
         if name in job.tokens:
             clocks[job.backend, "us"] = make_clock(case.runs(job.backend), device, pool)
@@ -70,7 +70,7 @@ def _timed_step(turns: Turns, name: str, device: torch.device) -> Steps:
     yield from measured_in_turns(name, clocks)
 
 
-class _StepCase:
+class StepCase:
     """A step with the caches of some layers, whose pages are shuffled."""
 
     def __init__(
@@ -83,7 +83,7 @@ class _StepCase:
         self._batch = batch_of(step.requests, shuffled[:-1].split(counts), shuffled[-1], BLOCK_SIZE)
         self._host = self._batch.host
         if device.type == "cuda" and not step.prompt:
-            self._read_as_captured()
+            self.read_as_captured()
         self._caches = [self._cache(len(shuffled), device, generator) for _ in range(num_layers)]
         heads, dtype = (problem.num_heads, problem.num_kv_heads), dtype_of(problem.dtype)
         self._q, self._kv = (
@@ -93,7 +93,7 @@ class _StepCase:
             for count in heads
         )
 
-    def _read_as_captured(self) -> None:
+    def read_as_captured(self) -> None:
         """Bounds and block tables of a graph that serves requests of any length."""
         batch = self._batch
         width = cdiv(MAX_MODEL_LEN, BLOCK_SIZE)

@@ -234,7 +234,8 @@ class Run:
         size_key, times = jobs[0].problem.size_key, _shown(reports)
         cut = {str(job) for job in jobs if not _has_all(job, reports)}
         text = f"timed  {size_key}  {times} ({time.monotonic() - start:.1f} s)"
-        self.progress.step(text + "; token counts were left out for want of time" * bool(cut))
+        what = "steps" if isinstance(jobs[0].problem, AttentionProblem) else "token counts"
+        self.progress.step(text + f"; {what} were left out for want of time" * bool(cut))
         return cut if self._is_late() else set()
 
     def _keep(self, job: Job, reports: Reports) -> None:
