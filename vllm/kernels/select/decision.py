@@ -58,6 +58,7 @@ class Evidence(ABC):
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         alone: tuple[str, ...],
+        roundings: tuple[tuple[str, int], ...],
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
@@ -68,8 +69,9 @@ class Candidate:
 
     scales: the form of weight scales it would take, "" where that does not matter. requant: what
     bringing the stored ones to that form costs; None where it takes them as they are. fit: how it
-    takes partial scale blocks. parts: of a split. grade: what is known of it, of a split the least
-    of its parts.
+    takes partial scale blocks. parts: of a split, each of which is a candidate of its own, with its
+    own act; act, scales and fit of the split are those of its last. grade: what is known of it, of
+    a split the least of its parts.
     """
 
     backend: str
@@ -85,6 +87,11 @@ class Candidate:
     def rescales(self) -> bool:
         """Whether the weight is brought to another form of scales for it."""
         return self.scales not in ("", Scales.FLOAT32)
+
+    @property
+    def roundings(self) -> int:
+        """How often it rounds: activations, and the weight once more."""
+        return self.is_lossy + (self.act not in (None, ActScheme.NONE))
 
     @property
     def is_lossy(self) -> bool:
