@@ -12,3 +12,4 @@ class ActScheme(StrEnum):
     DYNAMIC_TOKEN = "dynamic-token"
     DYNAMIC_GROUP128 = "dynamic-group128"
     NVFP4_GROUP16 = "nvfp4-group16"
+    MXFP8_GROUP32 = "mxfp8-group32"

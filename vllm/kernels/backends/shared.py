@@ -23,7 +23,7 @@ BLOCK = 128
 # ---------------------------------------------------------------- fields of `KernelSpec`
 
 FLOATS = frozenset({"fp32", "bf16", "fp16"})
-WEIGHTS = FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
+WEIGHTS = FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "nvfp4", "int4-group"}
 CACHES = FLOATS | {"fp8"}
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
