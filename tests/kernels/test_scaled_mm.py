@@ -83,13 +83,13 @@ def test_tokens_are_filled_up_to_fours_with_zeros(m, k):
 @pytest.mark.parametrize(
     ("archs", "device", "n", "k", "why"),
     [
-        (("fp8-block",), "sm_90", 1536, 7168, None),
-        (("fp8-block",), "sm_90", 576, 7168, None),
+        (("scaled-blocks",), "sm_90", 1536, 7168, None),
+        (("scaled-blocks",), "sm_90", 576, 7168, None),
         ((), "sm_90", 1536, 7168, Why.DEVICE),  # torch for CUDA 12.8
-        (("fp8-block",), "sm_100", 1536, 7168, Why.DEVICE),
-        (("fp8-block",), "sm_120", 1536, 7168, Why.DEVICE),
-        (("fp8-block",), "sm_90", 1544, 7168, Why.SHAPE),
-        (("fp8-block",), "sm_90", 1536, 7232, Why.SHAPE),
+        (("scaled-blocks",), "sm_100", 1536, 7168, Why.DEVICE),
+        (("scaled-blocks",), "sm_120", 1536, 7168, Why.DEVICE),
+        (("scaled-blocks",), "sm_90", 1544, 7168, Why.SHAPE),
+        (("scaled-blocks",), "sm_90", 1536, 7232, Why.SHAPE),
     ],
 )
 def test_it_serves_hopper_with_a_torch_that_has_its_kernels(archs, device, n, k, why):

@@ -43,7 +43,7 @@ FORMATS = tuple(SCHEMES)
 
 _ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 _NATIVE_ARCHS = sorted({arch for spec in _ALL_SPECS for arch in spec.native_archs})
-_TORCH = Lib("torch", "2.13.0", ("fp8-block",))
+_TORCH = Lib("torch", "2.13.0", ("scaled-blocks",))
 _BASE = (
     _TORCH,
     Lib("triton", "3.5.0"),

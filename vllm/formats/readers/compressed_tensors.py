@@ -167,9 +167,9 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
             f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
-            f"symmetric activations in int8 (dynamic per token, static per tensor) or not quantised, and "
-            f"int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with activations in "
-            f"FP8 per token or not quantised"
+            f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
+            f"quantised, and int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with "
+            f"activations in FP8 per token or not quantised"
         )
     return [Target(text, name, scheme) for text in targets]
 

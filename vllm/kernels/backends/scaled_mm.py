@@ -70,7 +70,7 @@ SPECS = (
         dtypes=frozenset({"bf16"}),
         libs=(("torch", "2.11"),),
         # With a torch that is built for CUDA 12.9 or newer (vllm/platforms/libraries.py).
-        carries=(("sm_9x", "torch", "fp8-block"),),
+        carries=(("sm_9x", "torch", "scaled-blocks"),),
         n_align=16,
         k_align=128,
         **shared.FP8_BLOCKS,
