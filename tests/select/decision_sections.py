@@ -10,6 +10,7 @@ from selection_cases import (
     MODELS,
     ask,
     attention,
+    delta_rule,
     kv_quant,
     linear,
     moe,
@@ -449,6 +450,19 @@ _ATTENTION_SECTIONS = [
             "device": DEVICES,
         },
         lambda cache, heads, libs, device: ask(kv_quant(cache, **_HEADS[heads]), device, libs),
+    ),
+    Section(
+        "Delta rule: chips, libraries and dtypes",
+        "delta_rule",
+        {
+            "dtype": ("bf16", "fp16", "fp32"),
+            "heads": ("128", "512"),
+            "libs": ("all", "broken", "no native"),
+            "device": DEVICES,
+        },
+        lambda dtype, heads, libs, device: ask(
+            delta_rule(dtype=dtype, key_dim=int(heads)), device, libs
+        ),
     ),
 ]
 SECTIONS = [

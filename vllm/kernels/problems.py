@@ -7,7 +7,7 @@ or a GPU. Where the engine runs an architecture, names, order and problems equal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
+from vllm.architectures.decoder import CachedAttention, DeltaRule, ExpertsSpec, Item
 from vllm.architectures.explained import Layers
 from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.registry import describe, dtype_field, text_config
@@ -17,6 +17,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -110,6 +111,11 @@ def attention_problems(
     )
 
 
+def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem:
+    states = spec.states
+    return DeltaRuleProblem(*spec.per_rank(tp), states.key_dim, states.value_dim, dtype)
+
+
 # ---------------------------------------------------------------- all layers
 
 
@@ -153,6 +159,8 @@ def layer_problems(
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
+        if isinstance(item, DeltaRule):
+            return (delta_rule_problem(item, tp, dtype),)
         return attention_problems(item, tp, kv_format, dtype)
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
