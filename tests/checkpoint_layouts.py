@@ -101,6 +101,23 @@ def ct_fp8_channel(weight):
     return fp8(weight, scales, scales)
 
 
+def int8_channel(weight, dtype):
+    """(codes int8, scales [N, 1], float32 weight)."""
+    scales = torch.from_numpy(np.abs(weight).max(1, keepdims=True) / np.float32(127)).to(dtype)
+    step = as_float(scales)
+    codes = np.rint(weight / step).clip(-128, 127).astype(np.int8)
+    return torch.from_numpy(codes), scales, codes * step
+
+
+def ct_int8(dtype=torch.bfloat16, **more):
+    def build(weight):
+        codes, scales, wanted = int8_channel(weight, dtype)
+        own = {name: tensor.clone() for name, tensor in more.items()}
+        return {"weight": codes, "weight_scale": scales} | own, wanted
+
+    return build
+
+
 def ct_fp8_block(weight):
     rows, columns = (np.arange(size) // 128 for size in weight.shape)
     scales = np.array(
@@ -114,6 +131,26 @@ def ct_fp8_block(weight):
         np.float32,
     )
     return fp8(weight, scales, scales[rows][:, columns])
+
+
+def modelopt_fp8_block(weight):
+    """Scales as ModelOpt keeps them, [rows, 1, columns, 1]."""
+    stored, wanted = ct_fp8_block(weight)
+    stored["weight_scale"] = stored["weight_scale"][:, None, :, None]
+    return stored, wanted
+
+
+def mxfp8(weight):
+    """E4M3 and exponents: the least power of two with which the group's largest is at most 448."""
+    groups = weight.reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(-1) / 448)).clip(-127, 127)
+    step = np.exp2(exponents).astype(np.float32)[..., None]
+    codes = e4m3(groups / step)
+    stored = {
+        "weight": codes.reshape(weight.shape),
+        "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return stored, (as_float(codes) * step).reshape(weight.shape)
 
 
 def int4(weight, group, dtype, is_symmetric):
@@ -173,7 +210,10 @@ FP4 = args(4, "float", "tensor_group", group_size=16, dynamic=False)
 FP8 = args(8, "float", "tensor", dynamic=False)
 TOKEN = args(8, "float", "token", dynamic=True)
 GROUP = args(8, "float", "group", group_size=128, dynamic=True)
-FLOAT, PACKED = "float-quantized", "pack-quantized"
+INT8 = args(8, "int", "channel", dynamic=False)
+INT8_TOKEN = args(8, "int", "token", dynamic=True)
+MX = args(8, "float", "group", group_size=32, scale_dtype="torch.uint8", dynamic=False)
+FLOAT, PACKED, INT = "float-quantized", "pack-quantized", "int-quantized"
 
 # Name -> (how a weight is stored, quantization_config).
 LAYOUTS = {
@@ -182,6 +222,10 @@ LAYOUTS = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
     "modelopt-fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt-fp8-block": (
+        modelopt_fp8_block,
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+    ),
     "ct-nvfp4": (
         ct_nvfp4,
         groups_of("nvfp4-pack-quantized", FP4, FP4 | {"dynamic": "local"}),
@@ -192,6 +236,18 @@ LAYOUTS = {
     "ct-fp8-block": (
         ct_fp8_block,
         groups_of(FLOAT, FP8 | {"strategy": "block", "block_structure": [128, 128]}, GROUP),
+    ),
+    "ct-int8": (ct_int8(), groups_of(INT, INT8, INT8_TOKEN)),
+    "ct-int8-static": (
+        ct_int8(torch.float32, input_scale=torch.tensor([0.03])),
+        groups_of(INT, INT8, args(8, "int", "tensor", dynamic=False)),
+    ),
+    "ct-int8-w8a16": (ct_int8(torch.float16), groups_of(INT, INT8)),
+    "ct-mxfp8": (mxfp8, groups_of("mxfp8-quantized", MX, MX | {"dynamic": True})),
+    "ct-mxfp8a16": (mxfp8, groups_of("mxfp8-quantized", MX)),
+    "modelopt-mxfp8": (
+        mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
     ),
     "ct-int4-128": (
         ct_int4(128),
@@ -231,9 +287,16 @@ def is_expert(name):
 def store(source, folder, build, quantization_config, picks=is_projection):
     """Writes the model of `source` with the weights that `picks` names as `build` stores them;
     returns the float32 weights that a reference is to have."""
+    return store_each(
+        source, folder, lambda name: build if picks(name) else None, quantization_config
+    )
+
+
+def store_each(source, folder, build_of, quantization_config):
+    """The same, each weight as `build_of` its name stores it; None keeps it."""
     stored, wanted = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if picks(name):
+        if build := build_of(name):
             pieces, weight = build(tensor.numpy())
             stored |= {name.replace("weight", part): piece for part, piece in pieces.items()}
             wanted[name] = torch.from_numpy(weight)

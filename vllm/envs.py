@@ -8,14 +8,14 @@ Kubernetes injects names such as `VLLM_SERVICE_HOST` for a service called `vllm`
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.utils.dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variable:
     """One environment variable: `parse` maps the text to a value or raises ValueError; `accepts`
     says which texts it takes, `default` gives the value of one that is unset."""

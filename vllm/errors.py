@@ -1,13 +1,13 @@
 """Errors a user can act on. Every message names what was given, what is accepted and the fix."""
 
-import difflib
 import errno
 from collections.abc import Iterable
-from subprocess import CalledProcessError, SubprocessError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the closest of `known`, or nothing when none is close."""
+    import difflib
+
     names = list(known)
     ends = {_without_prefix(other): other for other in names}
     close = difflib.get_close_matches(_without_prefix(name), ends, n=1, cutoff=0.6)
@@ -21,6 +21,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
     """The layers whose names are most like a glob pattern that matches none, one of each kind: with
     the stars of the pattern, if it has any."""
+    import difflib
+
     bare = pattern.replace("*", "").strip(".")
     depth = bare.count(".") + 1
     ends = {".".join(name.split(".")[-depth:]): name for name in reversed(list(names))}
@@ -48,6 +50,8 @@ def is_of_machine(error: BaseException) -> bool:
     """Whether it speaks against the machine, or the state it is in, and not against the kernel that
     was called: no memory, no room or right to write, no compiler, broken hardware, a GPU that
     others hold. What it was raised from counts too."""
+    from subprocess import SubprocessError
+
     signs = ("uncorrectable", "hardware error", "devices unavailable", "busy or unavailable",
              "cuda error: unknown error", "not_initialized", "no space left on device",
              "disk quota", "killed signal", "c compiler")  # fmt: skip
@@ -59,6 +63,8 @@ def is_of_machine(error: BaseException) -> bool:
 def _comes_of_machine(cause: BaseException | None) -> bool:
     """A compiler that ends by itself speaks against what it was given; one that was ended does
     not, nor one that is not there."""
+    from subprocess import CalledProcessError
+
     if isinstance(cause, CalledProcessError):
         return cause.returncode < 0 or cause.returncode in (126, 127)
     return cause is not None and (isinstance(cause, OSError) or is_out_of_memory(cause))

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm.errors import ConfigError
+from vllm.utils.dataclasses import dataclass
 
 
 class DeviceCapability(NamedTuple):
@@ -38,7 +38,7 @@ class DeviceCapability(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """A chip: `cpu:avx2` (kind and instruction set) or `cuda:sm_121` (kind and architecture).
 
@@ -103,7 +103,7 @@ NATIVE = "native"
 BUILD = "build"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lib:
     """State of one library: a version with the architectures it carries, or why it is broken.
 
@@ -123,7 +123,7 @@ class Lib:
         return f"{self.name}={version}" if version else self.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quarantined:
     """A kernel that failed when it was tried here, for one `size_key` of its problems.
 
@@ -136,7 +136,7 @@ class Quarantined:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Libs:
     """The libraries of a machine in any order; one that is not listed is absent.
 

@@ -152,6 +152,9 @@ def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):
         assert complete(server, PROMPTS[1]).json["choices"][0]["token_ids"] == wanted[1]
         assert all_at_once(server) == wanted
         assert server.metric("vllm:num_requests_running") == 0
+        calls = server.get("/kernels").json["calls"]
+        assert "1" in calls["linear"] and "1" not in calls["moe"], "experts see both ranks' tokens"
+        assert sum(calls["linear"].values()) == sum(calls["moe"].values())
         error = kill_while_busy(server, "spawn_main")
         assert "data-parallel engine 1: the engine process died (killed by SIGKILL" in error
         assert f"vllm: error: {error}" in server.log.read_text()
@@ -162,6 +165,8 @@ def test_two_engines_on_their_own_and_a_rank_of_one_is_killed(experts, wanted, t
         experts, tmp_path / "log", *FLAGS, "-dp", "2", "-pp", "2", VLLM_LOGGING_LEVEL="warning"
     ) as server:
         assert all_at_once(server) == wanted
+        calls = server.get("/kernels").json["calls"]["moe"]
+        assert sum(calls.values()) >= 2 * NUM_TOKENS, "of both engines"
         error = kill_while_busy(server, "vllm-rank-1")
         assert "data-parallel engine 0: rank 1 (pipeline stage 1): killed by SIGKILL" in error
         assert f"vllm: error: {error}" in server.log.read_text()

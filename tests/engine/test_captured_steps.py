@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -149,6 +150,29 @@ def test_captured_steps_with_prompts_give_what_eager_ones_give(
     assert tight.llm_engine.core.scheduler.num_preemptions > 1
     for graphs in (decoding, prompts):
         assert all(graphs.num_replays.values()), graphs.num_replays
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_counts_with_the_size_of_its_graph(checkpoint, async_scheduling):
+    llm = load(checkpoint("llama"), async_scheduling)
+    decoding, prompts = capture(llm), capture_prompts(llm, 64)
+    run(llm)
+    calls, replays = llm.llm_engine.core.stats().calls, Counter(decoding.num_replays)
+    for shape, count in prompts.num_replays.items():
+        replays[shape.tokens] += count
+    assert calls["linear"] == +replays and {1, 8, 32, 64} <= calls["linear"].keys()
+    heads = calls["lm_head"]  # of the rows that are sampled
+    assert heads.keys() == {1, 2, 4, 8}
+    assert sum(decoding.num_replays.values()) < sum(heads.values()) <= sum(replays.values())
+
+
+def test_an_eager_step_counts_with_its_tokens(checkpoint):
+    llm = load(checkpoint("llama"), async_scheduling=False)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [5] * 70}, params, use_tqdm=False)
+    calls = llm.llm_engine.core.stats().calls
+    assert calls["linear"] == {64: 1, 8: 1, 1: 3}, "64 and 6 tokens of the prompt, and decoding"
+    assert calls["lm_head"] == {1: 4}
 
 
 def test_graphs_that_are_dropped_are_not_replayed(checkpoint):

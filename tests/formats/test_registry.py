@@ -38,6 +38,7 @@ ARITHMETIC = {
     "_custom_ops.py",
     "model_executor/layers/quantization/nvfp4.py",
     "model_executor/layers/quantization/int4.py",
+    "model_executor/layers/quantization/int8.py",
     "model_executor/layers/quantization/fp8.py",
     "model_executor/layers/quantization/utils/fp8_utils.py",
     "model_executor/layers/quantization/utils/nvfp4_utils.py",

@@ -4,7 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from vllm.kernels.jit.nvcc_cache import CompiledCall, NvccCache, make_nvcc_cache
+from vllm.kernels.jit.compiled_call import CompiledCall
+from vllm.kernels.jit.nvcc_cache import NvccCache, make_nvcc_cache
 
 _NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "release 13.0 {version}"; exit 0 ;; esac

@@ -11,7 +11,8 @@ import pytest
 from compilers import Compiler, Library
 
 from vllm.kernels.jit import nvcc
-from vllm.kernels.jit.nvcc_cache import CompiledCall, make_nvcc_cache
+from vllm.kernels.jit.compiled_call import CompiledCall
+from vllm.kernels.jit.nvcc_cache import make_nvcc_cache
 from vllm.platforms.libraries import find_nvcc
 
 ARGUMENTS = ["kernel.cu", "-cubin", "-o", "kernel.cubin", "-std=c++20", "-I/a/include", "-O3"]

@@ -13,7 +13,7 @@ from machines import STAND_INS, Gpu, machine
 from selection_cases import ask, linear, moe, timed
 
 from vllm.kernels.activations import KernelWhenReady
-from vllm.kernels.jit.nvcc_cache import CompiledCall
+from vllm.kernels.jit.compiled_call import CompiledCall
 from vllm.kernels.jit.ready import (
     NVCC,
     Needed,

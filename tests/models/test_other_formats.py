@@ -6,9 +6,18 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoint_layouts import E2M1, LAYOUTS, SHAPE, as_float, store
+from checkpoint_layouts import (
+    E2M1,
+    LAYOUTS,
+    SHAPE,
+    as_float,
+    is_projection,
+    store,
+    store_each,
+)
 from safetensors.torch import load_file, save_file
-from test_fp8 import logprobs, reference_logprobs
+from test_fp8 import PROMPT, logprobs, reference_logprobs
+from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.architectures.registry import builtin_config
@@ -50,6 +59,27 @@ def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored
     assert (logprobs(folder, linear_backend=backend) - wanted).abs().max() < 1e-4
     plain = reference_logprobs(source, {})
     assert (wanted - plain).abs().max() > 1e-2, "quantisation must be visible for this to test it"
+
+
+@pytest.mark.parametrize("layout", ["ct-int8", "ct-int8-static"])
+def test_activations_in_int8_give_the_logits_of_a_model_that_rounds_them(source, stored, layout):
+    folder, weights = stored(layout)
+
+    def rounded(module, inputs):
+        (x,) = inputs
+        scale = 0.03 if layout.endswith("static") else x.abs().amax(-1, keepdim=True) / 127
+        return ((x / scale).round().clamp(-128, 127) * scale,)
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(rounded)
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0, :-1], -1)
+    found = logprobs(folder, linear_backend="scaled_mm")
+    assert (found - wanted).abs().mean() < 1e-3
+    assert (logprobs(folder) - wanted).abs().mean() > 1e-2, "or activations are not rounded"
 
 
 @pytest.mark.parametrize(
@@ -97,21 +127,16 @@ def test_groups_of_one_checkpoint_may_have_different_formats(source, tmp_path):
         group = chosen["config_groups"]["group_0"] | {"targets": [target]}
         groups[f"group_{index}"] = group | {"format": chosen["format"]}
     config = config | {"format": "mixed-precision", "config_groups": groups}
-    tensors, weights = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+
+    def build_of(name):
         layout = "ct-nvfp4"
         if "self_attn" in name:
             layout = "ct-fp8-channel"
         elif "layers.1.mlp.down_proj" in name:
             layout = "ct-int4-128"
-        if "_proj.weight" in name:
-            pieces, weight = LAYOUTS[layout][0](tensor.numpy())
-            tensors |= {name.replace("weight", part): piece for part, piece in pieces.items()}
-            weights[name] = torch.from_numpy(weight)
-        else:
-            tensors[name] = tensor
-    store(source, tmp_path, LAYOUTS["ct-nvfp4"][0], config)
-    save_file(tensors, tmp_path / "model.safetensors")
+        return LAYOUTS[layout][0] if is_projection(name) else None
+
+    weights = store_each(source, tmp_path, build_of, config)
     assert (logprobs(tmp_path) - reference_logprobs(source, weights)).abs().max() < 1e-4
 
 
@@ -189,9 +214,11 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         base, _, part = name.rpartition(".")
         scale = tensors.get(f"{base}.weight_scale")
-        if tensor.dtype == torch.float8_e4m3fn and part == "weight":
+        if tensor.dtype in (torch.float8_e4m3fn, torch.int8) and part == "weight":
+            if scale.dtype == torch.uint8:
+                scale = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
             found[name] = tensor.float() * scale
-        elif tensor.dtype == torch.uint8:
+        elif tensor.dtype == torch.uint8 and part == "weight_packed":
             codes = np.stack([tensor.numpy() & 15, tensor.numpy() >> 4], -1).reshape(
                 len(tensor), -1
             )
@@ -206,8 +233,15 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # Most error of an element, as a part of the largest one that it can share a scale with: half the
-# widest step, and for nvfp4 what E4M3 rounds off its scale.
-HALF_STEP = {"fp8-tensor": 16 / 448, "nvfp4": (1 + 1 / 16) / 6, "w4a16": 0.5 / 7.5}
+# widest step, and for nvfp4 what E4M3 rounds off its scale. The largest of mxfp8 may be 256, from
+# where on steps are as wide as those before 448.
+HALF_STEP = {
+    "fp8-tensor": 16 / 448,
+    "mxfp8": 16 / 256,
+    "nvfp4": (1 + 1 / 16) / 6,
+    "w4a16": 0.5 / 7.5,
+    "int8": 0.5 / 127,
+}
 
 
 @pytest.mark.parametrize("format_name", HALF_STEP)

@@ -4,6 +4,7 @@ The packages are small real ones, written to a folder that is put on the path.
 """
 
 import sys
+from importlib import metadata
 
 import pytest
 from machines import Cpu, machine, write_distribution, write_package
@@ -13,10 +14,12 @@ from vllm.kernels.report.question import parse_lib
 from vllm.machine import Lib
 from vllm.platforms.libraries import (
     DISTRIBUTIONS,
+    _torch_archs,
     installed_libs,
     is_usable,
     library_state,
 )
+from vllm.utils.distributions import installed_version
 
 KERNEL = "include/deep_gemm/impls/sm{}_fp8_gemm_1d1d.cuh"
 CUTLASS_HEADER = "include/cute/arch/mma_sm120.hpp"
@@ -101,6 +104,33 @@ def test_deep_gemm_carries_the_architectures_of_its_own_fp8_kernels(folder, file
     expected = Lib("deep_gemm", "0.2.1.post1", archs)
     assert library_state("deep_gemm") == expected
     assert installed_libs().get("deep_gemm") == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda", "archs"),
+    [
+        ("cuda: Optional[str] = '13.0'", ("scaled-blocks",)),
+        ("cuda = '12.9'", ("scaled-blocks",)),
+        ('cuda = "12.8"', ()),
+        ("cuda: Optional[str] = None\ngit_version = '13.0'", ()),
+        (None, ()),
+    ],
+)
+def test_torch_carries_products_with_scales_of_blocks_from_cuda_12_9_on(tmp_path, cuda, archs):
+    if cuda is not None:
+        (tmp_path / "version.py").write_text(f"debug = False\n{cuda}\nhip = None\n")
+    assert _torch_archs(tmp_path, "2.11.0") == archs
+
+
+def test_versions_are_those_that_the_standard_library_reads(folder):
+    found = {one.name: one.version for one in metadata.distributions()}
+    assert "torch" in found
+    assert {name: installed_version(name) for name in found} == {
+        name: metadata.version(name) for name in found
+    }
+    assert installed_version("sgl-deep-gemm") == ""
+    write_distribution(folder, "sgl-deep-gemm", "0.2.1")  # while this process runs
+    assert installed_version("sgl-deep-gemm") == installed_version("SGL_deep.gemm") == "0.2.1"
 
 
 def test_the_revision_of_a_build_from_source_is_told(folder):

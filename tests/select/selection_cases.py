@@ -35,15 +35,18 @@ SCHEMES: dict[str, tuple[ActScheme, ...]] = {
     "fp8-tensor": (ActScheme.STATIC_TENSOR, ActScheme.NONE),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
     "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
+    "mxfp8": (ActScheme.MXFP8_GROUP32, ActScheme.NONE),
     "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
     "int4-group[128]": (ActScheme.NONE,),
+    "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.NONE),
 }
 FORMATS = tuple(SCHEMES)
 
 _ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 _NATIVE_ARCHS = sorted({arch for spec in _ALL_SPECS for arch in spec.native_archs})
+_TORCH = Lib("torch", "2.13.0", ("scaled-blocks",))
 _BASE = (
-    Lib("torch", "2.13.0"),
+    _TORCH,
     Lib("triton", "3.5.0"),
     Lib(NATIVE, "0.1.0", tuple(_NATIVE_ARCHS)),
 )
@@ -61,7 +64,7 @@ LIBS: dict[str, Libs] = {
     "flashinfer": Libs.of([*_BASE, _FLASHINFER]),
     "all": Libs.of([*_BASE, _DEEP_GEMM_SM120, *_WHOLE_FLASHINFER, _HUMMING]),
     "broken": Libs.of(
-        [Lib("torch", "2.13.0")]
+        [_TORCH]
         + [
             Lib(name, broken="fails")
             for name in ("triton", NATIVE, "deep_gemm", *_FLASHINFER_NAMES, "humming")

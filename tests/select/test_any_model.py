@@ -14,7 +14,6 @@ from vllm.architectures.explained import layers_of
 from vllm.architectures.sharding import LinearSpec
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import CheckpointError, VllmError
-from vllm.formats.readers.modelopt_mixed import ModelOptMixedConfig
 from vllm.formats.readers.registry import resolve_quantization
 from vllm.formats.readers.unread import UnreadConfig
 from vllm.kernels.problems import layer_problems
@@ -29,10 +28,7 @@ CONFIGS = {
 
 
 def quantisation(config: dict):
-    stored = config.get("quantization_config")
-    if stored and "quantized_layers" in stored:
-        return ModelOptMixedConfig.from_checkpoint(stored)
-    return resolve_quantization(stored, None, "model")
+    return resolve_quantization(config.get("quantization_config"), None, "model")
 
 
 def problems_of(config: dict, tensors: dict | None = None, **ranks) -> list:

@@ -54,7 +54,7 @@ def questions():
     weights = [*FORMATS, "fp8-block[64x64]"]
     layers = [linear(weight) for weight in weights]
     layers += [linear(weight, n=4080) for weight in FORMATS]
-    layers += [linear(weight, m_range=(1, 16)) for weight in ("fp8-block", "fp8-channel")]
+    layers += [linear(weight, m_range=(1, 16)) for weight in ("fp8-block", "fp8-channel", "nvfp4")]
     layers.append(linear("bf16", n=64, k=2048, m_range=(1, 16)))
     w4a8 = (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
     layers += [ask_for("int4-group[128]", act=w4a8) for ask_for in (linear, moe)]
@@ -139,7 +139,7 @@ def test_every_kernel_of_a_backend_is_registered():
 def test_the_order_of_a_device_family_has_every_backend_once(family, device_family):
     names = DEVICE_ORDER[family, device_family]
     assert sorted(names) == sorted(DEFAULT_ORDER[family]) and names != DEFAULT_ORDER[family]
-    assert device_family in {Device.parse(chip).family for chip in CHIPS}
+    assert device_family in {Device.parse(chip).family for chip in (*CHIPS, "cpu")}
     own = registry.specs(family, device_family)
     assert sorted(map(name, own)) == sorted(map(name, registry.specs(family)))
     assert registry.specs(family, "sm_9x") == registry.specs(family)

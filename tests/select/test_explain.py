@@ -10,6 +10,7 @@ from selection_cases import DEVICES, LIBS, ask, linear, moe, parse_device, timed
 from selection_strategies import models, problems, some_libs, wishes
 
 from vllm.errors import ConfigError
+from vllm.kernels.evidence.tables import TOKENS
 from vllm.kernels.report import diff, text_report
 from vllm.kernels.report.json_report import parse_report, report
 from vllm.kernels.report.layer_groups import by_outcome, compress
@@ -22,6 +23,8 @@ errors = st.floats(0, 10, allow_nan=False)
 ledgers = st.none() | st.builds(
     Ledger, st.lists(st.builds(Entry, texts, texts, errors, errors, st.booleans()), max_size=3)
 )
+counts = st.dictionaries(st.sampled_from(TOKENS), st.integers(1, 10**9), max_size=4)
+calls = st.none() | st.dictionaries(st.sampled_from(("linear", "moe", "lm_head")), counts)
 
 
 @st.composite
@@ -38,7 +41,7 @@ def reports(draw) -> Report:
     )
     records = [(layer, ask(p, device, libs, wish, model, layer)) for layer, p in asked]
     env = draw(st.dictionaries(texts, texts, max_size=2))
-    return Report(parse_device(device), libs, env, records, draw(ledgers))
+    return Report(parse_device(device), libs, env, records, draw(ledgers), None, draw(calls))
 
 
 def one_report(*problems_asked, device="100", libs="all", wish="-", model="llama") -> Report:
@@ -116,6 +119,11 @@ def put(path: str, value):
         ("decisions.0.candidates.1.reasons.0.why", "fate", "candidates[1].reasons[0].why 'fate'"),
         ("decisions.0.candidates.0.parts", [[1]], "parts[0] is not [largest M or null, backend]"),
         ("decisions.0.candidates.0.fit", {}, "candidates[0].fit lacks 'how'"),
+        ("calls", {"linear": {"x": 1}}, "calls.linear 'x' is not valid"),
+        ("calls", {"linear": {"0": 1}}, "calls.linear '0' is not valid: less than 1"),
+        ("calls", {"linear": {"8": 1.5}}, "calls.linear.8 1.5 is not a whole number"),
+        ("calls", {"linear": {"8": -1}}, "calls.linear.8 -1 is less than 1"),
+        ("calls", [], "calls is not an object"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_place(path, value, message):

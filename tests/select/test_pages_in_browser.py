@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import browser
+import pages
 import pytest
 
 from vllm.entrypoints.cli.main import main
@@ -254,3 +255,68 @@ def test_a_difference_is_filtered_by_layer(difference, tmp_path):
         .map(one => one.querySelector('.names').textContent);
     """
     assert browser.found_in(difference, script, tmp_path) == ["model.layers.{0-39}.mlp.experts"]
+
+
+# ---------------------------------------------------------------- drawings
+
+# By decision, kernel and class of line: what it stands for by the ticks of the axes.
+_DRAWN = """
+  const found = {};
+  for (const item of document.querySelectorAll('#decisions li')) {
+    const svg = item.querySelector('svg');
+    if (!svg) continue;
+    const ticks = [...svg.querySelectorAll('text')].map(text => ({
+      isX: text.getAttribute('text-anchor') === 'middle', value: +text.textContent,
+      at: text.getAttribute('text-anchor') === 'middle' ? +text.getAttribute('x')
+        : text.getAttribute('y') - 3}));
+    const scale = isX => {
+      const own = ticks.filter(tick => tick.isX === isX), a = own[0], b = own.at(-1);
+      return at => a.value * (b.value / a.value) ** ((at - a.at) / (b.at - a.at));
+    };
+    const x = scale(true), y = scale(false);
+    const read = path => [...path.getAttribute('d').matchAll(/([\\d.]+) ([\\d.]+)/g)]
+      .map(pair => [Math.round(x(+pair[1])), y(+pair[2])]);
+    found[item.id.slice(1)] = Object.fromEntries([...svg.querySelectorAll('g')].map(g => [
+      g.dataset.kernel, {kinds: g.getAttribute('class'), lines: Object.fromEntries(
+        [...g.querySelectorAll('path')].map(path => [path.getAttribute('class'), read(path)]))}]));
+  }
+  return found;
+"""
+
+
+def test_kernel_times_are_drawn_and_what_serves_is_marked(page_of, tmp_path):
+    page = page_of(SPLITS)
+    drawn = browser.found_in(page, _DRAWN, tmp_path)
+    decisions = pages.embedded(page)["decisions"]
+    timed = {str(i): d for i, d in enumerate(decisions) if "timings" in d}
+    assert drawn.keys() == timed.keys() and len(timed) >= 3
+    for number, decision in timed.items():
+        timings = decision["timings"]
+        assert drawn[number].keys() == timings["us"].keys()
+        winner = next(c for c in decision["candidates"] if c["backend"] == decision["chosen"])
+        parts = winner["parts"] or [[None, winner["backend"]]]
+        for backend, us in timings["us"].items():
+            expected = [(m, t) for m, t in zip(timings["tokens"], us) if t is not None]
+            lines = drawn[number][backend]["lines"]
+            check_line(lines["times"], expected)
+            check_line(lines["marks"], expected)
+            serving = [next(b for limit, b in parts if limit is None or m <= limit)
+                       for m, _ in expected]  # fmt: skip
+            own = [point for point, name in zip(expected, serving) if name == backend]
+            check_line(lines.get("serves", []), own)
+            assert ("estimated" in drawn[number][backend]["kinds"]) == (
+                timings["grade"] != "measured"
+            )
+
+
+def check_line(found, expected) -> None:
+    assert [us for _, us in found] == pytest.approx([us for _, us in expected], rel=0.03)
+    assert [m for m, _ in found] == pytest.approx([m for m, _ in expected], rel=0.03)
+
+
+def test_a_page_without_times_draws_nothing(tmp_path):
+    file = tmp_path / "a.html"
+    words = ["--device", "sm_120", "--libs", "all", "--html", str(file), "--brief"]
+    assert main(["kernels", "explain", "--layer", "nvfp4:4096x7168", *words]) == 0
+    count = "return document.querySelectorAll('#decisions svg').length"
+    assert browser.found_in(file.read_text(), count, tmp_path) == 0

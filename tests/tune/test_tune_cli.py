@@ -108,7 +108,7 @@ def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "give a MODEL or --layer"),
+        ((), "give a MODEL, --layer or --from"),
         (("--layer", "fp8-block:8x8", "--tokens", "0"), "--tokens '0'"),
         (("Qwen3-8B-FP8", "--tp", "two"), "--tp 'two'"),
         (("--layer", "fp8-block:8x8", "--backend", "cpus"), "did you mean cpu?"),

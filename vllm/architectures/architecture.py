@@ -1,11 +1,11 @@
 """Everything that is known of one architecture, as a value; its own file makes it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.architectures.decoder import Decoder
 from vllm.architectures.fields import Fields
+from vllm.utils.dataclasses import dataclass, field
 
 # What transformers' config classes of all our architectures assume.
 CAUSAL_LM: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """Parts of decoders from the fields of a config.json; each architecture puts its own together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from vllm.architectures.decoder import (
     Attention,
@@ -21,6 +20,7 @@ from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass
 
 
 def dim(fields: Fields, name: str, unit: int = 1) -> Dim:
@@ -76,7 +76,7 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionKind:
     """window: keys that each query sees, itself included; 0 for all. The rest as Attention has."""
 

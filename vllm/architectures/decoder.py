@@ -4,7 +4,6 @@ Sizes are those of the whole model; `LinearSpec.shards` and `Dim` say what one r
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm.architectures.kv_cache import (
@@ -16,12 +15,13 @@ from vllm.architectures.kv_cache import (
 )
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec
+from vllm.utils.dataclasses import dataclass, replace
 
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CachedAttention:
     """Attention over the paged cache, and the writing of that cache.
 
@@ -38,7 +38,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertsSpec:
     """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
     Ranks hold whole experts, or a share of `intermediate` of every expert.
@@ -59,7 +59,7 @@ class ExpertsSpec:
         return self.count.per_rank(ep, "ep"), self.intermediate.per_rank(1 if ep > 1 else tp)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaRule:
     """The gated delta rule of a delta-net."""
 
@@ -76,7 +76,7 @@ Item = LinearSpec | ExpertsSpec | CachedAttention | DeltaRule
 """What asks for a kernel."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QueryScaling:
     """Queries far out in the context are scaled up: q *= 1 + beta * ln(1 + floor(pos / L)).
 
@@ -87,7 +87,7 @@ class QueryScaling:
     original_length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
     output. qk_norm: over each head of q and k, before the rotation."""
@@ -109,7 +109,7 @@ class Attention:
         return self.qkv_proj, self.o_proj, self.attn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (MLA), with the up-projection of the latents absorbed."""
 
@@ -127,7 +127,7 @@ class LatentAttention:
         return *self.projections, self.o_proj, self.attn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaNet:
     """A gated delta-net: linear attention with a recurrent state."""
 
@@ -146,7 +146,7 @@ class DeltaNet:
         return self.in_proj_qkvz, self.in_proj_ba, self.out_proj, self.rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GatedMLP:
     name: str
     gate_up_proj: LinearSpec
@@ -157,7 +157,7 @@ class GatedMLP:
         return self.gate_up_proj, self.down_proj
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
     multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's."""
@@ -177,7 +177,7 @@ Mixer = Attention | LatentAttention | DeltaNet
 FeedForward = GatedMLP | MoE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecoderLayer:
     """mixer: what exchanges information between tokens."""
 
@@ -189,7 +189,7 @@ class DecoderLayer:
         return self.mixer.items + self.feed_forward.items
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoder:
     """rope: rope_parameters of the config, for heads of rotary_head_dim."""
 

@@ -5,7 +5,6 @@ are at hand, else from the fields of config.json alone.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.architectures.decoder import CachedAttention, Item
@@ -18,13 +17,14 @@ from vllm.architectures.registry import (
     unserved_hint,
 )
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass
 from vllm.utils.safetensors_files import TensorShape
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_NESTED = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layers:
     """text: the config of the text model. items: (prefix of its name, item) of all that asks for a
     kernel. notes: what the reader should know of where they come from."""

@@ -1,12 +1,12 @@
 """What one layer keeps of a request between steps: the kinds of KV cache."""
 
 import math
-from dataclasses import dataclass
 
 from vllm.architectures.sharding import Dim
+from vllm.utils.dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FullAttentionSpec:
     """Keys and values of every token, in pages."""
 
@@ -18,14 +18,14 @@ class FullAttentionSpec:
         return 2 * self.kv_heads.per_rank(ranks) * self.head_dim * item_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
     """Keys and values, of which each query sees the last `window`, its own included."""
 
     window: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
     """One latent for each token, of head_dim numbers, whose first value_dim are the values."""
 
@@ -35,7 +35,7 @@ class MLAAttentionSpec(FullAttentionSpec):
         return self.head_dim * item_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecurrentStateSpec:
     """A state of one size for each request, whatever its length.
 

@@ -1,12 +1,12 @@
 """How the router of a mixture of experts chooses among them."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Router:
     """Scores are softmax or sigmoid of the logits; chosen are the top_k best of score + correction
     bias out of the topk_groups best of num_groups equal groups. The weights of a token's experts

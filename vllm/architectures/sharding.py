@@ -1,15 +1,15 @@
 """Linear layers by their full sizes, and the one function that cuts them into per-rank shards."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from vllm.errors import ConfigError
+from vllm.utils.dataclasses import dataclass
 
 Span = tuple[int, int]
 ParallelStyle = Literal["column", "row", "replicated"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dim:
     """`count` units of `unit` numbers along one dimension of a weight; ranks get whole units.
 
@@ -47,7 +47,7 @@ class Dim:
         return first * self.unit, (first + own) * self.unit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Region:
     """Rows and columns [start, stop) of a checkpoint weight [num_rows, num_columns].
 
@@ -64,7 +64,7 @@ class Region:
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A checkpoint weight that is merged into a linear layer. dims: what its rows are made of (q, k
     and v, say), each of which is cut by itself."""
@@ -94,7 +94,7 @@ class Part:
         return tuple(regions)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LinearSpec:
     """A linear layer of the whole model: y = x @ W.T + b, W of the rows of all `parts` in order.
 

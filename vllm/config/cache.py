@@ -1,8 +1,7 @@
 """The KV cache: how large, in which blocks, in which type."""
 
-from dataclasses import dataclass
-
 from vllm.errors import ConfigError
+from vllm.utils.dataclasses import dataclass
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3")
 

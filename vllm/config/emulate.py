@@ -8,7 +8,6 @@ the kernel of `backends/emulation.py` reproduces how the winner rounds weights a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config.policy import KernelPreferences, make_policy
@@ -19,12 +18,13 @@ from vllm.kernels.report import question
 from vllm.kernels.select.reason import RANK_FLAG, Origin
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass, replace
 
 PREFIX = "emulate:"
 _FAMILIES = ("linear", "moe")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Emulated:
     """device: the chip. backend: which one it is to use, None for its own choice."""
 

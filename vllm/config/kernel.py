@@ -1,6 +1,5 @@
 """Which kernels the user asks for."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.config.emulate import Emulated
@@ -12,6 +11,7 @@ from vllm.kernels import registry
 from vllm.kernels.own_backend import OwnBackend
 from vllm.kernels.registry import FLAGS
 from vllm.kernels.select.grade import Grade
+from vllm.utils.dataclasses import dataclass
 
 ON_UNMET = ("error", "fallback")
 

@@ -1,7 +1,6 @@
 """Which model is served, and what its own files say about it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.errors import CheckpointError, ConfigError
 from vllm.kernels.report.question import dtype_of
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
+from vllm.utils.dataclasses import dataclass, field
 from vllm.utils.hub import read_json_object, resolve_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -1,11 +1,11 @@
 """Over how many processes and devices a model is spread."""
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from vllm import envs
 from vllm.architectures.decoder import Decoder
 from vllm.errors import ConfigError, did_you_mean
+from vllm.utils.dataclasses import dataclass
 
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 _MAX_RANKS = 1024

@@ -6,7 +6,6 @@ rule  6 measured  7 default order
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -28,6 +27,7 @@ from vllm.kernels.select.reason import (
     Origin,
 )
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)

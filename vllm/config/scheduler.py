@@ -1,8 +1,7 @@
 """Limits of one step."""
 
-from dataclasses import dataclass
-
 from vllm.errors import ConfigError
+from vllm.utils.dataclasses import dataclass
 
 # Defaults of --max-num-batched-tokens: enough to fill the device.
 CPU_BATCHED_TOKENS = 2048

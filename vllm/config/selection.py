@@ -4,7 +4,6 @@ The engine and `vllm kernels explain` both get theirs here, so that they cannot 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm import envs
@@ -22,6 +21,7 @@ from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.machine import Device, Libs
 from vllm.platforms.probe import installed_kernel_libs
+from vllm.utils.dataclasses import dataclass, field, replace
 from vllm.utils.deep_gemm import current_device, is_deep_gemm_supported
 
 logger = get_logger(__name__)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
@@ -12,10 +11,13 @@ from vllm.config.model_rule import with_model_rule
 from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.selection import warn_of_model_rule
+from vllm.errors import CheckpointError
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.registry import find_quantization
 from vllm.formats.stored_scales import with_stored_scales
+from vllm.kernels.problems import named_wrongly
 from vllm.logger import get_logger
+from vllm.utils.dataclasses import dataclass, field
 
 logger = get_logger(__name__)
 
@@ -42,9 +44,18 @@ class VllmConfig:
             configs = (model.hf_config, model.hf_text_config)
             found = find_quantization(configs, model.path, model.quantization, model.model)
             object.__setattr__(self, "quant_config", found)
+            self._check_named_layers()
         self._decide_use_deep_gemm()
         if self.model_config.decoder is not None:
             check_parallel(self.parallel_config, self.model_config.decoder)
+
+    def _check_named_layers(self) -> None:
+        quant, model = self.quant_config, self.model_config
+        if quant is None or model.decoder is None:
+            return
+        slot_name = model.architecture.slot_name
+        if text := named_wrongly(tuple(model.decoder.items()), quant, slot_name):
+            raise CheckpointError(f"{model.model}: {text}")
 
     def _decide_use_deep_gemm(self) -> None:
         """By the checkpoint's scales and the model rule, where nobody decided."""

@@ -1,6 +1,7 @@
 """Data of one step between engine, executor and worker. No torch."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -53,6 +54,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """Rank of the sampled token; 1 is the likeliest."""
 
 
+class StepRows(NamedTuple):
+    """Rows that one call of a kernel computed in a step, padding of its CUDA graph included: of a
+    linear layer, of experts (the tokens of all data-parallel ranks in lock-step), and of lm_head (0
+    where nothing was sampled)."""
+
+    linear: int
+    moe: int
+    lm_head: int
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """Results of one step. Dicts are keyed by request id.
@@ -63,6 +74,7 @@ class ModelRunnerOutput:
     with the step that completes the prompt; the first prompt token has no entry. pooler_output:
     vectors of pooling requests. draft_token_ids: proposals to verify in the next step. errors: why
     requests got no token (non-finite logits). num_compiled: kernels compiled since the last step.
+    rows: what its kernels computed.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -73,6 +85,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     num_compiled: int = 0
+    rows: StepRows = StepRows(0, 0, 0)
 
 
 class EngineOutput(msgspec.Struct, array_like=True):

@@ -1,10 +1,8 @@
 """Engine arguments: one table that makes the CLI flags, `LLM(...)`'s keywords and the config."""
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -29,13 +27,14 @@ from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
+from vllm.utils import dataclasses
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def _arg(default: Any, help: str, **options: Any) -> Any:
     """A dataclass field that carries what argparse needs."""
-    return field(default=default, metadata={"help": help, **options})
+    return dataclasses.field(default=default, metadata={"help": help, **options})
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class EngineArgs:
     """What a user can set about the engine; `model` alone has no flag of its own."""
 
@@ -273,13 +272,13 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
-def _kinds(f: "dataclasses.Field[Any]") -> list[Any]:
+def _kinds(f: "dataclasses.Field") -> list[Any]:
     """The types of a field, None aside."""
     kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
     return [kind for kind in kinds if kind is not NoneType]
 
 
-def _of_its_type(f: "dataclasses.Field[Any]", value: Any) -> Any:
+def _of_its_type(f: "dataclasses.Field", value: Any) -> Any:
     """`value` as the field's type has it; None is the default of any field that has one."""
     if value is None and f.default is not dataclasses.MISSING:
         return f.default

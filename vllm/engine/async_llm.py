@@ -34,6 +34,8 @@ from vllm.errors import (
     StoppingError,
     VllmError,
 )
+from vllm.kernels.report import json_report
+from vllm.kernels.report.calls import CallCounter
 from vllm.logger import get_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -95,6 +97,7 @@ class AsyncLLM:
         self._outputs = OutputProcessor(self.tokenizer)
         self._in_flight: dict[str, InFlightRequest] = {}
         self._kernels: dict[str, Any] = {}
+        self._calls = CallCounter()
         self._num_sent = 0
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,8 +152,8 @@ class AsyncLLM:
             raise type(error)(f"{self._name_of(engine)}{error}") from None
 
     async def kernels(self) -> dict[str, Any]:
-        """The kernel decisions in force."""
-        return self._kernels
+        """The kernel decisions in force, and how often all engines called their kernels."""
+        return json_report.with_calls(self._kernels, self._calls.counts)
 
     async def wait_dead(self) -> None:
         """Returns when the engine process has died."""
@@ -257,6 +260,7 @@ class AsyncLLM:
 
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
+        self._calls.update(message.stats.calls)
         others = [other.stats for other in self._engines if other is not engine]
         self.metrics.record_step(message.stats.with_others(others))
         changed, to_abort = self._outputs.process(message.outputs)

@@ -17,6 +17,7 @@ from vllm.errors import ConfigError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
 from vllm.executor.uniproc import UniprocExecutor
+from vllm.kernels.report.calls import CallCounter
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms import native
@@ -66,6 +67,7 @@ class EngineCore:
         self.grammars = StructuredOutputs(config.model_config)
         self._num_compiled = 0
         self._counted = (0, 0, 0, 0)
+        self._calls = CallCounter()
         self._running: tuple[SchedulerOutput, PendingOutput] | None = None
         self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
@@ -164,6 +166,7 @@ class EngineCore:
         (scheduled, pending), self._running = self._running, None
         result = pending.result()
         self._num_compiled += result.num_compiled
+        self._calls.add(result.rows._asdict())
         # A request that finished with the step before, or was aborted since, is gone.
         failed = {i: why for i, why in result.errors.items() if i in self.scheduler.requests}
         outputs = [self._fail(request_id, why) for request_id, why in failed.items()]
@@ -200,6 +203,7 @@ class EngineCore:
             prefix_cache_hits=hit,
             num_preemptions=preempted,
             num_compiled=compiled,
+            calls=self._calls.take(),
         )
 
     def _admit_compiled(self) -> list[EngineOutput]:

@@ -1,7 +1,7 @@
 """What the engine counts, under the names that dashboards of this field already use."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +63,9 @@ _HISTOGRAMS = {
 class SchedulerStats:
     """The scheduler after a step. kv_cache_usage: share of blocks in use, 0 to 1.
 
-    The last four are counts since the stats before: prompt tokens looked up in the prefix cache,
-    prompt tokens found there, requests preempted, kernels compiled while requests waited.
+    The last five are counts since the stats before: prompt tokens looked up in the prefix cache,
+    prompt tokens found there, requests preempted, kernels compiled while requests waited, and calls
+    of kernels (`vllm.kernels.report.calls.Calls`).
     """
 
     num_running: int
@@ -74,6 +75,7 @@ class SchedulerStats:
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_compiled: int = 0
+    calls: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     def with_others(self, others: "Sequence[SchedulerStats]") -> "SchedulerStats":
         """Of several engines together, of which only this one has counts that are new."""

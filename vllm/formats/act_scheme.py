@@ -12,3 +12,6 @@ class ActScheme(StrEnum):
     DYNAMIC_TOKEN = "dynamic-token"
     DYNAMIC_GROUP128 = "dynamic-group128"
     NVFP4_GROUP16 = "nvfp4-group16"
+    DYNAMIC_TOKEN_INT8 = "dynamic-token-int8"
+    STATIC_TENSOR_INT8 = "static-tensor-int8"
+    MXFP8_GROUP32 = "mxfp8-group32"

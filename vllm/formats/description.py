@@ -1,10 +1,10 @@
 """What one file per weight format declares: stored tensors, scales, activation schemes, rules."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
+from vllm.utils.dataclasses import dataclass
 
 WHOLE = -1
 """Of `per_scale`: the whole dimension of a shard shares one scale."""
@@ -12,7 +12,7 @@ OF_TEXT = 0
 """Of `per_scale`: the size that the format's text names in brackets."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a weight: a field of LinearTensors.
 
@@ -30,7 +30,7 @@ class StoredTensor:
 INPUT_SCALE = StoredTensor("input_scale", "float32", "layer", is_optional=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QuantizeOption:
     """That `vllm quantize --format NAME` writes the format. sizes: those of its text, in order of
     preference; a weight that none of them divides is refused where is_whole."""
@@ -41,7 +41,7 @@ class QuantizeOption:
     is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FormatDescription:
     """One weight format.
 
@@ -80,6 +80,11 @@ class FormatDescription:
     @property
     def is_quantized(self) -> bool:
         return len(self.tensors) > 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether columns come in groups, of which a row has whole ones, each with a scale."""
+        return self.is_quantized and self.per_scale[0] == 1 and self.per_scale[1] != WHOLE
 
     @property
     def num_sizes(self) -> int:

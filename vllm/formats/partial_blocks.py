@@ -5,16 +5,16 @@ Two ways keep the arithmetic exact: refine the scale grid to the greatest block 
 shard (a scale repeated is the same scale), or pad each partial block to a whole one with zeros.
 """
 
-from dataclasses import dataclass
 from math import gcd, lcm
 
+from vllm.utils.dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Fit:
     """how: `refined` or `padded`. block: scale block after it, of a MoE rows of gate-up and columns
     of down. sizes: what the kernel then computes with, (N, K) of a linear layer, (intermediate,
@@ -28,7 +28,7 @@ class Fit:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Axis:
     """One dimension of a weight per rank: sizes of the parts merged along it, and into how many
     shards each was cut."""
@@ -52,10 +52,11 @@ class Axis:
         """Blocks that the parts touch, on the rank that touches most."""
         # After this many ranks, shards begin at the same places of blocks again.
         period = block // gcd(block, *self.sizes)
-        return max(
-            sum(cdiv((rank + 1) * size, block) - rank * size // block for size in self.sizes)
-            for rank in range(min(self.cut, period))
-        )
+        most = 0
+        for rank in range(min(self.cut, period)):
+            touched = [cdiv((rank + 1) * n, block) - rank * n // block for n in self.sizes]
+            most = max(most, sum(touched))
+        return most
 
     def padded(self, block: int) -> int:
         """Size when every block is filled up to a whole one, on the rank that needs most."""

@@ -1,7 +1,9 @@
 """The forms in which kernels take the scales of weights."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+
+from vllm.utils.dataclasses import dataclass
 
 
 class Scales(StrEnum):
@@ -13,7 +15,7 @@ class Scales(StrEnum):
     ACTIVATION = "activation-type"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requant:
     """The relative Frobenius error of bringing a weight's scales to another form, 0 where nothing
     is rounded. is_estimated: from the formats alone, not from this weight."""
@@ -32,6 +34,7 @@ _STEPS = {"bf16": 2**-7, "fp16": 2**-10, "fp32": 2**-23}
 _LOG_UNIFORM = (3 / (8 * 0.6931) / 12) ** 0.5
 
 
+@cache
 def estimated(form: str, dtype: str) -> Requant:
     """Of a weight that is not at hand. dtype: of activations, for scales in their type."""
     if form == Scales.ACTIVATION:

@@ -8,6 +8,8 @@ from vllm.utils.safetensors_files import StoredTensor, stored_tensors
 
 # What readers call the scales of FP8 blocks; of other formats nothing is asked here.
 _SCALES = (".weight_scale_inv", "_proj_scale_inv", ".weight_scale")
+# Of scales in layers of other formats, of which a checkpoint may have some.
+_OF_OTHER_FORMATS = ("F8_E4M3", "U8")
 
 
 def with_stored_scales(
@@ -17,7 +19,8 @@ def with_stored_scales(
     config says of them; as it is where there are none."""
     if quant is None or not quant.can_use_deep_gemm or folder is None or not folder.is_dir():
         return quant
-    scales = [one for one in stored_tensors(folder) if one.name.endswith(_SCALES)]
+    named = (one for one in stored_tensors(folder) if one.name.endswith(_SCALES))
+    scales = [one for one in named if one.dtype not in _OF_OTHER_FORMATS]
     if not scales:
         return quant
     found = copy.copy(quant)

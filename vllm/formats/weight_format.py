@@ -1,16 +1,16 @@
 """How a weight is stored, as a printable value."""
 
 import re
-from dataclasses import dataclass
 
 from vllm.formats import registry
 from vllm.formats.description import OF_TEXT, WHOLE, FormatDescription
+from vllm.utils.dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 
 _TEXT = re.compile(r"([a-z][\w-]*)(?:\[([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?\])?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightFormat:
     """How a weight [N, K] is stored: a format of the registry, with its sizes.
 

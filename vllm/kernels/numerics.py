@@ -25,7 +25,7 @@ from vllm.kernels.select.problem import (
     MoEProblem,
     Problem,
 )
-from vllm.ops import nvfp4, torch_ops
+from vllm.ops import int8, nvfp4, torch_ops
 from vllm.ops.block_fit import padded_experts, padded_tensors
 from vllm.ops.packed_weights import element_values
 from vllm.ops.scale_rounding import requantised
@@ -218,8 +218,7 @@ def reference(candidate: Candidate, tensors: LinearTensors, x: Tensor) -> Tensor
         return out if bias is None else out + bias
     if candidate.rescales:
         tensors = requantised(tensors, candidate.scales, x.dtype)
-    values = element_values(tensors) if tensors.is_packed else tensors.weight
-    packed = torch_ops.pack_linear(values, tensors.row_scales(), tensors.block_k)
+    packed = torch_ops.pack_linear(element_values(tensors), tensors.row_scales(), tensors.block_k)
     rounded: Tensor = emulation.rounding(candidate, tensors)(x)
     out = rounded @ packed.dequantize().T
     return out if tensors.bias is None else out + tensors.bias
@@ -264,6 +263,7 @@ def reference_experts(
 _INPUT_SCALES = {
     ActScheme.STATIC_TENSOR: 6 / fp8.FP8_MAX,
     ActScheme.NVFP4_GROUP16: 6 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX),
+    ActScheme.STATIC_TENSOR_INT8: 6 / int8.INT8_MAX,
 }
 # What is between the products of experts is the product of two numbers.
 _BETWEEN = 6.0
@@ -350,6 +350,9 @@ class _Weights:
             dtype, shape = getattr(torch, tensor.dtype), (*stacked, *own)
             if tensor.one_per == "code":
                 values = self._codes(tensor.dtype, shape, 1.0 if "scale" in dtypes else size)
+            elif tensor.one_per == "scale" and tensor.dtype == "uint8":
+                powers = fp8.ceil_to_power_of_two(self._log_uniform(shape, size))
+                values = fp8.ue8m0_encode(powers)
             elif tensor.one_per == "scale" and has_factors:
                 values = self._log_uniform(shape, nvfp4.E4M3_MAX / 2 ** (_OCTAVES / 2))
             elif tensor.one_per == "scale":

@@ -4,12 +4,9 @@
 (`vllm/kernels/registry.py`): an object with SPECS and a maker for each of their families.
 """
 
-import hashlib
-import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +16,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.registry import formats
 from vllm.kernels import registry
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.dataclasses import dataclass
 
 SYNTAX = "PATTERN=path/to/file.py:Name"
 # Those whose results are compared with a reference before they serve.
@@ -30,7 +28,7 @@ _BACKEND = re.compile(r"[a-z]\w*(-[a-z0-9-]+)?", re.ASCII)
 _DEVICE = re.compile(r"cpu|sm_\d+x?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnBackend:
     """The text of one `--kernel`."""
 
@@ -54,6 +52,8 @@ class OwnBackend:
     def load(self) -> dict[str, str]:
         """Its backend's name by family, registered in this process. ConfigError, and nothing is
         loaded, for a file that raises, lacks `Name` or declares what no kernel can be."""
+        import hashlib
+
         try:
             content = self.path.read_bytes()
         except OSError as error:
@@ -158,6 +158,8 @@ def _spec_problem(spec: Any) -> str:
 
 
 def _check_maker(backend: Any, family: str, own: OwnBackend) -> None:
+    import inspect
+
     maker = getattr(backend, family, None)
     wanted = f"{family}(problem, tensors, candidate)"
     if not callable(maker):

@@ -4,7 +4,7 @@ Standard library only: the choices for any model on any chip can be listed witho
 or a GPU. Where the engine runs an architecture, names, order and problems equal its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm.architectures.decoder import CachedAttention, DeltaRule, ExpertsSpec, Item
@@ -14,6 +14,7 @@ from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.layer_names import LayerNames
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -35,7 +36,10 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 
 class Quantization(Protocol):
     """What a checkpoint's quantisation config says of a layer made of the weights `names`; None
-    where it is not quantised."""
+    where it is not quantised. As QuantizationConfig."""
+
+    quantized_layers: tuple[str, ...]
+    is_mixed: bool
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
     def misfit(self, names: Sequence[str], rows: Sequence[int], columns: int) -> str: ...
@@ -198,15 +202,71 @@ def first_misfit(
     return ""
 
 
+def named_wrongly(
+    items: Sequence[tuple[str, Item]],
+    quant_config: Quantization,
+    slot_name: Callable[[str], str | None],
+) -> str:
+    """Which layer a config names that the model does not have, or which experts of a layer it
+    stores differently; "" for none. slot_name: our name for that of a checkpoint tensor, None for
+    one that is not needed."""
+    if not (quant_config.quantized_layers or quant_config.is_mixed):
+        return ""
+    names = [name for prefix, item in items for name in _weights(prefix, item)]
+    known = {name[:end] for name in names for end in _ends(name)}
+    for listed in quant_config.quantized_layers:
+        ours = slot_name(f"{listed}.weight")
+        if ours is None or ours.removesuffix(".weight") in known:
+            continue
+        one = LayerNames([listed])
+        if not any(name in one for name in names):
+            return (
+                f"quantization_config stores {listed} quantised, but this model has no linear "
+                f"layer or expert of that name{did_you_mean(listed, known)}"
+            )
+    experts = [one for one in items if isinstance(one[1], ExpertsSpec)]
+    for prefix, item in experts if quant_config.is_mixed else ():
+        assert isinstance(item, ExpertsSpec)
+        found: dict[Any, str] = {}
+        for expert in _experts(prefix, item):
+            found.setdefault(quant_config.layer_format(expert), expert[0])
+        if len(found) > 1:
+            texts = (f"{name} as {stored[0] if stored else 'floats'}"
+                     for stored, name in found.items())  # fmt: skip
+            return (
+                f"quantization_config stores {', '.join(texts)}: the experts of a layer must be "
+                f"stored alike"
+            )
+    return ""
+
+
+def _ends(name: str) -> Iterator[int]:
+    """Where the parts of a name end."""
+    return (end for end in range(1, len(name) + 1) if name[end : end + 1] in (".", ""))
+
+
+def _weights(prefix: str, item: Item) -> Iterator[str]:
+    """Checkpoint names of all weights of an item."""
+    if isinstance(item, ExpertsSpec):
+        yield from (name for expert in _experts(prefix, item) for name in expert)
+    elif isinstance(item, LinearSpec):
+        parent = prefix + item.name[: item.name.rfind(".") + 1]
+        yield from (parent + part.name for part in item.parts)
+
+
+def _experts(prefix: str, item: ExpertsSpec) -> Iterator[tuple[str, ...]]:
+    """Checkpoint names of the weights of each expert."""
+    for index in range(item.count.count):
+        yield tuple(f"{prefix}{item.name}.{index}.{part}" for part in item.parts)
+
+
 def quantisable(prefix: str, item: Item) -> tuple[str, ...]:
     """Checkpoint names of the weights that the format of the layer is asked for."""
     if isinstance(item, ExpertsSpec):
         # One format serves all experts of a layer, so the first one speaks for them.
-        return tuple(f"{prefix}{item.name}.0.{part}" for part in item.parts)
-    if isinstance(item, LinearSpec) and item.may_quantize:
-        parent = prefix + item.name[: item.name.rfind(".") + 1]
-        return tuple(parent + part.name for part in item.parts)
-    return ()
+        return next(_experts(prefix, item))
+    is_linear = isinstance(item, LinearSpec) and item.may_quantize
+    return tuple(_weights(prefix, item)) if is_linear else ()
 
 
 def _weight_dtype(stored: str, dtype: str) -> str:

@@ -11,11 +11,9 @@ The module has SPECS, a maker per family it has code for (`linear`, `moe`, `atte
 and BEFORE (by family, the built-in backend that it is preferred to; without it, it comes last).
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +26,7 @@ from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.known_bad import KnownBad, known_bad_of
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, Lib
+from vllm.utils.dataclasses import replace
 from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.kernel_backends"
@@ -63,6 +62,8 @@ def code_version(name: str) -> str:
 @cache
 def _digest(provider: str) -> str:
     """The file that defines a backend of another package, with a hash of its content."""
+    import hashlib
+
     backend = extensions(ENTRY_POINTS)[provider]
     is_module = isinstance(backend, ModuleType)
     module = backend if is_module else sys.modules.get(getattr(backend, "__module__", ""))

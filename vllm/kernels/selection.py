@@ -1,7 +1,6 @@
 """The choices made for one model on one device: what layers ask, and what `/kernels` shows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ from vllm.kernels.select.reason import RANK_FLAG, RANK_VARIABLE, Origin, Why
 from vllm.kernels.select.select import select
 from vllm.logger import get_logger
 from vllm.machine import Device, Libs
+from vllm.utils.dataclasses import dataclass, field, replace
 
 logger = get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """What `vllm quantize` writes: the config of each format, and what a linear weight becomes.
 
 Blocks of FP8 are what transformers calls `fp8`; the others are compressed-tensors checkpoints. None
-needs calibration: activations are scaled when they are there (FP8) or not quantised (4 bits).
+needs calibration: activations are scaled when they are there (8 bits) or not quantised (4 bits).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_tensor, int4, nvfp4
+from vllm.formats import fp8_block, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.description import FormatDescription
 from vllm.formats.registry import quantizable
 from vllm.formats.weight_format import WeightFormat
+from vllm.ops import int8 as int8_ops
 from vllm.ops import nvfp4 as nvfp4_ops
 from vllm.ops.packed_weights import int4_quantize, pack_int32
-from vllm.utils.fp8 import per_block_cast_to_fp8
+from vllm.utils.fp8 import per_block_cast_to_fp8, ue8m0_encode
 
 NumColumns = Mapping[str, int]
 """Of the weights to quantise, by name."""
@@ -66,6 +67,18 @@ def _fp8_tensor(weight_format: WeightFormat) -> Format:
     return Format(_compressed_tensors("float-quantized", weights, inputs), quantise)
 
 
+def _mxfp8(weight_format: WeightFormat) -> Format:
+    group = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": mxfp8.GROUP}
+    group["scale_dtype"] = "torch.uint8"
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        codes, scales = per_block_cast_to_fp8(weight, (1, mxfp8.GROUP), use_ue8m0=True)
+        return {name: codes, name + "_scale": ue8m0_encode(scales)}
+
+    weights, inputs = group | {"dynamic": False}, group | {"dynamic": True}
+    return Format(_compressed_tensors("mxfp8-quantized", weights, inputs), quantise)
+
+
 def _nvfp4(weight_format: WeightFormat) -> Format:
     """Weight-only. Each weight has the global scale that fits it."""
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
@@ -105,11 +118,25 @@ def _int4(weight_format: WeightFormat) -> Format:
     )
 
 
+def _int8(weight_format: WeightFormat) -> Format:
+    """Symmetric, and activations per token (W8A8)."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        codes, scales = int8_ops.quantise_rows(weight)
+        return {name: codes, name + "_scale": scales}
+
+    return Format(_compressed_tensors("int-quantized", weights, inputs), quantise)
+
+
 _WRITERS: dict[str, Callable[[WeightFormat], Format]] = {
     fp8_block.FORMAT.kind: _fp8_block,
     fp8_tensor.FORMAT.kind: _fp8_tensor,
+    mxfp8.FORMAT.kind: _mxfp8,
     nvfp4.FORMAT.kind: _nvfp4,
     int4.FORMAT.kind: _int4,
+    int8.CHANNEL.kind: _int8,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class Slot:
     """One tensor a layer takes from the checkpoint.
 
-    shape: what the checkpoint must hold (() matches (1,) too). dtypes: which types it may have;
+    shape: what the checkpoint must hold (`fits`). dtypes: which types it may have;
     the first is the one random weights are made in. write: copies it to its place. region: the
     part of the tensor that `write` gets, () for all of it; nothing else of it is read. others:
     slots that take other parts of the same tensor. is_optional: a checkpoint has all such tensors
@@ -26,8 +26,15 @@ class Slot:
     others: tuple["Slot", ...] = ()
     is_optional: bool = False
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the checkpoint's tensor may have this shape: () may be (1,) there, and ModelOpt
+        keeps scales of blocks as [rows, 1, columns, 1]."""
+        same = shape == self.shape or (self.shape, shape) == ((), (1,))
+        return same or (len(shape) == 4 and (shape[0::2], shape[1::2]) == (self.shape, (1, 1)))
+
     def take(self, tensor: Tensor) -> None:
         """Writes its parts of the checkpoint's tensor."""
+        tensor = tensor.reshape(self.shape)
         for slot in (self, *self.others):
             slot.write(tensor[slot.region] if slot.region else tensor)
 

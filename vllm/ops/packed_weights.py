@@ -1,4 +1,5 @@
-"""Weights of two codes a byte (nvfp4, int4-group): from the layouts of checkpoints, and widened.
+"""Weights of two codes a byte (nvfp4, int4-group): from the layouts of checkpoints, and widened;
+int8 ones likewise.
 
 int4 values are (code - zero point) * scale with codes and zero points of 0 to 15; 8 is the zero
 point of symmetric weights. compressed-tensors packs eight codes into an int32, the first column
@@ -25,10 +26,19 @@ Packed = TypeVar("Packed")
 
 
 def element_values(tensors: LinearTensors) -> Tensor:
-    """The weight before its scales, float8_e4m3fn [N, K].
+    """The weight before its scales, [N, K]: floats as they are stored, values of 4 bits in
+    float8_e4m3fn, int8 ones in bfloat16.
 
-    Exact: E4M3 holds every E2M1 value and every whole number from -15 to 15.
+    Exact: E4M3 holds every E2M1 value and every whole number from -15 to 15, bfloat16 those from
+    -256 to 256.
     """
+    if tensors.format.element == "int8":
+        if tensors.zero_points is None:
+            return tensors.weight.bfloat16()
+        shifts = tensors.zero_points.short().repeat_interleave(tensors.block_k, 1)
+        return (tensors.weight - shifts).bfloat16()
+    if not tensors.is_packed:
+        return tensors.weight
     if tensors.format.element == "nvfp4":
         table = _pairs_of_e2m1(tensors.weight.device)
         found = table.index_select(0, tensors.weight.flatten().int())
@@ -41,12 +51,10 @@ def element_values(tensors: LinearTensors) -> Tensor:
 
 
 def pack_with(pack: Callable[..., Packed], tensors: LinearTensors) -> Packed:
-    """What `pack_linear` of an ops module makes of a weight, whether two codes fill a byte or not.
-
-    Values of 4 bits become E4M3; their scales stay apart, in float32.
+    """What `pack_linear` of an ops module makes of the elements of a weight. Their scales stay
+    apart, in float32.
     """
-    weight = element_values(tensors) if tensors.is_packed else tensors.weight
-    return pack(weight, tensors.row_scales(), tensors.block_k, tensors.bias)
+    return pack(element_values(tensors), tensors.row_scales(), tensors.block_k, tensors.bias)
 
 
 @cache

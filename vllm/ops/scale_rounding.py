@@ -38,7 +38,7 @@ def requant_error(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> Re
     change = rounded - stored
     if not bool(change.any()):
         return RequantError(0.0, 0.0)
-    values = element_values(tensors) if tensors.is_packed else tensors.weight
+    values = element_values(tensors)
     step = max(1, _MOST_ELEMENTS // values.shape[1])
     error, norm, worst = 0.0, 0.0, 0.0
     for start in range(0, values.shape[0], step):

@@ -13,7 +13,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +25,10 @@ from vllm.kernels import registry
 from vllm.machine import NATIVE, Lib, Libs
 from vllm.platforms import native
 from vllm.platforms.installed import installed_device
+from vllm.utils.dataclasses import replace
+from vllm.utils.distributions import installed_version
 from vllm.utils.files import write_atomically
+from vllm.utils.versions import version_key
 
 # Module, which is also our name for the library -> distributions that install it.
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -181,7 +183,7 @@ def _trial_key(lib: Lib) -> str:
     if not lib.version or file is None:
         return ""
     changed = file.stat().st_mtime_ns
-    torch_version = _distribution_version("torch")
+    torch_version = _public_version(installed_version("torch"))
     found = f"{lib} at {file} of {changed}, torch {torch_version}, {installed_device()}"
     nvcc = find_nvcc()
     compiler = f"{nvcc} of {Path(nvcc).stat().st_mtime_ns}" if nvcc else "no nvcc"
@@ -217,7 +219,7 @@ _REMEMBERING = threading.Lock()  # libraries are tried in several threads
 
 def _installed(module: str, distributions: tuple[str, ...]) -> Lib | None:
     file = _module_file(module)
-    version = next(filter(None, map(_full_version, distributions)), "")
+    version = next(filter(None, map(installed_version, distributions)), "")
     if file is None and not version:
         return None
     archs = _ARCHS[module](file.parent, version) if file is not None and module in _ARCHS else ()
@@ -232,19 +234,6 @@ def _module_file(module: str) -> Path | None:
     except ValueError:  # imported already, by something that left no spec
         return None
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
-
-
-def _distribution_version(name: str) -> str:
-    return _public_version(_full_version(name))
-
-
-def _full_version(name: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _public_version(version: str) -> str:
@@ -291,7 +280,19 @@ def prebuilt_modules(package: Path, version: str) -> tuple[str, ...]:
     )
 
 
+def _torch_archs(folder: Path, version: str) -> tuple[str, ...]:
+    """`fp8-block` where its `scaled_mm` takes scales of 128x128 blocks: cuBLASLt 12.9 or newer.
+    PyPI's packages do not name their CUDA in the version."""
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    cuda = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return ("scaled-blocks",) if cuda and version_key(cuda[1]) >= (12, 9) else ()
+
+
 _ARCHS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     "deep_gemm": _deep_gemm_archs,
     "flashinfer": prebuilt_modules,
+    "torch": _torch_archs,
 }

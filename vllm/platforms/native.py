@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm import envs
+from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -85,9 +85,10 @@ def probe_libs() -> Libs:
 
 @cache
 def _working_libs() -> Libs:
-    """On a GPU, only libraries that a kernel of this build uses are tried: trials take time."""
+    """On a GPU, only libraries that a kernel of this build uses are tried: trials take time. torch
+    works, as this process has asked it for the device."""
     is_cpu = probe_device().kind == "cpu"
-    found = installed_libs() if is_cpu else working_libs(registry.used_libs())
+    found = installed_libs() if is_cpu else working_libs(registry.used_libs() - {"torch"})
     native = _native_lib()
     return Libs.of([*found.libs, *([native] if native else [])])
 

@@ -1,12 +1,11 @@
 """Extensions that other installed packages offer through Python entry points."""
 
-import sys
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import ConfigError
+from vllm.utils.distributions import metadata_folders, read
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -35,7 +34,7 @@ def _entry_points(group: str) -> "Iterable[EntryPoint]":
     """importlib.metadata reads what every package says of itself, which takes longer than all else
     that explaining a model does: it is asked only where the name of the group is in a file."""
     section = f"[{group}]"
-    if not any(section in text for text in _declarations(tuple(sys.path))):
+    if not any(section in text for text in _declarations(tuple(metadata_folders().values()))):
         return ()
     from importlib.metadata import entry_points
 
@@ -43,7 +42,6 @@ def _entry_points(group: str) -> "Iterable[EntryPoint]":
 
 
 @cache
-def _declarations(paths: tuple[str, ...]) -> list[str]:
-    """The entry points of each package in these folders, as texts."""
-    files = (f for path in paths for f in Path(path).glob("*.*-info/entry_points.txt"))
-    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
+def _declarations(folders: tuple[str, ...]) -> list[str]:
+    """The entry points of each package, as texts."""
+    return [read(folder, "entry_points.txt") for folder in folders]

@@ -102,7 +102,7 @@ class HttpClient:
     def _parsed(self, path: str, text: bytes, otherwise: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HttpError(f"{self._url}{path} {otherwise}: {text!r:.80}") from error
 
     @asynccontextmanager

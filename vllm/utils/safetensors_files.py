@@ -6,11 +6,11 @@ the offsets it gives from its end (https://github.com/huggingface/safetensors, "
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass
 
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # the widest first
 _MAX_HEADER = 100_000_000  # as the library has it
@@ -24,7 +24,7 @@ class TensorShape(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     """dtype: as the format calls it, such as F8_E4M3. start, stop: of its bytes in `file`."""
 

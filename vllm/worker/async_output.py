@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.outputs import ModelRunnerOutput, TokenLogprobs
+from vllm.core.outputs import ModelRunnerOutput, StepRows, TokenLogprobs
 from vllm.distributed.groups import wait_for
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.worker.input_batch import InputBatch
@@ -19,9 +19,9 @@ class AsyncModelRunnerOutput:
     """The output of a step in flight. On a GPU the next step can be launched meanwhile.
 
     places: where each request's token goes in the batch. tokens: int64 [S] in host memory, valid
-    after `copied`; None: at once. pooled: vectors of pooling requests. watch: of the layers, with
-    --debug-numerics. first_broken: the first module it had found when the step was launched.
-    timeout_s: the longest wait.
+    after `copied`; None: at once. pooled: vectors of pooling requests. rows: of its kernels. watch:
+    of the layers, with --debug-numerics. first_broken: the first module it had found when the step
+    was launched. timeout_s: the longest wait.
     """
 
     batch: InputBatch
@@ -32,6 +32,7 @@ class AsyncModelRunnerOutput:
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     pooled: dict[str, list[float]]
+    rows: StepRows
     watch: NumericsWatch | None = None
     first_broken: str | None = None
     timeout_s: float | None = None
@@ -54,6 +55,7 @@ class AsyncModelRunnerOutput:
             pooler_output=self.pooled,
             errors=dict.fromkeys(broken, self._what_broke()) if broken else {},
             num_compiled=MONITOR.take(),
+            rows=self.rows,
         )
 
     def _what_broke(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.core.outputs import SchedulerOutput, TokenLogprobs
+from vllm.core.outputs import SchedulerOutput, StepRows, TokenLogprobs
 from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.device_ops import usable_ops
@@ -225,8 +225,8 @@ class ModelRunner:
             max(1, count) for count in scheduler_output.num_tokens_across_dp
         )
         if scheduler_output.is_empty:
-            self._compute_padding(scheduler_output)
-            return self._without_tokens({}, {})
+            num_padding = self._compute_padding(scheduler_output)
+            return self._without_tokens({}, {}, self._step_rows(num_padding, 0))
         rows = np.array([batch.row_of[i] for i in scheduler_output.num_scheduled_tokens], np.int64)
         counts = np.fromiter(scheduler_output.num_scheduled_tokens.values(), np.int64, len(rows))
         if counts.max() == 1:
@@ -244,10 +244,11 @@ class ModelRunner:
             self._inputs.fill_decode(batch, rows, starts, size)
             logits = self._graphs.replay(size)[: len(rows)]
             prompt_logprobs = {}
+            step_rows = self._step_rows(size, size)
         else:
             last = np.cumsum(counts) - 1
             read = self._read_rows(scheduler_output, last, complete)
-            hidden = self._hidden(rows, counts, starts, read)
+            hidden, num_tokens = self._hidden(rows, counts, starts, read)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(complete):
@@ -258,12 +259,19 @@ class ModelRunner:
                     hidden, complete = hidden[~is_pooled], complete[~is_pooled]
                 if len(complete):
                     logits = self.model.compute_logits(hidden)
+            step_rows = self._step_rows(num_tokens, len(complete))
         batch.num_computed[rows] = ends
         snapshots = scheduler_output.state_snapshots.items()
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(complete) == 0:
-            return self._without_tokens(prompt_logprobs, pooled)
-        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs, pooled)
+            return self._without_tokens(prompt_logprobs, pooled, step_rows)
+        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs, pooled, step_rows)
+
+    def _step_rows(self, num_tokens: int, num_logits: int) -> StepRows:
+        """Experts compute as many tokens for every rank in lock-step as for the one with most."""
+        across = self._parallel.num_tokens_across_dp
+        num_most = max((num_tokens, *across))
+        return StepRows(num_tokens, num_most * max(1, len(across)), num_logits)
 
     def _pool(self, hidden: Tensor, rows: np.ndarray) -> dict[str, list[float]]:
         """The vectors of pooling requests, from the hidden states [P, hidden] of their last tokens.
@@ -278,8 +286,9 @@ class ModelRunner:
 
     def _hidden(
         self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray, read: np.ndarray | None
-    ) -> Tensor:
-        """Last hidden states of a step with prompts: of all tokens, or only of `read`."""
+    ) -> tuple[Tensor, int]:
+        """Last hidden states of a step with prompts: of all tokens, or only of `read`; and how many
+        tokens the layers computed."""
         if self._prompt_graphs is not None:
             num_tokens, num_seqs = int(counts.sum()), len(rows) + 1  # one is padding
             shape = self._prompt_graphs.fitting(
@@ -287,9 +296,9 @@ class ModelRunner:
             )
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
-                return self._prompt_graphs.replay(shape)[:num_tokens]
+                return self._prompt_graphs.replay(shape)[:num_tokens], shape.tokens
         hidden: Tensor = self.model(self._inputs.fill(self.batch, rows, counts, starts, read))
-        return hidden
+        return hidden, int(counts.sum())
 
     def _read_rows(
         self, scheduler_output: SchedulerOutput, last: np.ndarray, complete: np.ndarray
@@ -303,23 +312,28 @@ class ModelRunner:
         return last[complete] if len(complete) else last[-1:]
 
     def _without_tokens(
-        self, prompt_logprobs: dict[str, list[TokenLogprobs]], pooled: dict[str, list[float]]
+        self,
+        prompt_logprobs: dict[str, list[TokenLogprobs]],
+        pooled: dict[str, list[float]],
+        step_rows: StepRows,
     ) -> AsyncModelRunnerOutput:
         nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
         return AsyncModelRunnerOutput(
-            self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs, pooled
+            self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs, pooled, step_rows
         )
 
-    def _compute_padding(self, scheduler_output: SchedulerOutput) -> None:
-        """The step of a data-parallel rank without requests: others need its experts."""
+    def _compute_padding(self, scheduler_output: SchedulerOutput) -> int:
+        """The step of a data-parallel rank without requests: others need its experts. How many
+        tokens it computes."""
         nothing = np.empty(0, np.int64)
         size = self._graph_size(scheduler_output, False, 0)
         if size is None:
             self.model(self._inputs.padding(1))
-            return
+            return 1
         assert self._graphs is not None
         self._inputs.fill_decode(self.batch, nothing, nothing, size)
         self._graphs.replay(size)
+        return size
 
     def _graph_size(
         self, scheduler_output: SchedulerOutput, is_decode: bool, num_seqs: int
@@ -340,6 +354,7 @@ class ModelRunner:
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
         pooled: dict[str, list[float]],
+        step_rows: StepRows,
     ) -> AsyncModelRunnerOutput:
         batch, num_rows = self.batch, len(rows)
         tokens, reported, logprobs = self._next_tokens(logits, rows, bitmasks)
@@ -364,6 +379,7 @@ class ModelRunner:
             logprobs={ids[index]: entry for index, entry in logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
+            rows=step_rows,
             watch=self._watch,
             first_broken=self._watch.first if self._watch is not None else None,
             timeout_s=self._parallel.timeout_s,

@@ -19,6 +19,7 @@ _KINDS = {
         "kernels_tune:add_quarantine",
         "List kernels that failed on this machine, or clear the list.",
     ),
+    "plot": ("kernels_plot:add_plot", "Draw kernel times over the number of tokens."),
     "fit": (
         "kernels_fit:add_fit",
         "Fit the cost model of sizes that nobody measured to tables.",

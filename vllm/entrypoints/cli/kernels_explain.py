@@ -1,11 +1,9 @@
 """`vllm kernels explain`: which kernel would serve each layer of a model on a chip, and why."""
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,15 +20,17 @@ from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
+from vllm.utils.dataclasses import fields, replace
 from vllm.utils.hub import read_json_object
 
 if TYPE_CHECKING:
+    from vllm.architectures.explained import Layers
     from vllm.formats.readers.base import QuantizationConfig
     from vllm.formats.readers.unread import UnreadConfig
     from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
-_PREFERENCES = [f.name for f in dataclasses.fields(KernelConfig) if f.name != "dump_decisions"]
+_PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
 
 
 def add_parser(kinds: Any) -> None:
@@ -174,9 +174,8 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     """args: dtype, tp, ep and, where the command has it, kv_cache_dtype."""
     from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
-    from vllm.formats.readers.registry import quantization_methods
     from vllm.formats.stored_scales import with_stored_scales
-    from vllm.kernels.problems import first_misfit, layer_problems
+    from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
     from vllm.utils.safetensors_files import float_weight_dtype
 
@@ -189,9 +188,6 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     quant_config, unread, refusal = *_quantization(files), ""
     quant_config = with_stored_scales(quant_config, files.local_folder)
     notes = [*layers.notes, *files.notes]
-    if quant_config is not None and quant_config.name not in quantization_methods():
-        layers = replace(layers, is_served=False)
-        notes.append(f"the engine does not load checkpoints quantised as {quant_config.name}")
     if quant_config is not None and not layers.is_served:
         layers = replace(layers, items=taken_apart(layers.items, quant_config))
     if unread is not None:
@@ -208,7 +204,7 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
         layers=layers,
         stored_dtype=float_weight_dtype(stored.items()) or dtype if stored else None,
     )
-    if quant_config and (text := first_misfit(layers.items, quant_config, args.tp, args.ep)):
+    if quant_config and (text := _misfit(layers, files.config, quant_config, args)):
         refusal = refusal or text
         layers = replace(layers, is_served=False)
         notes.append(f"the engine refuses this checkpoint: {text}")
@@ -216,6 +212,20 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     is_loaded = all(weight.description.is_served for weight in weights)
     facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))
     return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
+
+
+def _misfit(
+    layers: "Layers", config: "dict[str, Any]", quant_config: Any, args: argparse.Namespace
+) -> str:
+    """Why the engine refuses to load layers so; "" where it does not."""
+    from vllm.architectures.registry import known
+    from vllm.kernels.problems import first_misfit, named_wrongly
+
+    if layers.is_served:
+        slot_name = known()[config["model_type"]].slot_name
+        if text := named_wrongly(layers.items, quant_config, slot_name):
+            return text
+    return first_misfit(layers.items, quant_config, args.tp, args.ep)
 
 
 def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
@@ -226,11 +236,9 @@ def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, Unre
     try:
         return resolve_quantization(stored, None, files.name), None
     except CheckpointError as error:
-        from vllm.formats.readers.unread import UnreadConfig, read_for_explain
+        from vllm.formats.readers.unread import UnreadConfig
 
         assert stored is not None
-        if (found := read_for_explain(stored)) is not None:
-            return found, None
         return None, UnreadConfig(stored, str(error))
 
 

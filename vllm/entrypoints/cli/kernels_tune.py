@@ -10,6 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 
 from vllm.entrypoints.cli.kernels_explain import asked_model
+from vllm.entrypoints.cli.tune_from import add_from, ask_server, plan_line
 from vllm.errors import ConfigError
 from vllm.kernels import registry
 from vllm.kernels.evidence.known import Known
@@ -55,6 +56,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     text("--again", action="store_true", help="Measure again what the table already holds.")
     text("--plan", action="store_true", help="Print what would be measured, and stop.")
     text("--output", type=Path, metavar="FILE", help=f"Default: in {user_folder()}.")
+    add_from(parser)
     limits = parser.add_argument_group("limits")
     text = limits.add_argument
     text("--budget", type=_seconds, metavar="TIME", help="Time limit of the whole run, as 90s, "
@@ -87,20 +89,23 @@ def add_quarantine(parser: argparse.ArgumentParser) -> None:
 def run_tune(args: argparse.Namespace) -> int:
     from vllm.platforms.probe import probe_device, probe_libs
 
-    if not args.models and not args.layer:
-        raise ConfigError("give a MODEL or --layer; see vllm kernels tune --help")
+    if not args.models and not args.layer and args.url is None:
+        raise ConfigError("give a MODEL, --layer or --from; see vllm kernels tune --help")
     device = probe_device()
     if device.kind == "cuda":
         use_caches()  # an engine finds there what compiles here
     libs = probe_libs()
     backends = [_known_backend(name, tuple(registry.FLAGS)) for name in args.backend]
-    layers = _layers(args, device)
-    tokens = _numbers("--tokens", args.tokens) if args.tokens is not None else TOKENS
+    traffic = ask_server(args, device) if args.url is not None else None
+    layers = traffic.layers if traffic else _layers(args, device)
+    usual = (traffic.tokens if traffic else ()) or TOKENS
+    tokens = _numbers("--tokens", args.tokens) if args.tokens is not None else usual
     memory = gpu_memory_bytes() if device.kind == "cuda" else None
     cache_bytes = CACHE_BYTES if memory is None else int(_SHARE_OF_CACHE * memory)
     planned = plan(layers.elements(), device, libs, tokens, backends, cache_bytes)
     table, path = _table(args.output)
-    jobs = list(planned.jobs) if args.again else without_done(planned.jobs, table)
+    ordered = traffic.ordered(planned.jobs) if traffic else list(planned.jobs)
+    jobs = ordered if args.again else without_done(ordered, table)
     for note in planned.notes:
         print(f"left out: {note}")
     for note in stale_notes(planned.jobs, table):
@@ -112,7 +117,7 @@ def run_tune(args: argparse.Namespace) -> int:
         print(f"no kernel that was asked for can run on {device}; vllm kernels explain says why")
     if args.plan:
         for job in jobs:
-            print(f"{job}  {'M = ' * bool(job.counts)}{', '.join(map(str, job.tokens))}")
+            print(plan_line(job, traffic))
         return 0
     run = _run(args, jobs, table, path, device)
     print(_summary(run.table, layers, device, libs))

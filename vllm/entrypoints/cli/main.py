@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -57,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except VllmError as error:
         if _wants_traceback():
+            import traceback
+
             traceback.print_exc()
         print(f"vllm: error: {error}", file=sys.stderr)
         return 2

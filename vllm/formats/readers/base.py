@@ -5,14 +5,14 @@ No torch here: which format a layer has, and with it every kernel choice, resolv
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from vllm.errors import ConfigError
+from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.cache_scales import cache_scale_name
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.dataclasses import dataclass, replace
 
 LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 """How a layer's weight is stored, and the activation schemes allowed with it, in order of
@@ -20,9 +20,10 @@ preference."""
 
 
 _AWQ_ROWS = 8  # codes in a number of 32 bits
+_STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorNames:
     """The last parts of the names of a quantised layer's tensors in a checkpoint.
 
@@ -39,7 +40,7 @@ class TensorNames:
     packing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredLayer:
     """How a checkpoint stores the weights that one layer is made of.
 
@@ -64,14 +65,31 @@ class StoredLayer:
         """Why shards of so many rows each, and of so many columns, cannot be stored so; "" where
         they can."""
         group = self.weight.columns_per_scale(columns)
-        if self.weight.is_packed and columns % group:
+        if self.weight.description.has_groups and columns % group:
             return f"{columns} columns are not whole groups of {group}, each with a scale"
         odd = [n for n in rows if n % _AWQ_ROWS] if self.names.packing == "awq" else []
         return f"{odd[0]} rows cannot be packed by {_AWQ_ROWS}, as in AWQ's layout" if odd else ""
 
     @property
     def has_input_scale(self) -> bool:
-        return not {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16}.isdisjoint(self.act)
+        return not _STATIC.isdisjoint(self.act)
+
+    def __str__(self) -> str:
+        act = self.act[0]
+        return str(self.weight) + (f" with {act} activations" if act is not ActScheme.NONE else "")
+
+
+def merged(names: Sequence[str], stored: Sequence[StoredLayer | None]) -> StoredLayer | None:
+    """Of one layer made of the weights `names`, each stored so; CheckpointError where they
+    differ."""
+    if len(set(stored)) > 1:
+        each = (f"{name} {f'as {one}' if one else 'not quantised'}"
+                for name, one in zip(names, stored))  # fmt: skip
+        raise CheckpointError(
+            f"quantization_config stores {', '.join(each)}: they are computed as one layer and "
+            f"must be stored alike"
+        )
+    return stored[0] and replace(stored[0], num_weights=len(names))
 
 
 class QuantizationConfig(ABC):
@@ -81,6 +99,8 @@ class QuantizationConfig(ABC):
     model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
     exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
+    quantized_layers: those that it names one by one, each of which the model must have. is_mixed:
+    quantised layers have more than one format.
     """
 
     name: str
@@ -90,6 +110,8 @@ class QuantizationConfig(ABC):
     model_rule: str = ""
     exact_scales: str = ""
     has_cache_scales: bool = True
+    quantized_layers: tuple[str, ...] = ()
+    is_mixed: bool = False
 
     @classmethod
     @abstractmethod

@@ -1,18 +1,24 @@
-"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8 and int4, layer by layer."""
+"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8, MXFP8, int8 and int4, by layer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
-from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
 from vllm.formats.readers.layer_names import LayerNames, layers_listed
 from vllm.formats.weight_format import WeightFormat
 
-_FORMATS = ("nvfp4-pack-quantized", "float-quantized", "pack-quantized")
+_FORMATS = (
+    "nvfp4-pack-quantized",
+    "float-quantized",
+    "mxfp8-quantized",
+    "int-quantized",
+    "pack-quantized",
+)
+_EVERY_LINEAR = "Linear"
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
 # By the strategy of scales, and whether they are computed when inputs are there.
@@ -20,6 +26,10 @@ _FP8_INPUTS = {
     ("tensor", False): (ActScheme.STATIC_TENSOR,),
     ("token", True): (ActScheme.DYNAMIC_TOKEN,),
     ("tensor", True): (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
+}
+_INT8_INPUTS = {
+    ("token", True): ActScheme.DYNAMIC_TOKEN_INT8,
+    ("tensor", False): ActScheme.STATIC_TENSOR_INT8,
 }
 _NVFP4_NAMES = TensorNames(
     "weight_packed",
@@ -30,22 +40,46 @@ _NVFP4_NAMES = TensorNames(
 _INT4_NAMES = TensorNames("weight_packed", zero_point="weight_zero_point", packing="int32")
 
 
+class Target(NamedTuple):
+    """What an entry of a group's `targets` says. text: as given. group: its name."""
+
+    text: str
+    group: str
+    scheme: StoredLayer
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Names come before regular expressions, and these before classes; of two alike the one
+        that sorts first. So does the library of the format (0.20)."""
+        is_regex, is_class = self.text.startswith("re:"), self.text == _EVERY_LINEAR
+        return 2 * is_class + is_regex, self.text
+
+
 class CompressedTensorsConfig(QuantizationConfig):
-    """groups: (name, layers by name or None for every linear layer, scheme). ignore: layers that
-    are not quantised. A group that names a layer wins over one for all linear layers."""
+    """targets: of all groups; the first that matches a layer in `Target.order` says how it is
+    stored. ignore: layers that are not quantised."""
 
     name = "compressed-tensors"
     is_checkpoint_quantized = True
 
     def __init__(
         self,
-        groups: Sequence[tuple[str, LayerNames | None, StoredLayer]],
+        targets: Sequence[Target],
         ignore: Sequence[str] = (),
     ):
-        self.groups = tuple(groups)
+        self.targets = tuple(sorted(targets, key=lambda target: target.order))
+        self._layers = [
+            None if target.text == _EVERY_LINEAR else LayerNames([target.text])
+            for target in self.targets
+        ]
         self._ignored = LayerNames(ignore)
+        texts = [target.text for target in self.targets]
+        self.quantized_layers = tuple(
+            text for text in texts if text != _EVERY_LINEAR and not text.startswith("re:")
+        )
+        self.is_mixed = len({target.scheme for target in self.targets}) > 1
         self.can_use_deep_gemm = any(
-            s.weight.kind == fp8_block.FORMAT.kind for _, _, s in self.groups
+            target.scheme.weight.kind == fp8_block.FORMAT.kind for target in self.targets
         )
 
     @classmethod
@@ -67,34 +101,27 @@ class CompressedTensorsConfig(QuantizationConfig):
         if not isinstance(groups, dict) or not (groups or cache_scheme):
             raise CheckpointError("compressed-tensors config_groups is missing or empty")
         found = [
-            (name, *_parse_group(name, group, config.get("format")))
+            target
             for name, group in groups.items()
+            for target in _parse_group(name, group, config.get("format"))
         ]
+        _check_once(found)
         made = cls(found, layers_listed(config, "ignore"))
         made.has_cache_scales = has_fp8_cache_scales(cache_scheme)
         return made
 
     def stored_layer(self, names: Sequence[str]) -> StoredLayer | None:
-        if self._ignored.covers(names):
-            return None
-        schemes = {self._scheme_of(name) for name in names}
-        if len(schemes) > 1:
-            raise CheckpointError(
-                f"{', '.join(names)} are computed as one layer, but config_groups quantises them "
-                f"differently: give them one group"
-            )
-        scheme = schemes.pop()
-        return scheme and replace(scheme, num_weights=len(names))
+        return merged(names, [self._stored(name) for name in names])
 
-    def _scheme_of(self, name: str) -> StoredLayer | None:
-        by_name = [group for group in self.groups if group[1] is not None and name in group[1]]
-        matches = by_name or [group for group in self.groups if group[1] is None]
-        if len(matches) > 1:
-            raise CheckpointError(
-                f"{name} is quantised twice, by config_groups "
-                f"{' and '.join(group for group, _, _ in matches)}: a layer belongs to one"
-            )
-        return matches[0][2] if matches else None
+    def _stored(self, name: str) -> StoredLayer | None:
+        if name in self._ignored:
+            return None
+        matches = (
+            target.scheme
+            for target, layers in zip(self.targets, self._layers)
+            if layers is None or name in layers
+        )
+        return next(matches, None)
 
     def slot_name(self, name: str) -> str | None:
         # The shape of a packed weight is what config.json implies.
@@ -104,9 +131,19 @@ class CompressedTensorsConfig(QuantizationConfig):
 # ---------------------------------------------------------------- config_groups
 
 
-def _parse_group(
-    name: str, group: Any, default_format: Any
-) -> tuple[LayerNames | None, StoredLayer]:
+def _check_once(targets: Sequence[Target]) -> None:
+    """CheckpointError for an entry that groups with different schemes have."""
+    seen: dict[str, Target] = {}
+    for target in targets:
+        first = seen.setdefault(target.text, target)
+        if first.scheme != target.scheme:
+            raise CheckpointError(
+                f"{target.text} is quantised twice, by config_groups {first.group} and "
+                f"{target.group}: a layer belongs to one"
+            )
+
+
+def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise CheckpointError(
             f"compressed-tensors config_groups.{name} has no weights: an object is needed"
@@ -118,8 +155,8 @@ def _parse_group(
             f"takes {', '.join(_FORMATS)}"
         )
     targets = layers_listed(group, "targets")
-    layers = None if "Linear" in targets else LayerNames(targets)
-    parse = {"pack-quantized": _int4, "float-quantized": _fp8}.get(stored, _nvfp4)
+    LayerNames(targets)  # refuses what is no name
+    parse = _PARSERS[stored]
     inputs = group.get("input_activations")
     is_known = inputs is None or isinstance(inputs, dict)
     scheme = parse(group["weights"], inputs) if is_known else None
@@ -129,11 +166,12 @@ def _parse_group(
             f"weights {_short(group['weights'])}, input_activations "
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
-            f"scales per tensor, channel or block, and int4 in groups of "
-            f"{', '.join(map(str, int4.GROUPS))} columns with activations in FP8 per token or not "
-            f"quantised"
+            f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
+            f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
+            f"quantised, and int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with "
+            f"activations in FP8 per token or not quantised"
         )
-    return layers, scheme
+    return [Target(text, name, scheme) for text in targets]
 
 
 _Args = Mapping[str, Any]
@@ -186,6 +224,33 @@ def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
     return _FP8_INPUTS.get((strategy, is_dynamic), ())
 
 
+def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
+    if not is_plain or not _is(weights, 8, "int", "channel"):
+        return None
+    weight = WeightFormat.of(int8.CHANNEL.kind)
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,))
+    strategy = str(inputs.get("strategy"))
+    scheme = _INT8_INPUTS.get((strategy, bool(inputs.get("dynamic"))))
+    is_symmetric = _is(inputs, 8, "int", strategy) and inputs.get("symmetric", True)
+    return StoredLayer(weight, (scheme, ActScheme.NONE)) if scheme and is_symmetric else None
+
+
+def _mxfp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    def is_mx(args: _Args) -> bool:
+        is_group = _is(args, 8, "float", "group") and args.get("symmetric", True)
+        return bool(is_group) and args.get("group_size") == mxfp8.GROUP
+
+    if not is_mx(weights) or weights.get("dynamic"):
+        return None
+    weight = WeightFormat.of(mxfp8.FORMAT.kind)
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,))
+    is_known = is_mx(inputs) and inputs.get("dynamic") is True
+    return StoredLayer(weight, mxfp8.FORMAT.act) if is_known else None
+
+
 def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
     # Activation order within groups only: others shuffle the columns.
@@ -200,6 +265,9 @@ def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     act = (*quantised, ActScheme.NONE)
     has_zero_points = not weights.get("symmetric", True)
     return StoredLayer(weight, act, _INT4_NAMES, has_zero_points=has_zero_points)
+
+
+_PARSERS = dict(zip(_FORMATS, (_nvfp4, _fp8, _mxfp8, _int8, _int4)))
 
 
 def _short(args: object) -> str:

@@ -24,13 +24,15 @@ class LayerNames:
         self._patterns = [_compiled(e[3:]) for e in entries if e.startswith("re:")]
         names = [_text_model_name(entry) for entry in entries if not entry.startswith("re:")]
         self._parts = {tuple(name.split(".")) for name in names if "*" not in name}
+        self._lengths = sorted({len(parts) for parts in self._parts})
         self._globs = [name for name in names if "*" in name]
 
     def __contains__(self, layer: str) -> bool:
         parts = tuple(layer.split("."))
-        spans = range(len(parts))
-        if any(parts[i : j + 1] in self._parts for i in spans for j in spans[i:]):
-            return True
+        for length in self._lengths:
+            starts = range(len(parts) - length + 1)
+            if any(parts[i : i + length] in self._parts for i in starts):
+                return True
         if any(pattern.match(layer) for pattern in self._patterns):
             return True
         return any(fnmatchcase(layer, glob) for glob in self._globs)

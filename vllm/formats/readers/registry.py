@@ -15,13 +15,18 @@ from vllm.formats.readers.awq import AwqConfig
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.compressed_tensors import CompressedTensorsConfig
 from vllm.formats.readers.fp8 import Fp8Config
-from vllm.formats.readers.modelopt import ModelOptConfig, ModelOptNvFp4Config
+from vllm.formats.readers.modelopt import (
+    MIXED,
+    ModelOptConfig,
+    ModelOptMixedConfig,
+    ModelOptNvFp4Config,
+)
 from vllm.formats.readers.mxfp4 import Mxfp4Config
 from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.quantization_readers"
-_BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, CompressedTensorsConfig, AwqConfig,
-            Mxfp4Config)  # fmt: skip
+_BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, ModelOptMixedConfig,
+            CompressedTensorsConfig, AwqConfig, Mxfp4Config)  # fmt: skip
 
 
 @cache
@@ -39,10 +44,17 @@ def find_quantization(
     """
     found = (getattr(config, "quantization_config", None) for config in configs)
     stored = next((entry for entry in found if entry is not None), None)
-    if stored is None:
-        return resolve_quantization(modelopt_file(folder), asked, model)
-    fields = dict(stored if isinstance(stored, dict) else stored.to_dict())
+    fields = stored if isinstance(stored, dict | None) else stored.to_dict()
+    if may_be_beside(fields):
+        fields = modelopt_file(folder) or fields
     return resolve_quantization(fields, asked, model)
+
+
+def may_be_beside(stored: dict[str, Any] | None) -> bool:
+    """Whether a ModelOpt checkpoint may say beside config.json what it does not say there: all of
+    it, or of which layers it quantises how."""
+    lacks_layers = stored and stored.get("quant_algo") == MIXED
+    return not stored or bool(lacks_layers and not stored.get("quantized_layers"))
 
 
 def modelopt_file(folder: Path) -> dict[str, Any] | None:

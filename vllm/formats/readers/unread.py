@@ -3,21 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.errors import CheckpointError
-from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.layer_names import LayerNames
-from vllm.formats.readers.modelopt_mixed import ModelOptMixedConfig
 
 _LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers",
           "llm_int8_skip_modules")  # fmt: skip
-
-
-def read_for_explain(stored: dict[str, Any]) -> QuantizationConfig | None:
-    """By a reader that only `explain` has; None where none understands it."""
-    try:
-        return ModelOptMixedConfig.from_checkpoint(stored)
-    except CheckpointError:
-        return None
 
 
 class UnreadConfig:

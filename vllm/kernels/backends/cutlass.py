@@ -2,7 +2,6 @@
 for each row too."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
+from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +194,7 @@ def _blocks_unadded(tensors: "MoETensors") -> "Callable[[Tensor, Tensor, Tensor]
     return unadded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Nvfp4Experts:
     """One of the two weights of every expert, as `cutlass_nvfp4_gemm_grouped` takes them.
 
@@ -228,7 +228,7 @@ class _Nvfp4Experts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Nvfp4Moe:
     """Both weights of every expert. Called, it sorts rows in torch; `unadded` sorts in Triton."""
 

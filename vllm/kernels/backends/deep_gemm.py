@@ -1,19 +1,19 @@
 """DeepGEMM: FP8 block GEMM, dense and grouped, compiled at run time by the library itself."""
 
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vllm.formats.scales import Scales
 from vllm.kernels.backends import shared
-from vllm.kernels.jit.nvcc_cache import CompiledCall
+from vllm.kernels.jit.compiled_call import CompiledCall
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 from vllm.platforms.libraries import LibraryTrial
+from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     return Experts(gate_up, down, winner.scales)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Experts:
     """Two grouped GEMMs over the rows of pairs of token and expert, sorted by expert: padded to
     whole tiles, or for few tokens in a block for each expert, of which the library reads the rows

@@ -103,7 +103,7 @@ def _kernel(tensors: "LinearTensors", winner: Candidate, dtype: "torch.dtype") -
 
 def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
     """How the winner quantises activations, and what its products see of them."""
-    from vllm.ops import nvfp4
+    from vllm.ops import int8, nvfp4
     from vllm.ops.fp8 import quantise_groups
     from vllm.utils import fp8
 
@@ -112,13 +112,15 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
             scale = fp8.fp8_scales(x.float().abs().max().clamp(min=fp8.MIN_AMAX))
         return fp8.round_to_fp8(x, scale).float() * scale
 
-    def per_group(x: "Tensor", group: int) -> "Tensor":
-        q, scales = quantise_groups(x, group, use_ue8m0=winner.rescales)
+    def per_group(x: "Tensor", group: int, use_ue8m0: bool = winner.rescales) -> "Tensor":
+        q, scales = quantise_groups(x, group, use_ue8m0=use_ue8m0)
         return fp8.dequantise_blocks(q, scales, (1, group))
 
     match winner.act:
         case ActScheme.DYNAMIC_GROUP128:
             return lambda x: per_group(x, 128)
+        case ActScheme.MXFP8_GROUP32:
+            return lambda x: per_group(x, 32, True)
         case ActScheme.DYNAMIC_TOKEN:
             return lambda x: per_group(x, x.shape[1])
         case ActScheme.DYNAMIC_TENSOR:
@@ -126,6 +128,8 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
         case ActScheme.STATIC_TENSOR:
             assert tensors.input_scale is not None
             return partial(per_tensor, scale=tensors.input_scale)
+        case ActScheme.DYNAMIC_TOKEN_INT8 | ActScheme.STATIC_TENSOR_INT8:
+            return lambda x: int8.dequantise(*int8.quantise(x, tensors.input_scale))
         case ActScheme.NVFP4_GROUP16:
             assert tensors.input_scale is not None
             divisor = tensors.input_scale.float().reciprocal().reshape(1)

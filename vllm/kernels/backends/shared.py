@@ -23,7 +23,10 @@ BLOCK = 128
 # ---------------------------------------------------------------- fields of `KernelSpec`
 
 FLOATS = frozenset({"fp32", "bf16", "fp16"})
-WEIGHTS = FLOATS | {"fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "int4-group"}
+WEIGHTS = FLOATS | {
+    *("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "nvfp4", "int4-group", "int8-channel"),
+    "int8-group",
+}
 CACHES = FLOATS | {"fp8"}
 STATES = frozenset({"fp32"})  # of the delta rule
 HALF = frozenset({"bf16", "fp16"})

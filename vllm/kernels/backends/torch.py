@@ -1,7 +1,6 @@
 """The reference: plain torch on any device, correct before fast, always there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from vllm.kernels.select.problem import (
     MoEProblem,
 )
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ _Spec = partial(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DenseKernel:
     """x @ weight.T. weight [N, K]: for kernels that multiply with it and do more in one launch."""
 
@@ -77,7 +77,7 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     scales, bias = tensors.row_scales(), tensors.bias
 
     def apply(x: "Tensor") -> "Tensor":
-        weight = element_values(tensors) if tensors.is_packed else tensors.weight
+        weight = element_values(tensors)
         return torch_ops.linear(x, torch_ops.pack_linear(weight, scales, tensors.block_k, bias))
 
     return apply

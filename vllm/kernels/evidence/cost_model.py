@@ -14,7 +14,6 @@ left out.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import SHIPPED, Chip, write_whole
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.machine import Device
+from vllm.utils.dataclasses import asdict, dataclass, field, replace
 
 FITTED = SHIPPED.parent / "fitted"
 
@@ -43,7 +43,7 @@ Sizes = tuple[int, ...]
 """N and K, or experts, intermediate, hidden, top_k and expert-parallel ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RangeCost:
     """One kernel in one range of tokens. tile: tokens and rows of a weight that a thread block
     multiplies. error, error_beyond: mean relative errors on sizes that were left out, and on such
@@ -66,7 +66,7 @@ class RangeCost:
         return tuple(getattr(self, name) for name in TERMS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SlowWave:
     """What a kernel takes where it covers a product with one wave of tiles that are too large.
 
@@ -96,7 +96,7 @@ class SlowWave:
 _HALF_TILE = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KernelCost:
     """takes_quantised: for activations that are quantised before. max_tokens: of a call."""
 
@@ -108,7 +108,7 @@ class KernelCost:
     slow_wave: SlowWave | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KindCost:
     """All kernels for one kind of problem (`kind_of`). measured: least and largest of each of
     its `dimensions` in the table. num_sizes: how many combinations of sizes were measured."""

@@ -5,7 +5,6 @@ the model had on measured sizes that were left out of its fit. Standard library 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.utils.dataclasses import replace
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
 """As `Timings.us`."""
@@ -167,6 +167,7 @@ class _Kernels:
             tuple((kernel.backend, _errors(kernel, tokens, name)) for kernel in kernels)
             for name in ("error", "error_beyond")
         )
+        self._tokens = tokens
         self._num_sms = num_sms
         self._rows = [
             (
@@ -186,27 +187,21 @@ class _LinearKernels(_Kernels):
         found = []
         for backend, ranges, slow, missing in self._rows:
             us: list[float | None] = []
-            for (
-                launch,
-                weights,
-                inputs,
-                outputs,
-                products,
-                waves,
-                _,
-                rows,
-                ms,
-                steps,
-                same,
-            ) in ranges:
+            add = us.append
+            for one in ranges:
+                launch, weights, inputs, outputs, products, waves, _, rows, ms, steps, same = one
+                base, wave, tiles = launch + weights * size, waves * k, -(-n // rows)
                 slope = inputs * k + outputs * n + products * size
-                tiles = -(-n // rows)
                 if same:
-                    base = launch + weights * size - waves * k * (same * tiles // sms)
-                    us += [base + slope * m for m in ms]
+                    base -= wave * (same * tiles // sms)
+                    if not slope:
+                        us += [base] * len(ms)
+                        continue
+                    for m in ms:
+                        add(base + slope * m)
                 else:
-                    base, wave = launch + weights * size, waves * k
-                    us += [base + slope * m - wave * (num * tiles // sms) for m, num in steps]
+                    for m, num in steps:
+                        add(base + slope * m - wave * (num * tiles // sms))
             for place, low, high, time, columns in slow:
                 if low < n <= high:
                     us[place] = time + columns * k
@@ -220,34 +215,25 @@ class _ExpertKernels(_Kernels):
         own, rest, pairs = num_experts / ranks, 1 - top_k / num_experts, top_k / ranks
         matrix, sms = 3 * inner * hidden, self._num_sms
         read, written = pairs * (hidden + inner), pairs * (2 * inner + hidden)
-        # By tile and tokens: (tokens, experts that they choose, tiles of their rows times -1).
-        steps = {
-            (tile, ms): [
-                (m, chosen, chosen * (-pairs * m / chosen // tile))
-                for m in ms
-                for chosen in (own * (1 - rest**m),)
-            ]
-            for tile, ms in self._tiles
-        }
+        # By tokens, the experts that they choose and the rows of each, times -1.
+        chosen = {m: own * (1 - rest**m) for m in self._tokens}
+        rows_each = {m: -pairs * m / number for m, number in chosen.items()}
         found = []
         for backend, ranges, _, missing in self._rows:
             us: list[float | None] = []
-            for launch, weights, inputs, outputs, products, waves, tile, rows, ms, *_ in ranges:
+            for launch, weights, inputs, outputs, products, waves, tile, rows, ms, _, _ in ranges:
                 slope = inputs * read + outputs * written + products * pairs * matrix
                 up, down = -(-2 * inner // rows), -(-hidden // rows)
                 experts, wide, deep = weights * matrix, waves * hidden, waves * inner
-                us += [
-                    launch + experts * chosen + slope * m
-                    - wide * (tiles * up // sms) - deep * (tiles * down // sms)
-                    for m, chosen, tiles in steps[tile, ms]
-                ]  # fmt: skip
+                for m in ms:
+                    number = chosen[m]
+                    tiles = number * (rows_each[m] // tile)  # times -1
+                    us.append(
+                        launch + experts * number + slope * m
+                        - wide * (tiles * up // sms) - deep * (tiles * down // sms)
+                    )  # fmt: skip
             found.append((backend, (*us, *missing)))
         return tuple(found)
-
-    @cached_property
-    def _tiles(self) -> set[tuple[int, tuple[int, ...]]]:
-        """Tiles of tokens, each with the tokens of its range."""
-        return {(one.tile_tokens, one.tokens) for _, ranges, *_ in self._rows for one in ranges}
 
 
 def _range(one: RangeCost, tokens: tuple[int, ...]) -> _Range:

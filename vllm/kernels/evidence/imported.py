@@ -10,10 +10,10 @@ import json
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from math import exp, hypot, log, log2
+from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass, replace
 
 SHIPPED = Path(__file__).parent / "imported"
 FOLDER = "imported"
@@ -59,7 +60,7 @@ class Lead(NamedTuple):
     is_clear: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImportedTimes:
     """Times of one problem. us: by backend, microseconds of the whole layer as a framework ran it,
     quantising included, for each entry of `tokens`; None where unknown. peers: the same of other
@@ -94,10 +95,27 @@ def imported_times(chip: Chip, problem: Problem, routing: str = BALANCED) -> Imp
     ConfigError for a table that is broken."""
     if not isinstance(problem, LinearProblem | MoEProblem):
         return None
-    for table in find_imported(chip, problem.family):
-        if table.ranks and (times := table.times(problem, routing)) is not None:
-            return times
-    return None
+    ranking = (table for table in find_imported(chip, problem.family) if table.ranks)
+    return first_times(ranking, problem, routing)
+
+
+def first_times(
+    tables: Iterable["ImportedTable"],
+    problem: LinearProblem | MoEProblem,
+    routing: str = BALANCED,
+) -> ImportedTimes | None:
+    """Of the first table that says something of the problem."""
+    return next(filter(None, (table.times(problem, routing) for table in tables)), None)
+
+
+def tables_that_rank(chip: Chip, family: str) -> tuple["ImportedTable", ...]:
+    """With those kinds of layers alone for which two kernels compare that backends here call."""
+    comparing = (
+        replace(table, kinds=tuple(kind for kind in table.kinds if len(kind.by_backend) > 1))
+        for table in find_imported(chip, family)
+        if table.ranks
+    )
+    return tuple(table for table in comparing if table.kinds)
 
 
 # ---------------------------------------------------------------- one kind of layer
@@ -170,19 +188,19 @@ class Kind:
         are any; `size` itself alone if it is one of them. skip: sizes that do not count."""
         at, weights = features(size), num_weights(size)
         for places in self._places:
-            found = (
-                (_distance(place.features, at), place)
+            found = [
+                (_distance(place.features, at), place.size, place)
                 for place in places
                 if not (skip and skip(place.size))
-            )
-            nearest = nsmallest(NUM_NEAR, found, key=lambda one: (one[0], one[1].size))
+            ]
+            nearest = nsmallest(NUM_NEAR, found)
             if not nearest or nearest[0][0] > MAX_DISTANCE:
                 continue
             if nearest[0][0] == 0:
-                return [_Near(nearest[0][1].text, 0.0, 1.0, 1.0)]
+                return [_Near(nearest[0][2].text, 0.0, 1.0, 1.0)]
             return [
                 _Near(place.text, d, (weights / num_weights(place.size)) ** 0.5, _pull(d))
-                for d, place in nearest
+                for d, _, place in nearest
             ]
         return []
 
@@ -298,7 +316,8 @@ def num_weights(size: Size) -> float:
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(abs(x - y) for x, y in zip(a, b))
+    distance: float = sum(map(abs, map(sub, a, b)))
+    return distance
 
 
 def size_text(size: Size) -> str:

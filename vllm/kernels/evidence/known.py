@@ -1,8 +1,7 @@
 """Everything that is known of kernel times on one chip, and what it says of a problem."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from vllm.kernels.evidence import imported
@@ -11,7 +10,8 @@ from vllm.kernels.evidence.estimates import Costs, estimate_of, find_fitted
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.utils.dataclasses import dataclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,10 @@ class Known:
         """None where others measured no two kernels that a backend here calls too."""
         if self.chip is None or self.tables:
             return None
-        times = imported.imported_times(self.chip, problem)
-        if times is None or len(times.us) < 2:
+        if not isinstance(problem, LinearProblem | MoEProblem):
+            return None
+        times = imported.first_times(_imported_tables(self, problem.family), problem)
+        if times is None:
             return None
         error = tuple((backend, times.error) for backend, _ in times.us)
         return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
@@ -60,5 +62,13 @@ class Known:
                 yield f"{folder.name}/{path.name} {_digest(path.read_bytes())}"
 
 
+@lru_cache(maxsize=8)
+def _imported_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
+    assert known.chip is not None
+    return imported.tables_that_rank(known.chip, family)
+
+
 def _digest(content: bytes) -> str:
+    import hashlib
+
     return hashlib.sha256(content).hexdigest()[:16]

@@ -9,7 +9,6 @@ import fcntl
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -18,13 +17,14 @@ from vllm.kernels.evidence.tables import user_folder, write_whole
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.reason import Why
 from vllm.machine import Device, Libs, Quarantined
+from vllm.utils.dataclasses import asdict, dataclass, replace
 from vllm.version import __version__
 
 FILE_NAME = "quarantine.json"
 LIFT = "vllm kernels quarantine --clear"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """why: `numerics` for wrong results, `library` for a fault, a hang or an error. size_key: of
     the problem. version: which code it is (versions.py), as release `release` of this package

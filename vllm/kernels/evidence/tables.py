@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from vllm.kernels.select.decision import ByBackend
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
+from vllm.utils.dataclasses import asdict, dataclass, field, replace
 from vllm.utils.files import write_atomically
 
 SHIPPED = Path(__file__).parent / "tuned"
@@ -33,9 +33,12 @@ _SAME_MEMORY = 0.05
 # Numbers of tokens that are measured: sizes of captured graphs (worker/cuda_graph.py), and steps
 # of prompts above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+# On GPUs torch computes every expert for every token, and its attention makes the host wait, so
+# that no CUDA graph can hold it: nobody waits for either where there is another.
+NEVER_MEASURED = {("cuda", "moe"): ("torch",), ("cuda", "attention"): ("torch",)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chip:
     """What a measurement holds for. num_sms: of a GPU its multiprocessors, of a CPU its cores; None
     for any number. memory_gb_per_s: the most that a GPU's memory delivers, width of its bus times
@@ -93,7 +96,7 @@ def column_text(column: Column) -> str:
     return f"M = {column}" if isinstance(column, int) else column
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
     """One backend measured for one row. version: of the libraries it is made of.
 

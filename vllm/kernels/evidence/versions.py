@@ -81,12 +81,14 @@ def stale_summary(records: Iterable[Record]) -> str:
 def _stale(records: Iterable[Record]) -> dict[tuple[str, str, str], None]:
     found: dict[tuple[str, str, str], None] = {}
     for _, decision in records:
+        if decision.timings is None or not decision.timings.stale:
+            continue
         able = {
             candidate.backend
             for candidate in decision.candidates
             if all(reason.why in (Why.POLICY, Why.SHAPE) for reason in candidate.reasons)
         }
-        for entry in decision.timings.stale if decision.timings else ():
+        for entry in decision.timings.stale:
             if entry[0] in able:
                 found[entry] = None
     return found

@@ -14,15 +14,16 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.kernels.jit import nvcc
+from vllm.kernels.jit.compiled_call import CompiledCall
 from vllm.platforms.libraries import find_nvcc
+from vllm.utils.dataclasses import dataclass
 from vllm.utils.files import write_atomically
 
 _FRONT = """#!/bin/sh
@@ -46,20 +47,7 @@ _FRONT_CODE = (
 _PREFIX = "nvcc-front-"
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledCall:
-    """A library call whose kernel, compiled by nvcc, depends on one size.
-
-    name: with the fixed sizes. sizes: ascending; a call of size s runs the kernel of the smallest
-    that is >= s. run: makes the call for a size.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    run: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NvccCache:
     """folder: entries and recipes by key. real: path of nvcc. version: digest of its --version."""
 

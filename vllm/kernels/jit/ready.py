@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from vllm.kernels import registry
+from vllm.kernels.jit.compiled_call import CompiledCall
 from vllm.kernels.jit.monitor import Compilation
-from vllm.kernels.jit.nvcc_cache import CompiledCall, NvccCache
+from vllm.kernels.jit.nvcc_cache import NvccCache
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.problem import LinearProblem
 from vllm.logger import get_logger

@@ -1,13 +1,13 @@
 """What changed between two reports: layers whose kernel, reasons or problem differ."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm.kernels.report.layer_groups import compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
 from vllm.kernels.select.decision import Decision
+from vllm.utils.dataclasses import asdict, dataclass, replace
 
 
 class Detail(NamedTuple):

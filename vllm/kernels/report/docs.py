@@ -122,7 +122,8 @@ preference with every reason against it. All reports show the same decisions:
   of a change, with `--html FILE` as a page too; `--for vllm` or `--for sglang` for
   [upstream's flags](#flags-of-upstream-engines).
 - `GET /kernels` of a running server: the decisions in force, as a page in a browser
-  (`Accept: text/html` first), as JSON for all other clients.
+  (`Accept: text/html` first), as JSON for all other clients, with the numbers of tokens that its
+  steps had ([serving.md](serving.md#steps-and-measurements)).
 - `vllm serve --dump-decisions FILE`: the same JSON.
 - the log of the engine: one line per distinct decision.
 - `vllm kernels list`: the declared kernels.
@@ -263,11 +264,12 @@ def _kernels() -> str:
 def _orders_of_devices(family: str) -> Iterator[str]:
     for own, device_family in DEVICE_ORDER:
         if own == family:
-            chips = [Device.parse(chip) for chip in CHIPS]
+            chips = [Device.parse(chip) for chip in (*CHIPS, "cpu")]
             chip = next(chip for chip in chips if chip.family == device_family)
+            mark = _MARK * (chip.arch not in _HAS_RUN and device_family != "cpu")
             names = dict.fromkeys(entry["backend"] for entry in catalog.entries(family, chip))
             order = ", ".join(f"`{name}`" for name in names)
-            yield f"In default order of preference on `{device_family}`{_MARK}: {order}."
+            yield f"In default order of preference on `{device_family}`{mark}: {order}."
 
 
 def _kernel_row(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from vllm.kernels.report.layer_groups import compress
+from vllm.kernels.report.page_drawing import DRAWING
 from vllm.kernels.report.page_script import SCRIPT
 from vllm.kernels.report.page_style import STYLE
 from vllm.kernels.report.text_report import GRADES, KINDS
@@ -23,7 +24,7 @@ def document(heading: str, about: str, body: str, data: Any) -> str:
         f"<body>\n<h1>{breakable(heading)}</h1>\n{body}"
         '<div id="tip" role="tooltip" hidden></div>\n'
         f'<script type="application/json" id="report">{embedded(data)}</script>\n'
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<script>{SCRIPT}{DRAWING}</script>\n</body>\n</html>\n"
     )
 
 

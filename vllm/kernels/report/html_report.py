@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vllm.kernels import registry
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report import upstream_report
+from vllm.kernels.report.calls import steps_text
 from vllm.kernels.report.html_document import (
     breakable,
     chip,
@@ -110,7 +111,8 @@ def _upstream(found: Advice) -> str:
 
 def _facts(report: Report) -> dict[str, str]:
     ledger = {} if report.ledger is None else {"ledger": report.ledger.summary()}
-    return {**where(report, ", "), **ledger}
+    steps = {} if report.calls is None else {"steps": steps_text(report.calls)}
+    return {**where(report, ", "), **ledger, **steps}
 
 
 def _notes(report: Report) -> str:
@@ -156,7 +158,7 @@ def _verdict(candidate: Candidate, decision: Decision) -> _Verdict:
         lines = [(str(reason.why), reason.text) for reason in by_format]
     else:
         kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
-        lines = [(kind, ", ".join(how(candidate, decision.problem)))]
+        lines = [(kind, ", ".join(how(candidate, decision)))]
     return _Verdict(decision.problem.family, candidate, tuple(lines))
 
 
@@ -313,7 +315,7 @@ def _decision(row: _Row) -> str:
     rows = {"problem": asks(decision.problem), "decided by": decided, "blocks": blocks}
     grade = ""
     if decision.chosen is not None:
-        rows["how"] = ", ".join(how(decision.winner, decision.problem))
+        rows["how"] = ", ".join(how(decision.winner, decision))
         grade = f"{grade_mark(decision.winner.grade)} {graded(decision.winner.grade)}"
     if line := expected_line(decision):
         rows["expected"] = line

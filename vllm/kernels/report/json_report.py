@@ -1,9 +1,7 @@
 """Decisions as JSON, both ways: GET /kernels, --dump-decisions, `vllm kernels explain --json`."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import GenericAlias, UnionType
 from typing import Any, get_args
 
@@ -13,6 +11,7 @@ from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.steps import Step
+from vllm.kernels.report.calls import Calls, kind_of, measured_calls
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
 from vllm.kernels.report.question import parse_lib
@@ -24,6 +23,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Why
 from vllm.machine import Device, Libs
+from vllm.utils import dataclasses
 
 _PROBLEMS: dict[str, type[Problem]] = {kind.family: kind for kind in get_args(Problem)}
 
@@ -38,6 +38,7 @@ def report(
     records: Iterable[Record],
     ledger: Ledger | None = None,
     model: ModelFacts | None = None,
+    calls: Calls | None = None,
 ) -> dict[str, Any]:
     """Everything that was decided and on what grounds; equal decisions once, with their layers."""
     content: dict[str, Any] = {
@@ -45,8 +46,10 @@ def report(
         "libs": sorted(map(str, libs.libs)),
         "env": variable_texts(env),
         **({} if model is None else {"model": _model_json(model)}),
+        **({} if calls is None else {"calls": _calls_json(calls)}),
         "decisions": [
-            _decision_json(decision, layers) for decision, layers in by_decision(records).items()
+            {**_decision_json(decision, layers), **_measured_json(decision, layers, calls)}
+            for decision, layers in by_decision(records).items()
         ],
     }
     return content if ledger is None else {**content, "ledger": ledger.to_json()}
@@ -54,6 +57,27 @@ def report(
 
 def _model_json(model: ModelFacts) -> dict[str, Any]:
     return {"served": model.is_served, "notes": list(model.notes)}
+
+
+def with_calls(content: dict[str, Any], calls: Calls) -> dict[str, Any]:
+    """What `report` made, with how often its kernels were called. calls: also of kinds of layers
+    that it has none of."""
+    made = parse_report(content)
+    kinds = {kind_of(decision, layers) for decision, layers in by_decision(made.records).items()}
+    own = {kind: calls[kind] for kind in kinds & calls.keys()}
+    return report(*made._replace(calls=own))
+
+
+def _calls_json(calls: Calls) -> dict[str, dict[str, int]]:
+    """JSON has texts as keys."""
+    return {kind: {str(m): own[m] for m in sorted(own)} for kind, own in sorted(calls.items())}
+
+
+def _measured_json(
+    decision: Decision, layers: Sequence[str], calls: Calls | None
+) -> dict[str, dict[str, dict[str, int]]]:
+    found = measured_calls(decision, layers, calls) if calls is not None else None
+    return {} if found is None else {"calls": _calls_json(found._asdict())}
 
 
 def variable_texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -95,7 +119,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _compared(kind: Any) -> list[dataclasses.Field[Any]]:
+def _compared(kind: Any) -> list[dataclasses.Field]:
     """The fields that a value is equal by; others are of use while it is made."""
     return [f for f in dataclasses.fields(kind) if f.compare]
 
@@ -107,7 +131,7 @@ def parse_report(content: Any, source: str = "report") -> Report:
     """The values of what `report` made; ConfigError names `source` and the place that is wrong."""
     root = _Node(content, source, "")
     # `upstream`, of `vllm kernels explain --for`, follows from the decisions.
-    root.allow("device", "libs", "env", "model", "decisions", "ledger", "upstream")
+    root.allow("device", "libs", "env", "model", "calls", "decisions", "ledger", "upstream")
     device = root["device"].parsed(Device.parse)
     records = [
         (layer.of(str), decision)
@@ -122,10 +146,11 @@ def parse_report(content: Any, source: str = "report") -> Report:
         records,
         _ledger(root["ledger"]) if "ledger" in root.fields() else None,
         _model(root["model"]) if "model" in root.fields() else None,
+        _calls(root["calls"]) if "calls" in root.fields() else None,
     )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Node:
     """A JSON value and where it stands, so that an error can name the place."""
 
@@ -144,6 +169,15 @@ class _Node:
     def items(self) -> Iterator["_Node"]:
         for i, item in enumerate(self.of(list)):
             yield _Node(item, self.source, f"{self.place}[{i}]")
+
+    def key(self, key: str) -> "_Node":
+        """The key itself as a value."""
+        return _Node(key, self.source, self.place)
+
+    def positive(self) -> int:
+        if (number := int(self.of(int))) < 1:
+            raise self.error("is less than 1")
+        return number
 
     def allow(self, *known: str) -> None:
         for key in self.fields():
@@ -234,6 +268,20 @@ def _model(node: _Node) -> ModelFacts:
     return ModelFacts(node["served"].of(bool), _read(node["notes"], tuple[str, ...]))
 
 
+def _calls(node: _Node) -> Calls:
+    counts = ((kind, node[kind]) for kind in node.fields())
+    return {
+        kind: {own.key(m).parsed(_positive): own[m].positive() for m in own.fields()}
+        for kind, own in counts
+    }
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError("less than 1")
+    return number
+
+
 def _ledger(node: _Node) -> Ledger:
     node.allow("summary", "entries")
     return Ledger(list(_read(node["entries"], tuple[Entry, ...])))
@@ -242,7 +290,7 @@ def _ledger(node: _Node) -> Ledger:
 def _decision(node: _Node, device: Device) -> Decision:
     node.allow(
         *("layers", "problem", "chosen", "emulated", "origin", "event", "candidates", "timings"),
-        "expected",
+        *("expected", "calls"),
     )
     is_emulated = "emulated" in node.fields()
     if is_emulated:

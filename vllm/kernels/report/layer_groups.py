@@ -1,11 +1,11 @@
 """Layers grouped for display: by equal decision, by equal outcome, and names as patterns."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.reason import Origin, Why
+from vllm.utils.dataclasses import dataclass, field, fields, replace
 
 Row = tuple[str, ...]
 

@@ -1,12 +1,12 @@
 """The re-quantisation ledger: what loading did to weights or scales beyond what is stored."""
 
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.kernels.report.layer_groups import counted
+from vllm.utils.dataclasses import asdict, dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
     """One transform of one layer.
 
@@ -22,7 +22,7 @@ class Entry:
     is_exact: bool
 
 
-@dataclass(slots=True)
+@dataclass()
 class Ledger:
     """Every transform of a model, in the order of loading."""
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from vllm.architectures.sharding import LinearSpec
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.problems import Quantization, quantisable
 from vllm.kernels.report.layer_groups import compress
+from vllm.utils.dataclasses import dataclass, field, replace
 from vllm.utils.safetensors_files import TensorShape, stored_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 
 
-@dataclass(slots=True)
+@dataclass()
 class ModelFiles:
     """What is read of a model. folder: where the rest of it may be; None for a file or a built-in
     model. is_on_hub: what is not in the folder can be fetched. notes: what could not be."""
@@ -32,7 +32,7 @@ class ModelFiles:
 
     def quantization(self) -> dict[str, Any] | None:
         """The quantization_config, or what an older ModelOpt checkpoint has beside config.json."""
-        from vllm.formats.readers.registry import modelopt_file
+        from vllm.formats.readers.registry import may_be_beside, modelopt_file
 
         text = self.config.get("text_config")
         nested = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -41,12 +41,12 @@ class ModelFiles:
             raise CheckpointError(
                 f"{self.name}: quantization_config = {stored!r} is no JSON object"
             )
-        if stored or self.folder is None:
+        if self.folder is None or not may_be_beside(stored):
             return stored
         if not self.is_on_hub:
-            return modelopt_file(self.folder)
+            return modelopt_file(self.folder) or stored
         fetched = self._fetch("hf_quant_config.json")
-        return modelopt_file(fetched.parent) if fetched else None
+        return modelopt_file(fetched.parent) if fetched else stored
 
     def tensors(self) -> dict[str, TensorShape]:
         """Of the safetensors headers; {} where there are none."""

@@ -180,6 +180,21 @@ _DETAILS = """
 #verdicts li { display: grid; grid-template-columns: 13rem minmax(0, 1fr); gap: .1rem 1rem }
 #verdicts li > * { grid-column: 2 }
 #verdicts li > strong { grid-column: 1; grid-row: 1 / span 9; font-size: 13px }
+.times-drawn { margin: .4rem 0 .2rem; max-width: 44rem }
+.times-drawn svg { display: block; width: 100%; max-width: 32rem }
+.times-drawn text { fill: var(--soft); font-size: 9px }
+.times-drawn .grid { stroke: var(--line); stroke-width: .5 }
+.kernel path { fill: none }
+.kernel .error { fill: inherit; fill-opacity: .12; stroke: none }
+.kernel .serves { stroke-width: 6; stroke-opacity: .45; stroke-linecap: round;
+  stroke-linejoin: round }
+.kernel .marks { stroke-width: 4; stroke-linecap: round }
+.estimated .times { stroke-dasharray: 4 3 }
+.estimated .marks { stroke-width: 2 }
+.left-out { opacity: .4 }
+.times-drawn figcaption { color: var(--soft); font-size: 11.5px }
+.times-drawn span { white-space: nowrap; margin-right: .6rem }
+.times-drawn i { display: inline-block; width: .8rem; height: .25rem; vertical-align: middle }
 li:target { background: var(--raised); outline: 2px solid var(--soft) }
 @media (max-width: 36rem) {
   #verdicts li { display: block }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from vllm.kernels.report.calls import Calls
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.select.decision import Record
 from vllm.machine import Device, Libs
@@ -20,7 +21,8 @@ class Report(NamedTuple):
     """What a report tells: `report(*parse_report(json)) == json`.
 
     env: variables that were set, as text. records: layers with their decisions. ledger: what was
-    re-quantised at load; None where nothing was loaded. model: of one that was asked about.
+    re-quantised at load; None where nothing was loaded. model: of one that was asked about. calls:
+    of the kernels of a server.
     """
 
     device: Device
@@ -29,6 +31,7 @@ class Report(NamedTuple):
     records: list[Record]
     ledger: Ledger | None = None
     model: ModelFacts | None = None
+    calls: Calls | None = None
 
     @classmethod
     def of_stages(cls, reports: Sequence["Report"]) -> "Report":

@@ -79,19 +79,21 @@ def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
     if candidate.reasons:
         return [(str(reason.why), reason.text) for reason in candidate.reasons]
     kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
-    return [(kind, ", ".join([*how(candidate, decision.problem), grade_text(candidate.grade)]))]
+    return [(kind, ", ".join([*how(candidate, decision), grade_text(candidate.grade)]))]
 
 
-def how(candidate: Candidate, problem: Problem) -> list[str]:
-    """In which way a candidate computes the problem, as far as there is something to say."""
-    facts = [
-        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
-        for limit, backend in candidate.parts
-    ]
-    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
-    if is_quantized and candidate.act is not None:
-        weight_only = candidate.act is ActScheme.NONE
-        facts.append("weight-only" if weight_only else f"activations {candidate.act}")
+def how(candidate: Candidate, decision: Decision) -> list[str]:
+    """In which way a candidate computes the problem, as far as there is something to say; of each
+    part of a split what it does to activations, where they differ in that."""
+    problem = decision.problem
+    acts = {one.backend: act_text(one, problem) for one in decision.candidates}
+    is_mixed = len({acts[backend] for _, backend in candidate.parts}) > 1
+    facts = []
+    for limit, backend in candidate.parts:
+        tokens = "above" if limit is None else f"up to M = {limit}"
+        facts.append(f"{backend} {tokens}{f' ({acts[backend]})' if is_mixed else ''}")
+    if not is_mixed and (act := act_text(candidate, problem)):
+        facts.append(act)
     if candidate.scales:
         facts.append(_scales_text(candidate))
     if candidate.fit is not None:
@@ -100,6 +102,14 @@ def how(candidate: Candidate, problem: Problem) -> list[str]:
     if specs and specs[0].compiles == COMPILERS[0]:
         facts.append("compiles for tens of seconds at a first start")
     return facts
+
+
+def act_text(candidate: Candidate, problem: Problem) -> str:
+    """What it does to activations; "" where the weight is not quantised."""
+    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
+    if not is_quantized or candidate.act is None:
+        return ""
+    return "weight-only" if candidate.act is ActScheme.NONE else f"activations {candidate.act}"
 
 
 def grade_text(grade: Grade) -> str:

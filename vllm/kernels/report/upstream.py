@@ -7,7 +7,6 @@ that is another than the current one. The file is read when an answer is asked f
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from vllm.kernels.report.text_report import NO_KERNEL
 from vllm.kernels.select.decision import Decision, Record
 from vllm.kernels.select.reason import Why
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass
 
 ENGINES = ("vllm", "sglang")
 _TABLE = Path(__file__).with_name("upstream_flags.json")
@@ -25,7 +25,7 @@ _TABLE = Path(__file__).with_name("upstream_flags.json")
 # ---------------------------------------------------------------- the table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Release:
     """The current release of an engine, and what starts its server."""
 
@@ -52,7 +52,7 @@ class Source(NamedTuple):
         return f"{known}; inferred for {release.version}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
     """What makes an engine serve layers of `family` by its kernel of our `backend`.
 
@@ -82,7 +82,7 @@ class Entry:
         return not self.chips or device.family in self.chips or device.arch in self.chips
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exclusion:
     """What keeps the kernels of `backend` from every layer."""
 
@@ -93,7 +93,7 @@ class Exclusion:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PerFormat:
     """What separates weight formats under the flag `name`."""
 
@@ -103,7 +103,7 @@ class PerFormat:
     sources: tuple[Source, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """remark: what holds for every flag."""
 

@@ -1,7 +1,6 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
@@ -11,6 +10,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Reason
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass
 
 Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
@@ -24,7 +24,7 @@ ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Evidence(ABC):
     """What is known of the times of one problem on one kind of chip.
 
@@ -58,18 +58,20 @@ class Evidence(ABC):
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         alone: tuple[str, ...],
+        roundings: tuple[tuple[str, int], ...],
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Candidate:
     """A kernel that was considered; no reasons against it means it could run.
 
     scales: the form of weight scales it would take, "" where that does not matter. requant: what
     bringing the stored ones to that form costs; None where it takes them as they are. fit: how it
-    takes partial scale blocks. parts: of a split. grade: what is known of it, of a split the least
-    of its parts.
+    takes partial scale blocks. parts: of a split, each of which is a candidate of its own, with its
+    own act; act, scales and fit of the split are those of its last. grade: what is known of it, of
+    a split the least of its parts.
     """
 
     backend: str
@@ -87,12 +89,17 @@ class Candidate:
         return self.scales not in ("", Scales.FLOAT32)
 
     @property
+    def roundings(self) -> int:
+        """How often it rounds: activations, and the weight once more."""
+        return self.is_lossy + (self.act not in (None, ActScheme.NONE))
+
+    @property
     def is_lossy(self) -> bool:
         """Whether that rounds the weight, for all that is known."""
         return self.requant is not None and self.requant.error > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Decision:
     """The choice for one problem, with every candidate in order of preference.
 

@@ -82,48 +82,59 @@ def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[R
 
 def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
     """Every requirement of `spec` on sizes that the problem does not meet."""
-    reasons: list[Reason] = []
     if isinstance(problem, LinearProblem):
-        reasons += _linear_reasons(spec, problem, fit)
+        reasons = _linear_reasons(spec, problem, fit)
     elif isinstance(problem, MoEProblem):
-        reasons += _moe_reasons(spec, problem, fit)
+        reasons = _moe_reasons(spec, problem, fit)
     elif (variant := getattr(problem, "variant", "")) and variant not in spec.variants:
-        reasons.append(Reason(Why.NUMERICS, f"computes plain attention, not {variant}"))
-    return reasons + (spec.check(problem) if spec.check is not None else [])
+        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {variant}")]
+    else:
+        reasons = []
+    return reasons + spec.check(problem) if spec.check is not None else reasons
 
 
-def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> Iterator[Reason]:
+def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> list[Reason]:
+    reasons = []
+    weight = problem.weight
     if problem.bias and not spec.takes_bias:
-        yield Reason(Why.SHAPE, "takes no bias")
+        reasons.append(Reason(Why.SHAPE, "takes no bias"))
     if spec.max_tokens is not None and problem.m_range[1] > spec.max_tokens:
         text = f"serves up to {spec.max_tokens} tokens, not {problem.m_range[1]}"
-        yield Reason(Why.SHAPE, text)
-    takes_groups = problem.weight.scale == "group" and problem.format in spec.formats
-    if takes_groups and problem.k % problem.weight.block[1]:
-        text = f"K = {problem.k} is not whole groups of {problem.weight.block[1]}"
-        yield Reason(Why.SHAPE, text)
-    yield from _block_reasons(spec, problem.weight)
+        reasons.append(Reason(Why.SHAPE, text))
+    is_cut = weight.scale == "group" and problem.k % weight.block[1]
+    if is_cut and problem.format in spec.formats:
+        text = f"K = {problem.k} is not whole groups of {weight.block[1]}"
+        reasons.append(Reason(Why.SHAPE, text))
+    if spec.blocks:
+        reasons += _block_reasons(spec, weight)
     n, k = fit.sizes if fit is not None else (problem.n, problem.k)
-    for axis, size, align in (("N", n, spec.n_align), ("K", k, spec.k_align)):
-        if size % align:
-            yield Reason(Why.SHAPE, f"{axis} = {size} is not a multiple of {align}")
+    if n % spec.n_align:
+        reasons.append(Reason(Why.SHAPE, f"N = {n} is not a multiple of {spec.n_align}"))
+    if k % spec.k_align:
+        reasons.append(Reason(Why.SHAPE, f"K = {k} is not a multiple of {spec.k_align}"))
+    return reasons
 
 
-def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> Iterator[Reason]:
+def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list[Reason]:
+    reasons = []
     if problem.layout not in spec.layouts:
-        yield Reason(Why.SHAPE, f"takes {names(spec.layouts)} activations, not {problem.layout}")
+        text = f"takes {names(spec.layouts)} activations, not {problem.layout}"
+        reasons.append(Reason(Why.SHAPE, text))
     if problem.activation not in spec.activation_functions:
         text = f"computes experts with {names(spec.activation_functions)}, not {problem.activation}"
-        yield Reason(Why.NUMERICS, text)
-    yield from _block_reasons(spec, problem.weight)
+        reasons.append(Reason(Why.NUMERICS, text))
+    if spec.blocks:
+        reasons += _block_reasons(spec, problem.weight)
     inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
     for name, size in (("hidden", hidden), ("intermediate", inner)):
         if size % spec.k_align:
-            yield Reason(Why.SHAPE, f"{name} = {size} is not a multiple of {spec.k_align}")
+            text = f"{name} = {size} is not a multiple of {spec.k_align}"
+            reasons.append(Reason(Why.SHAPE, text))
+    return reasons
 
 
 def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> Iterator[Reason]:
-    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+    if weight.scale == "block" and weight.block not in spec.blocks:
         accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
         text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
         yield Reason(Why.FORMAT, text)

@@ -1,14 +1,14 @@
 """Versions of libraries that are known to hang, or to compute what they should not."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.machine import Device, Lib, Libs
+from vllm.utils.dataclasses import dataclass
 from vllm.utils.versions import version_key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KnownBad:
     """Versions of a library that hang, or compute what they should not.
 

@@ -1,7 +1,6 @@
 """What was asked for, as values: who may be overridden or excluded, and by whom."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from vllm.errors import ConfigError
@@ -9,9 +8,10 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Override:
     """`backend` is to serve the layers of `family` whose name matches the glob `pattern`.
 
@@ -43,7 +43,7 @@ class Override:
         return any(problem.format in spec.formats for spec in specs if spec.backend == self.backend)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Preference:
     """For or against `backend` in `family`: `Policy.preferred` or `Policy.exclusions`.
 
@@ -56,7 +56,7 @@ class Preference:
     spares_exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """The greatest relative Frobenius error that bringing a weight's scales to another form may
     cause. forms: those that are meant, empty for all."""
@@ -66,7 +66,7 @@ class Budget:
     forms: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Policy:
     """Everything that was asked for. exclusions: backends that are not to serve. preferred: those
     that come before the default order, where measurements still decide. e8m0:
@@ -97,8 +97,12 @@ class Policy:
 
     def exclusion_of(self, backend: str, family: str, is_exact: bool) -> Preference | None:
         """is_exact: it would take the weight unrounded."""
-        held = (e for e in self.exclusions if not (is_exact and e.spares_exact))
-        return _strongest(held, backend, family)
+        held = [
+            one
+            for one in self.exclusions
+            if one.backend == backend and not (is_exact and one.spares_exact)
+        ]
+        return _strongest(held, backend, family) if held else None
 
     def preference_of(self, backend: str, family: str) -> Preference | None:
         return _strongest(self.preferred, backend, family)

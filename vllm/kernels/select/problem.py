@@ -1,11 +1,11 @@
 """Problems: what a layer asks a kernel to compute, complete and printable."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.dataclasses import dataclass
 
 
 def comes_quantised(name: str) -> bool:
@@ -13,7 +13,7 @@ def comes_quantised(name: str) -> bool:
     return not name.endswith(("attn.o_proj", "attn.out_proj"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class LinearProblem:
     """y[M, n] = x[M, k] @ W[n, k].T (+ bias), sizes per rank.
 
@@ -65,7 +65,7 @@ class LinearProblem:
         return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MoEProblem:
     """A fused mixture of experts, per rank: down(silu(gate x) * up x) for each token and each of
     its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate].
@@ -156,7 +156,7 @@ class _CacheProblem:
         return str(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
@@ -180,7 +180,7 @@ class AttentionProblem(_CacheProblem):
         return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVQuantProblem(_CacheProblem):
     """Writing K and V of new tokens to a paged cache of element type `format`.
 
@@ -204,7 +204,7 @@ def _variant_text(variant: str) -> str:
     return f", {variant}" if variant else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaRuleProblem(_CacheProblem):
     """The gated delta rule over a recurrent state of each request, sizes per rank; `format` is the
     element type of the states."""

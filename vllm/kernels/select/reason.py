@@ -1,7 +1,8 @@
 """Why a kernel is rejected."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from vllm.utils.dataclasses import dataclass, field
 
 
 class Why(StrEnum):
@@ -16,7 +17,7 @@ class Why(StrEnum):
     NUMERICS = "numerics"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Origin:
     """Who decided. Rank 1 is the strongest (docs/kernels.md lists the ranks)."""
 
@@ -28,7 +29,7 @@ RANK_LAYER, RANK_FLAG, RANK_VARIABLE, RANK_CONFIG, RANK_ACCURACY, RANK_MEASURED 
 DEFAULT_ORDER = Origin(7, "default order")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, compiled=True)
 class Reason:
     """origin: who asked for it, where the kernel could run but for what was asked."""
 

@@ -1,7 +1,6 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from vllm.kernels.select.reason import (
 )
 from vllm.kernels.select.spec import COMPILERS, KernelSpec
 from vllm.machine import Device, Libs
+from vllm.utils.dataclasses import replace
 
 
 def select(
@@ -44,12 +44,13 @@ def select(
     kind = problem.family, problem.format, problem.dtype, problem.act
     kernels = _kernels(tuple(specs), kind, device, libs, policy.e8m0)
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
-    fits = problem.block_fit(False), problem.block_fit(True)
+    padded = problem.block_fit(False)
+    fits = padded, None if padded is None else problem.block_fit(True)
     grades = _grades(evidence) if evidence else {}
     case = _Case(problem, fits, device, libs, policy, override, grades)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
-    if policy.preferred:
-        candidates.sort(key=lambda c: policy.preference_of(c.backend, problem.family) is None)
+    if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
+        candidates.sort(key=lambda candidate: candidate.backend not in preferred)
     if override is None:
         return _best(case, candidates, kernels, evidence)
     if _is_final(override, policy, candidates):
@@ -84,15 +85,16 @@ class _Case(NamedTuple):
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    specs: all of the backend. scales: the form of scales that it would take. has_run: its results
-    were compared on this chip in this format. Reasons come in one order: `before` those of sizes,
-    then these, then `after`.
+    specs: all of the backend. scales: the form of scales that it would take. refines: as of the
+    spec. has_run: its results were compared on this chip in this format. Reasons come in one order:
+    `before` those of sizes, then these, then `after`.
     """
 
     spec: KernelSpec
     specs: Sequence[KernelSpec]
     act: ActScheme | None
     scales: str
+    refines: bool
     has_run: bool
     before: tuple[Reason, ...]
     after: tuple[Reason, ...]
@@ -128,13 +130,15 @@ def _kernels(
             after = (Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"),)
         scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
         has_run = ran_on(device, weight_format) in spec.ran_on
-        found[backend] = _Kernel(spec, own, act, scales, has_run, tuple(before), after)
+        found[backend] = _Kernel(
+            *(spec, own, act, scales, spec.refines, has_run, tuple(before), after)
+        )
     return found
 
 
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
-    fit = case.fits[spec.refines]
+    fit = case.fits[kernel.refines]
     reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
@@ -155,15 +159,20 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         if exclusion is not None:
             reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
     grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
-    # What others timed never ran here.
-    known = Grade.COMPILED if grade is Grade.IMPORTED and not kernel.has_run else grade
-    if not known.reaches(policy.least_grade):
+    if policy.least_grade is not Grade.COMPILED and not _is_known(grade, kernel, policy):
         origin = Origin(RANK_FLAG, f"--require-evidence {policy.least_grade}")
         text = f"{origin.text}, and it is only {grade} on {case.device.arch}"
         reasons.append(Reason(Why.POLICY, text, origin))
     return Candidate(
         *(spec.backend, kernel.act, kernel.scales, fit, (), requant, tuple(reasons), grade)
     )
+
+
+def _is_known(grade: Grade, kernel: _Kernel, policy: Policy) -> bool:
+    """Whether as much is known of the kernel as the policy wants."""
+    # What others timed never ran here.
+    known = Grade.COMPILED if grade is Grade.IMPORTED and not kernel.has_run else grade
+    return known.reaches(policy.least_grade)
 
 
 def _grades(evidence: Evidence) -> dict[str, Grade]:
@@ -240,14 +249,24 @@ def _measured(
     compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
     compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
     alone = tuple(backend for backend, _ in could if kernels[backend].spec.repacks)
+    roundings = _roundings(evidence, judged.values())
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         if first in timed:
-            parts = evidence.best_split(tuple(able), case.problem.m_range, compiling, alone)
+            m_range = case.problem.m_range
+            parts = evidence.best_split(tuple(able), m_range, compiling, alone, roundings)
             if parts:
                 found[parts] = _split(parts, judged)
     return found
+
+
+def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> tuple[tuple[str, int], ...]:
+    """By backend, of those that round: of equally fast ones that which rounds least is to serve.
+    Empty where times are not measured here, since those know nothing of equals."""
+    if evidence.grade is not Grade.MEASURED:
+        return ()
+    return tuple((one.backend, one.roundings) for one in candidates if one.roundings)
 
 
 def _for_few_tokens(

@@ -1,20 +1,20 @@
 """`KernelSpec`: what one kernel supports, as data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
 from vllm.kernels.select.known_bad import KnownBad
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Reason
+from vllm.utils.dataclasses import dataclass
 
 COMPILERS = ("flashinfer", "humming", "nvcc", "triton")
 """Values of `KernelSpec.compiles`, the slowest first: tens of seconds for a kernel, several
 kernels of nvcc's for every weight size, three seconds, one second."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class KernelSpec:
     """One kernel of a backend for one problem family; compared by identity.
 

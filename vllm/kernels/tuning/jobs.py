@@ -13,7 +13,9 @@ KernelProblem = Measurable
 class Job:
     """One kernel for one problem: as a request, to check it. gate: token counts that its results
     are compared for; () of attention, which has one comparison. tokens: those it is timed for, in
-    order, of attention the names of steps. compiles: whether its first calls compile."""
+    order, of attention the names of steps. compiles: whether its first calls compile. first: of
+    `tokens`, those that are timed before other problems have all of theirs; None for no
+    preference."""
 
     problem: KernelProblem
     candidate: Candidate
@@ -21,6 +23,7 @@ class Job:
     gate: tuple[int, ...]
     version: str
     compiles: bool = False
+    first: tuple[int, ...] | None = None
 
     @property
     def backend(self) -> str:

@@ -6,7 +6,14 @@ from math import prod
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.steps import MAIN_STEPS, TYPICAL, fitting
-from vllm.kernels.evidence.tables import TOKENS, Column, Entry, Table, is_measurable
+from vllm.kernels.evidence.tables import (
+    NEVER_MEASURED,
+    TOKENS,
+    Column,
+    Entry,
+    Table,
+    is_measurable,
+)
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem
@@ -18,9 +25,6 @@ from vllm.machine import Device, Libs
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 # Where time is limited these come first: decoding alone, for many users, and prompts.
 MAIN_TOKENS = (1, 16, 64, 512, 4096)
-# On GPUs torch computes every expert for every token, and its attention makes the host wait, so
-# that no CUDA graph can hold it: nobody waits for either where there is another.
-_NEVER_SERVES = {("cuda", "moe"): ("torch",), ("cuda", "attention"): ("torch",)}
 # For the keys and values of a step of attention, where nobody says how much memory there is.
 CACHE_BYTES = 1 << 30
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -105,7 +109,7 @@ def _jobs_of(
     problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[Column]
 ) -> Iterator[Job]:
     specs = registry.specs(problem.family, device.family)
-    left_out = _NEVER_SERVES.get((device.kind, problem.family), ())
+    left_out = NEVER_MEASURED.get((device.kind, problem.family), ())
     by_name = {
         spec.backend: spec
         for spec in specs
@@ -179,17 +183,22 @@ def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
 
 
 def in_turns(jobs: Iterable[Job], is_limited: bool) -> list[tuple[Job, ...]]:
-    """Kernels that are timed together, those of one problem. is_limited: first the MAIN_TOKENS and
-    MAIN_STEPS of every problem, then what is left."""
+    """Kernels that are timed together, those of one problem: first what a job says, or where it
+    says nothing and time is limited the MAIN_TOKENS and MAIN_STEPS, then what is left."""
     by_problem: dict[KernelProblem, list[Job]] = {}
     for job in jobs:
         by_problem.setdefault(job.problem, []).append(job)
-    main = {*MAIN_TOKENS, *MAIN_STEPS}
-    passes = [lambda m: m in main, lambda m: m not in main]
     found = []
-    for is_due in passes if is_limited else [lambda m: True]:
+    main: tuple[Column, ...] = (*MAIN_TOKENS, *MAIN_STEPS)
+    for is_first in (True, False):
         for own in by_problem.values():
-            due = [replace(job, tokens=tuple(filter(is_due, job.tokens))) for job in own]
+            due = [_part(job, is_first, main if is_limited else job.tokens) for job in own]
             if group := tuple(job for job in due if job.tokens):
                 found.append(group)
     return found
+
+
+def _part(job: Job, is_first: bool, otherwise: Sequence[Column]) -> Job:
+    """What is due first, or what is left. otherwise: what is first where the job says nothing."""
+    first = otherwise if job.first is None else job.first
+    return replace(job, tokens=tuple(m for m in job.tokens if (m in first) == is_first))
