@@ -455,14 +455,11 @@ _ATTENTION_SECTIONS = [
         "Delta rule: chips, libraries and dtypes",
         "delta_rule",
         {
-            "dtype": ("bf16", "fp16", "fp32"),
-            "heads": ("128", "512"),
-            "libs": ("all", "broken", "no native"),
+            "dtype": ("bf16", "fp32"),
+            "libs": ("all", "broken"),
             "device": DEVICES,
         },
-        lambda dtype, heads, libs, device: ask(
-            delta_rule(dtype=dtype, key_dim=int(heads)), device, libs
-        ),
+        lambda dtype, libs, device: ask(delta_rule(dtype=dtype), device, libs),
     ),
 ]
 SECTIONS = [
