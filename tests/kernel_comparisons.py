@@ -3,8 +3,8 @@
 
 Of every activation scheme that checkpoints of a format allow: a linear layer or experts with odd
 sizes per rank, or whole ones where the kernel takes no others. Attention and cache writes of every
-element type of the cache. Where nothing compiles for long: shards that begin inside a scale block
-in the other direction, and a sliding window, too.
+element type of the cache, the delta rule in every type of activations. Where nothing compiles for
+long: shards that begin inside a scale block in the other direction, and a sliding window, too.
 """
 
 import time
@@ -23,6 +23,7 @@ from vllm.kernels.numerics import WrongResultError
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -52,6 +53,7 @@ EXPERTS = {"num_experts": 16, "top_k": 4, "hidden": 640}
 CUT_EXPERTS = EXPERTS | {"intermediate": 704, "cut": 2}
 WHOLE_EXPERTS = EXPERTS | {"intermediate": 384, "cut_experts": 2}
 HEADS = (28, 4, 128)
+RULE_HEADS = (4, 8, 128, 128)
 WINDOW = 70
 BLOCK_SIZE = 16
 
@@ -104,6 +106,9 @@ class Kernel:
                 yield [AttentionProblem(*HEADS, self.format, dtype, window)]
         elif self.spec.family == "kv_quant":
             yield [KVQuantProblem(*HEADS[1:], self.format, dtype)]
+        elif self.spec.family == "delta_rule":
+            for own in sorted(self.spec.dtypes):
+                yield [DeltaRuleProblem(*RULE_HEADS, own)]
         else:
             size = "[128]" if self.format == "int4-group" else ""
             weight = WeightFormat.parse(self.format + size)
@@ -212,4 +217,5 @@ WRONG = {
     "moe": _wrong_product,
     "attention": _wrong_attention,
     "kv_quant": _wrong_writer,
+    "delta_rule": _wrong_product,
 }

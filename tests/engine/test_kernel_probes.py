@@ -65,6 +65,7 @@ MODELS = {
     "moe": ("qwen3_moe", 1),
     "attention": ("llama", 1),
     "kv_quant": ("llama", 1),
+    "delta_rule": ("qwen3_5", 1),
 }
 
 

@@ -51,6 +51,7 @@ TAKES_TORCH = (
     "vllm/kernels/activations.py",
     "vllm/kernels/cache_numerics.py",
     "vllm/kernels/cuda_ops.py",
+    "vllm/kernels/delta_numerics.py",
     "vllm/kernels/flashinfer/",
     "vllm/kernels/interface.py",
     "vllm/kernels/numerics.py",

@@ -10,6 +10,7 @@ from selection_cases import (
     MODELS,
     ask,
     attention,
+    delta_rule,
     kv_quant,
     linear,
     moe,
@@ -449,6 +450,16 @@ _ATTENTION_SECTIONS = [
             "device": DEVICES,
         },
         lambda cache, heads, libs, device: ask(kv_quant(cache, **_HEADS[heads]), device, libs),
+    ),
+    Section(
+        "Delta rule: chips, libraries and dtypes",
+        "delta_rule",
+        {
+            "dtype": ("bf16", "fp32"),
+            "libs": ("all", "broken"),
+            "device": DEVICES,
+        },
+        lambda dtype, libs, device: ask(delta_rule(dtype=dtype), device, libs),
     ),
 ]
 SECTIONS = [

@@ -17,6 +17,7 @@ from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -87,6 +88,10 @@ def moe(weight: str = "fp8-block", **changes: Any) -> MoEProblem:
 
 def attention(cache: str = "bf16", **changes: Any) -> AttentionProblem:
     return replace(AttentionProblem(16, 2, 128, cache), **changes)
+
+
+def delta_rule(**changes: Any) -> DeltaRuleProblem:
+    return replace(DeltaRuleProblem(16, 32, 128, 128), **changes)
 
 
 def kv_quant(cache: str = "bf16", **changes: Any) -> KVQuantProblem:

@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from selection_cases import DEVICES, FORMATS, MODELS, attention, kv_quant, linear, moe
+from selection_cases import (
+    DEVICES,
+    FORMATS,
+    MODELS,
+    attention,
+    delta_rule,
+    kv_quant,
+    linear,
+    moe,
+)
 
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.machine import NATIVE, Lib, Libs
@@ -62,7 +71,10 @@ kv_quants = st.builds(
     _DTYPES,
     _HEADS,
 )
-problems = st.one_of(linears(), moes(), attentions, kv_quants)
+delta_rules = st.builds(
+    lambda dtype, key_dim: delta_rule(dtype=dtype, key_dim=key_dim), _DTYPES, _HEADS
+)
+problems = st.one_of(linears(), moes(), attentions, kv_quants, delta_rules)
 
 _ARCHS = {
     "deep_gemm": ["sm120"],

@@ -71,7 +71,7 @@ def test_the_weights_of_built_in_models_add_up_to_their_published_size(name, lea
 def formats_by_last_part(name: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for layer, problem in problems_of(builtin_config(name)):
-        if not isinstance(problem, AttentionProblem | KVQuantProblem):
+        if isinstance(problem, LinearProblem | MoEProblem):
             found.setdefault(layer.rpartition(".")[2], set()).add(str(problem.weight))
     return found
 

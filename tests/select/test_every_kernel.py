@@ -12,6 +12,7 @@ from selection_cases import (
     LIBS,
     ask,
     attention,
+    delta_rule,
     kv_quant,
     linear,
     moe,
@@ -63,6 +64,7 @@ def questions():
     layers += [attention(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache, dtype=cache) for cache in ("fp16", "fp32")]
+    layers += [delta_rule(dtype=dtype) for dtype in ("bf16", "fp32")]
     # FlashInfer comes with its binaries.
     groups = [
         [lib for lib in LIBS["all"].libs if lib.name.partition("_")[0] == name.partition("_")[0]]

@@ -22,7 +22,12 @@ from vllm.formats.readers.registry import resolve_quantization
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.problems import layer_problems
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    DeltaRuleProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+)
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
 from vllm.model_executor.model_loader import model_context
@@ -222,6 +227,9 @@ def test_the_ranks_together_do_the_work_of_one(name, tp):
         elif isinstance(problem, MoEProblem):
             assert problem.intermediate * problem.cut == whole[layer].intermediate
             assert (problem.cut, problem.num_experts) == (tp, 8)
+        elif isinstance(problem, DeltaRuleProblem):
+            assert problem.num_key_heads * tp == whole[layer].num_key_heads
+            assert problem.num_value_heads * tp == whole[layer].num_value_heads
         else:
             assert problem.num_heads * tp == whole[layer].num_heads
 

@@ -59,7 +59,20 @@ class ExpertsSpec:
         return self.count.per_rank(ep, "ep"), self.intermediate.per_rank(1 if ep > 1 else tp)
 
 
-Item = LinearSpec | ExpertsSpec | CachedAttention
+@dataclass(frozen=True)
+class DeltaRule:
+    """The gated delta rule of a delta-net."""
+
+    name: str
+    key_heads: Dim
+    states: RecurrentStateSpec
+
+    def per_rank(self, tp: int) -> tuple[int, int]:
+        """Key heads and value heads."""
+        return self.key_heads.per_rank(tp), self.states.heads.per_rank(tp)
+
+
+Item = LinearSpec | ExpertsSpec | CachedAttention | DeltaRule
 """What asks for a kernel."""
 
 
@@ -122,12 +135,15 @@ class DeltaNet:
     in_proj_qkvz: LinearSpec
     in_proj_ba: LinearSpec
     out_proj: LinearSpec
-    key_heads: Dim
-    cache: RecurrentStateSpec
+    rule: DeltaRule
+
+    @property
+    def cache(self) -> RecurrentStateSpec:
+        return self.rule.states
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
+        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj, self.rule
 
 
 @dataclass(frozen=True)
@@ -210,6 +226,8 @@ class Decoder:
                 item.shards("", 0, tp)
             elif isinstance(item, ExpertsSpec):
                 item.per_rank(tp, ep)
+            elif isinstance(item, DeltaRule):
+                item.per_rank(tp)
             else:
                 item.heads.per_rank(tp)
 

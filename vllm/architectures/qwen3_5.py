@@ -15,7 +15,7 @@ from vllm.architectures.build import (
     gated_mlp_of,
     moe,
 )
-from vllm.architectures.decoder import Attention, DeltaNet, FeedForward, MoE
+from vllm.architectures.decoder import Attention, DeltaNet, DeltaRule, FeedForward, MoE
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
 from vllm.architectures.router import Router
@@ -60,13 +60,13 @@ def _delta_net(fields: Fields) -> DeltaNet:
     qkvz = Part("in_proj_qkv", (keys, keys, values)), Part("in_proj_z", (values,))
     ba = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
     taps = fields.optional("linear_conv_kernel_dim", 4)
+    states = RecurrentStateSpec(qkvz[0].dims, taps, values, key_dim, value_dim)
     return DeltaNet(
         "linear_attn",
         LinearSpec("linear_attn.in_proj_qkvz", qkvz, hidden, "column"),
         LinearSpec("linear_attn.in_proj_ba", ba, hidden, "column"),
         linear("linear_attn.out_proj", hidden, values, "row"),
-        keys,
-        RecurrentStateSpec(qkvz[0].dims, taps, values, key_dim, value_dim),
+        DeltaRule("linear_attn.delta_rule", keys, states),
     )
 
 

@@ -37,6 +37,7 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
     # FlashInfer compiles for a minute at the first start (see `KernelSpec.compiles`).
     "attention": ("triton", "flashinfer", "cpu", "torch"),
     "kv_quant": ("rotary", "triton", "cpu", "torch"),
+    "delta_rule": ("triton", "cpu", "torch"),
 }
 
 # By problem family and device family, where the order is another one there.

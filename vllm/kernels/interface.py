@@ -23,6 +23,10 @@ expert of another rank and adds nothing. x is a Tensor, or what the kernel's own
 of one."""
 
 
+DeltaRule: TypeAlias = Callable[..., Tensor]
+"""`gated_delta_rule` of an ops module (see vllm.ops)."""
+
+
 class BatchedMoEKernel(Protocol):
     """A MoE kernel that also takes tokens in a block for each expert, quantised to E4M3 by the rank
     that sent them: neither sorted nor quantised again."""

@@ -19,7 +19,7 @@ from vllm.kernels.backends import emulation
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
-    AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -50,6 +50,9 @@ _FEW_CODES = 1.3
 # not add up to that, so that this is sharper than the error where codes move by a step.
 MAX_GAIN_ERROR = 1e-2
 
+# Of the delta rule with activations of 16 bits, whose products may have the digits of TF32.
+_MAX_ERROR_OF_TF32 = 4e-3
+
 # Rows of NaN behind the input: a kernel that reads past its end has NaN in its output.
 _NUM_POISONED_ROWS = 160
 
@@ -63,7 +66,9 @@ def max_error(problem: Problem, act: ActScheme | None = None) -> float:
     limit = MAX_ERROR[problem.dtype]
     if isinstance(problem, KVQuantProblem) and problem.format == "fp8":
         return float((limit * _E4M3_STEP) ** 0.5)
-    if isinstance(problem, LinearProblem | AttentionProblem | KVQuantProblem):
+    if isinstance(problem, DeltaRuleProblem) and problem.dtype != "fp32":
+        return max(limit, _MAX_ERROR_OF_TF32)
+    if not isinstance(problem, MoEProblem):
         return limit
     if act in (None, ActScheme.NONE):
         return _MOE_ROUNDINGS * limit

@@ -7,7 +7,7 @@ or a GPU. Where the engine runs an architecture, names, order and problems equal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.architectures.decoder import CachedAttention, ExpertsSpec, Item
+from vllm.architectures.decoder import CachedAttention, DeltaRule, ExpertsSpec, Item
 from vllm.architectures.explained import Layers
 from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.registry import describe, dtype_field, text_config
@@ -18,6 +18,7 @@ from vllm.formats.readers.layer_names import LayerNames
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -114,6 +115,11 @@ def attention_problems(
     )
 
 
+def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem:
+    states = spec.states
+    return DeltaRuleProblem(*spec.per_rank(tp), states.key_dim, states.value_dim, dtype)
+
+
 # ---------------------------------------------------------------- all layers
 
 
@@ -157,6 +163,8 @@ def layer_problems(
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
+        if isinstance(item, DeltaRule):
+            return (delta_rule_problem(item, tp, dtype),)
         return attention_problems(item, tp, kv_format, dtype)
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs

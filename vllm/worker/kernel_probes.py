@@ -2,8 +2,8 @@
 
 Linear layers and experts: the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes
 and alignments of shards stay. A linear kernel that is compiled at run time has the layer's own
-sizes: others would be compiled for the probe alone. Attention: the layer's own heads, window and
-pages, and short requests.
+sizes: others would be compiled for the probe alone. Attention and the delta rule: the layer's own
+heads, of attention its window and pages, and short requests.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +14,7 @@ import torch
 
 from vllm.kernels import registry
 from vllm.kernels.cache_numerics import attention_comparison, write_comparison
+from vllm.kernels.delta_numerics import delta_rule_comparison
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import running, stand_in
 from vllm.kernels.make_kernel import make_linear, make_moe
@@ -22,6 +23,7 @@ from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Record
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -62,6 +64,8 @@ class Probe:
             return attention_comparison(problem, backend, self.block_size, device)
         if isinstance(problem, KVQuantProblem):
             return write_comparison(problem, backend, self.block_size, device)
+        if isinstance(problem, DeltaRuleProblem):
+            return delta_rule_comparison(problem, backend, device)
         return self._products(problem, device)
 
     def _products(
@@ -123,6 +127,8 @@ def probe_of(
     version = version_of(spec, selection.libs, selection.device)
     code = f"{selection.device} vllm {__version__} {candidate.backend} {version}"
     problem = decision.problem
+    if isinstance(problem, DeltaRuleProblem):
+        return Probe(f"{code}: {problem}", problem, candidate, decision)
     if isinstance(problem, AttentionProblem | KVQuantProblem):
         name = f"{code}: {problem}, pages of {block_size}"
         return Probe(name, problem, candidate, decision, block_size=block_size)

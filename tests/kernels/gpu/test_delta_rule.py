@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
+from vllm.kernels.delta_numerics import delta_rule_comparison
+from vllm.kernels.numerics import max_error
+from vllm.kernels.select.problem import DeltaRuleProblem
 from vllm.kernels.triton import delta_rule as kernels
 
 pytestmark = MARKS
@@ -131,6 +134,13 @@ def assert_close(case, run, wanted: Tensor, states: dict[int, Tensor], tolerance
 def test_outputs_and_states_are_those_of_the_recurrence(step, sizes):
     case = rule_case(step, *sizes)
     assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
+def test_it_passes_the_comparison_of_a_start(dtype, sizes):
+    problem = DeltaRuleProblem(KEY_HEADS, HEADS, *sizes, dtype)
+    assert delta_rule_comparison(problem, "triton", torch.device(DEVICE))() < max_error(problem)
 
 
 @pytest.mark.parametrize("decay_rate", (1e-4, 0))

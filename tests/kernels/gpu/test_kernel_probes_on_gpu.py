@@ -42,8 +42,12 @@ def test_a_kernel_computes_what_the_reference_does(machine, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["linear/torch/bf16", "moe/triton/bf16", "attention/triton/bf16", "kv_quant/triton/fp8"]
-)
+    "name",
+    [
+        "linear/torch/bf16", "moe/triton/bf16", "attention/triton/bf16", "kv_quant/triton/fp8",
+        "delta_rule/triton/fp32",
+    ],
+)  # fmt: skip
 def test_a_kernel_that_is_wrong_by_3_percent_is_found(machine, monkeypatch, name):
     family, backend, _ = name.split("/")
     module = registry.backend(backend)

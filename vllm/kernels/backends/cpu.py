@@ -7,6 +7,7 @@ from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -19,7 +20,13 @@ from vllm.machine import NATIVE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import (
+        DeltaRule,
+        LinearKernel,
+        LinearTensors,
+        MoEKernel,
+        MoETensors,
+    )
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _Spec = partial(
@@ -45,6 +52,12 @@ SPECS = (
     _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",)),
     _Cache(family="attention", native=("cpu_attention",)),
     _Cache(family="kv_quant", native=("cpu_cache_write",)),
+    _Spec(
+        family="delta_rule",
+        formats=shared.STATES,
+        native=("cpu_delta_net",),
+        check=shared.delta_rule_heads,
+    ),
 )
 
 
@@ -90,3 +103,9 @@ def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.ops import cpu_ops
 
     return cpu_ops.reshape_and_cache
+
+
+def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
+    from vllm.ops import cpu_ops
+
+    return cpu_ops.gated_delta_rule

@@ -8,7 +8,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis
 from vllm.formats.scales import Scales
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import DeltaRuleProblem, LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason, Why
 from vllm.utils.math_utils import cdiv
 
@@ -28,6 +28,7 @@ WEIGHTS = FLOATS | {
     "int8-group",
 }
 CACHES = FLOATS | {"fp8"}
+STATES = frozenset({"fp32"})  # of the delta rule
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
 # Code for 8.0 runs on every later chip of its major version; the others need their own.
@@ -54,6 +55,12 @@ NVFP4: dict[str, Any] = {
 def shape_reasons(*checks: tuple[bool, str]) -> list[Reason]:
     """Of checks (is it refused, why) those that refuse."""
     return [Reason(Why.SHAPE, text) for is_refused, text in checks if is_refused]
+
+
+def delta_rule_heads(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, DeltaRuleProblem)
+    most = max(problem.key_dim, problem.value_dim)
+    return shape_reasons((most > 256, f"heads of {most} are larger than 256"))
 
 
 def nvfp4_parts(align: int, problem: Problem) -> list[Reason]:

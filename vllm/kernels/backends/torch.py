@@ -4,16 +4,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.backends.shared import CACHES, FLOATS, WEIGHTS
+from vllm.kernels.backends.shared import CACHES, FLOATS, STATES, WEIGHTS
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    AttentionProblem,
+    DeltaRuleProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+)
 from vllm.kernels.select.spec import KernelSpec
 from vllm.utils.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import (
+        DeltaRule,
+        LinearKernel,
+        LinearTensors,
+        MoEKernel,
+        MoETensors,
+    )
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _Spec = partial(
@@ -40,6 +52,7 @@ SPECS = (
     _Spec(family="moe", formats=WEIGHTS),
     _Spec(family="attention", formats=CACHES, waits=True),
     _Spec(family="kv_quant", formats=CACHES, waits=True),
+    _Spec(family="delta_rule", formats=STATES, waits=True),
 )
 
 
@@ -109,6 +122,12 @@ def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
         torch_ops.reshape_and_cache(k, v, *_as_on_cpu(k_cache, v_cache), slots, *scales)
 
     return write
+
+
+def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
+    from vllm.ops import torch_ops
+
+    return torch_ops.gated_delta_rule
 
 
 def _as_on_cpu(k_cache: "Tensor", v_cache: "Tensor") -> "tuple[Tensor, Tensor]":

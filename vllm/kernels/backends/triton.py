@@ -1,4 +1,4 @@
-"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes."""
+"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes, delta rule."""
 
 from functools import partial
 from math import gcd
@@ -8,6 +8,7 @@ from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
+    DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
     MoEProblem,
@@ -17,7 +18,13 @@ from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
-    from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
+    from vllm.kernels.interface import (
+        DeltaRule,
+        LinearKernel,
+        LinearTensors,
+        MoEKernel,
+        MoETensors,
+    )
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _FP8 = frozenset({"fp8"})
@@ -70,6 +77,8 @@ SPECS = (
     _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads),
     _Spec(family="kv_quant", formats=shared.HALF),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
+    # Its products have the digits of TF32: too few for activations in float32.
+    _Spec(family="delta_rule", formats=shared.STATES, check=shared.delta_rule_heads),
 )
 
 # Formats that `moe` has code for.
@@ -112,3 +121,9 @@ def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.kernels.triton.attention import reshape_and_cache
 
     return reshape_and_cache
+
+
+def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
+    from vllm.kernels.triton.delta_rule import gated_delta_rule
+
+    return gated_delta_rule

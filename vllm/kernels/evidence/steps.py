@@ -2,17 +2,15 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 from vllm.kernels.select.problem import AttentionProblem
+from vllm.utils.dataclasses import dataclass, replace
 
-_NAME = re.compile(
-    r"[a-z]+ (?:(?P<prompt>\d+)(?:\+|$))?(?:(?P<decodes>\d+)x(?P<context>\d+))?", re.ASCII
-)
+_NAME = r"[a-z]+ (?:(\d+)(?:\+|$))?(?:(\d+)x(\d+))?"  # prompt, decodes, context
 _ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """prompt: tokens of a whole prompt, 0 for none. decodes: requests with one new token each.
     context: keys of each of those, the new one included."""
@@ -24,7 +22,7 @@ class Step:
     @classmethod
     def parse(cls, name: str) -> "Step":
         """From `decode 16x1024`, `prompt 512` or `mixed 512+32x1024`; ValueError for any other."""
-        match = _NAME.fullmatch(name)
+        match = re.fullmatch(_NAME, name, re.ASCII)
         step = cls(*(int(number or 0) for number in match.groups())) if match else cls()
         if not step.num_tokens or step.name != name or (step.decodes and not step.context):
             raise ValueError(
@@ -79,7 +77,7 @@ STEPS = {
 }  # fmt: skip
 MAIN_STEPS = STEPS["cuda"][:5]
 # What attention reads in such a step is compared with the weights that other layers read.
-TYPICAL = Step.parse("decode 16x1024")
+TYPICAL = Step(decodes=16, context=1024)
 
 
 def fitting(problem: AttentionProblem, device_kind: str, most_bytes: int) -> list[str]:

@@ -86,8 +86,8 @@ def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Re
         reasons = _linear_reasons(spec, problem, fit)
     elif isinstance(problem, MoEProblem):
         reasons = _moe_reasons(spec, problem, fit)
-    elif problem.variant and problem.variant not in spec.variants:
-        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {problem.variant}")]
+    elif (variant := getattr(problem, "variant", "")) and variant not in spec.variants:
+        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {variant}")]
     else:
         reasons = []
     return reasons + spec.check(problem) if spec.check is not None else reasons

@@ -139,7 +139,7 @@ def _fits_text(problem: LinearProblem | MoEProblem) -> str:
 
 
 class _CacheProblem:
-    """What problems of a KV cache share."""
+    """What problems of a KV cache or of recurrent states share."""
 
     __slots__ = ()
 
@@ -204,4 +204,24 @@ def _variant_text(variant: str) -> str:
     return f", {variant}" if variant else ""
 
 
-Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem
+@dataclass(frozen=True)
+class DeltaRuleProblem(_CacheProblem):
+    """The gated delta rule over a recurrent state of each request, sizes per rank; `format` is the
+    element type of the states."""
+
+    family: ClassVar[str] = "delta_rule"
+    format: ClassVar[str] = "fp32"
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        keys = f"{self.num_key_heads} key heads of {self.key_dim}"
+        values = f"{self.num_value_heads} value heads of {self.value_dim}"
+        return f"delta_rule {keys}, {values} {self.dtype}"
+
+
+Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem | DeltaRuleProblem

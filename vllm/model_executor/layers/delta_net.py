@@ -8,11 +8,15 @@ from torch import Tensor, nn
 
 from vllm.architectures.decoder import DeltaNet
 from vllm.architectures.sharding import Dim
+from vllm.kernels import registry
 from vllm.kernels.activations import Activation, InputQuant
+from vllm.kernels.interface import DeltaRule
+from vllm.kernels.problems import delta_rule_problem
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.linear import Linear, linear_layer
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 from vllm.ops.paged_attention import zeros_on_demand
+from vllm.utils.torch_utils import SHORT_NAMES
 
 
 class GatedDeltaNet(nn.Module):
@@ -31,8 +35,7 @@ class GatedDeltaNet(nn.Module):
         self.group, self.ops = ctx.parallel.tensor, ctx.ops
         self.spec, self.cache_spec = spec, spec.cache
         self.prefix, self.dtype = prefix + spec.name, ctx.dtype
-        self.num_key_heads = spec.key_heads.per_rank(self.group.size)
-        self.num_value_heads = spec.cache.heads.per_rank(self.group.size)
+        self.num_key_heads, self.num_value_heads = spec.rule.per_rank(self.group.size)
         self.key_dim, self.value_dim = spec.cache.key_dim, spec.cache.value_dim
         self.taps = spec.cache.taps
         self.eps = ctx.decoder.rms_norm_eps
@@ -45,6 +48,12 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = empty_parameter(self.num_value_heads, dtype=torch.float32)
         self.norm_weight = empty_parameter(self.value_dim, dtype=torch.float32)
         self.conv_state = self.state = torch.empty(0)
+        self.rule_name = prefix + spec.rule.name
+        problem = delta_rule_problem(spec.rule, self.group.size, SHORT_NAMES[ctx.dtype])
+        self.decision = ctx.selection.choose(self.rule_name, problem)
+
+    def make_kernel(self) -> None:
+        self.rule: DeltaRule = registry.maker(self.decision).delta_rule(self.decision.problem)
 
     def slots(self) -> dict[str, Slot]:
         return {
@@ -119,7 +128,7 @@ class GatedDeltaNet(nn.Module):
         b, a = self.in_proj_ba(gates).chunk(2, 1)
         qkv = self.ops.causal_conv1d(qkv, self.conv_weight, self.conv_state, *requests)
         q, k, v = qkv.split((key_size, key_size, value_size), 1)
-        y = self.ops.gated_delta_rule(
+        y = self.rule(
             q.unflatten(1, (self.num_key_heads, self.key_dim)),
             k.unflatten(1, (self.num_key_heads, self.key_dim)),
             v.unflatten(1, (self.num_value_heads, self.value_dim)),
