@@ -41,6 +41,7 @@ SCHEMES = {
     "fp8-block": (ActScheme.DYNAMIC_GROUP128,),
     "fp8-tensor": (ActScheme.STATIC_TENSOR, ActScheme.DYNAMIC_TOKEN),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
+    "mxfp8": (ActScheme.MXFP8_GROUP32,),
     "nvfp4": (ActScheme.NVFP4_GROUP16,),
     "int4-group": (ActScheme.NONE, ActScheme.DYNAMIC_TOKEN),
 }

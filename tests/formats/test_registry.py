@@ -36,6 +36,7 @@ REGISTRIES = {
 }
 ARITHMETIC = {
     "_custom_ops.py",
+    "model_executor/layers/quantization/mxfp8.py",
     "model_executor/layers/quantization/nvfp4.py",
     "model_executor/layers/quantization/int4.py",
     "model_executor/layers/quantization/int8.py",

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from checkpoint_layouts import CT, LAYOUTS, is_expert, is_projection, store, store_each
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_qwen3_moe import (
     PROMPT,
     load,
@@ -297,9 +297,7 @@ def entry(algorithm, **more):
         ),
     ],
 )
-def test_a_wrong_table_of_layers_is_refused_before_a_weight_is_read(
-    stored, tmp_path, capsys, layers, says
-):
+def test_a_wrong_table_of_layers_is_refused_before_a_weight_is_read(stored, tmp_path, layers, says):
     source, folder, _ = stored("qwen3_moe")
     config = mixed(source, quantized_layers=layers)
     tensors = load_file(folder / "model.safetensors")
@@ -378,4 +376,3 @@ def test_tensors_of_another_algorithm_than_the_entrys_are_refused(stored, tmp_pa
         write(source, tmp_path, tensors, quantization_config=config),
         r"lacks model.layers.1.mlp.down_proj.weight_scale_2",
     )
-    save_file(tensors, tmp_path / "model.safetensors")

@@ -17,14 +17,16 @@ from test_qwen3_moe import (
     reference_logprobs,
     write,
 )
-from weight_only_cases import wide_of
+from weight_only_cases import make_linear, wide_of
 
 from vllm.entrypoints.cli.main import main
 from vllm.errors import CheckpointError
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.scales import Scales
 from vllm.kernels.backends import emulation
 from vllm.kernels.numerics import LinearCase
 from vllm.model_executor.quantize import quantize_checkpoint
+from vllm.ops.scale_rounding import requant_error, with_scales_of_type
 from vllm.utils.fp8 import ue8m0_decode, ue8m0_encode
 
 
@@ -49,6 +51,13 @@ def test_groups_of_zeros_and_of_the_least_numbers_are_kept():
     weight[0, 3], weight[1, 40] = 2.0**-130, 448 * 2.0**100
     codes, scales = LAYOUTS["ct-mxfp8"][0](weight + 0)[0].values()
     assert bool(codes.float().isfinite().all()) and scales[1, 1] == 127 + 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_that_round_scales_leave_exponents_alone(dtype):
+    tensors, _ = make_linear("mxfp8", (48, 16), 128)
+    assert with_scales_of_type(tensors, dtype) is tensors
+    assert requant_error(tensors, Scales.ACTIVATION, dtype).is_exact
 
 
 def test_a_scale_may_be_stored_as_the_type_of_its_own(source, tmp_path):

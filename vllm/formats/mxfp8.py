@@ -2,6 +2,7 @@
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.description import FormatDescription, QuantizeOption, StoredTensor
+from vllm.formats.scales import Scales
 
 GROUP = 32
 
@@ -14,6 +15,7 @@ FORMAT = FormatDescription(
     ),
     per_scale=(1, GROUP),
     act=(ActScheme.MXFP8_GROUP32, ActScheme.NONE),
+    rounded_scales=Scales.ACTIVATION,
     quantize=QuantizeOption(
         "mxfp8", f"E4M3 with a power-of-two scale per {GROUP} columns", is_whole=True
     ),

@@ -54,11 +54,12 @@ def requant_error(tensors: LinearTensors, scales: str, dtype: torch.dtype) -> Re
 def with_scales_of_type(tensors: LinearTensors, dtype: torch.dtype) -> LinearTensors:
     """The weight with scales that `dtype` holds, each times one power of two (`unit_of`).
 
-    Left alone: blocks, and one scale for all rows, which kernels take in float32; so are the E4M3
-    scales of nvfp4 and a global scale that its shards share. FP8 shards with different scales come
-    back with one per row.
+    Left alone: blocks, UE8M0, and one scale for all rows, which kernels take in float32; so are the
+    E4M3 scales of nvfp4 and a global scale that its shards share. FP8 shards with different scales
+    come back with one per row.
     """
-    if tensors.format.scale == "block":
+    is_ue8m0 = tensors.scales is not None and tensors.scales.dtype == torch.uint8
+    if tensors.format.scale == "block" or is_ue8m0:
         return tensors
     if tensors.global_scales is not None:
         factors = tensors.global_scales
