@@ -19,6 +19,7 @@ _BUILTIN = (
     fp8_channel.FORMAT,
     nvfp4.FORMAT,
     int4.FORMAT,
+    int4.CHANNEL,
     int8.CHANNEL,
     int8.GROUP,
     mxfp4.FORMAT,
