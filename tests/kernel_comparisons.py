@@ -42,6 +42,7 @@ SCHEMES = {
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
     "nvfp4": (ActScheme.NVFP4_GROUP16,),
     "int4-group": (ActScheme.NONE, ActScheme.DYNAMIC_TOKEN),
+    "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.STATIC_TENSOR_INT8),
 }
 FLOATS = ("bf16", "fp16", "fp32")
 # Shards of 128 rows, or columns, and a half, which begin inside scale blocks; and whole weights.
@@ -105,7 +106,7 @@ class Kernel:
         elif self.spec.family == "kv_quant":
             yield [KVQuantProblem(*HEADS[1:], self.format, dtype)]
         else:
-            size = "[128]" if self.format == "int4-group" else ""
+            size = "[128]" if self.format.endswith("-group") else ""
             weight = WeightFormat.parse(self.format + size)
             for scheme in SCHEMES.get(self.format, (ActScheme.NONE,)):
                 act = tuple(dict.fromkeys((scheme, ActScheme.NONE)))

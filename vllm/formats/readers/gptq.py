@@ -16,8 +16,7 @@ WHOLE_ROW = -1
 """Of group_size: one scale for each row."""
 _BITS = {4: (int4.FORMAT, int4.CHANNEL), 8: (int8.GROUP, int8.CHANNEL)}
 _GROUP_SIZES = (*int4.GROUPS, WHOLE_ROW)
-# Values of checkpoint_format and of `TensorNames.packing`: zero points are stored less 1, or as they
-# are.
+# Values of checkpoint_format and `TensorNames.packing`: zero points are stored less 1, or whole.
 _PACKINGS = ("gptq", "gptq_v2")
 
 
