@@ -192,6 +192,54 @@ def awq(group):
     return build
 
 
+def gptq_codes(weight, bits, group, sym):
+    """(codes, zero points, scales, float32 weight) with codes and zero points of `bits` bits, and
+    zero points of 0 and of the greatest code among them."""
+    top, groups = 2**bits - 1, weight.reshape(len(weight), -1, group)
+    low, high = groups.min(-1).clip(max=0), groups.max(-1).clip(min=0)
+    span = 2 * np.maximum(-low, high) if sym else high - low
+    scales = torch.from_numpy(span / np.float32(top)).to(torch.float16)
+    step = as_float(scales)
+    zeros = np.full_like(step, 2 ** (bits - 1)) if sym else np.rint(-low / step).clip(0, top)
+    if not sym:
+        zeros[0, 0], zeros[3, 0] = 0, top
+    codes = (np.rint(groups / step[..., None]) + zeros[..., None]).clip(0, top)
+    wanted = ((codes - zeros[..., None]) * step[..., None]).reshape(weight.shape)
+    return codes.reshape(weight.shape), zeros, scales, wanted.astype(np.float32)
+
+
+def gptq_ints(codes, bits):
+    """Codes along the last axis in int32, the first in the lowest bits."""
+    words = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 32 // bits)
+    packed = sum(words[..., i] << np.uint32(bits * i) for i in range(32 // bits))
+    return torch.from_numpy(np.ascontiguousarray(packed).view(np.int32))
+
+
+def gptq(bits=4, group=128, sym=True, is_v2=False, order=None):
+    """order: of the columns of a weight [N, K], for weights in activation order."""
+
+    def build(weight):
+        size = weight.shape[1] if group == -1 else group
+        columns = np.arange(weight.shape[1]) if order is None else order(weight.shape[1])
+        codes, zeros, scales, sorted_weight = gptq_codes(weight[:, columns], bits, size, sym)
+        back = np.argsort(columns)
+        qzeros = gptq_ints(zeros.T, bits)
+        if not is_v2:
+            qzeros = qzeros - {4: 0x11111111, 8: 0x01010101}[bits]
+        return {
+            "qweight": gptq_ints(codes[:, back], bits).T.contiguous(),
+            "qzeros": qzeros,
+            "scales": scales.T.contiguous(),
+            "g_idx": torch.from_numpy((np.arange(weight.shape[1]) // size)[back].astype(np.int32)),
+        }, np.ascontiguousarray(sorted_weight[:, back])
+
+    return build
+
+
+def gptq_config(**fields):
+    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False} | fields
+
+
 def groups_of(stored, weights, inputs=None):
     return CT | {
         "format": stored,
@@ -272,6 +320,17 @@ LAYOUTS = {
     "awq-32": (
         awq(32),
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"},
+    ),
+    "gptq-128": (gptq(), gptq_config(sym=True, lm_head=False, checkpoint_format="gptq")),
+    "gptq-32-zeros": (gptq(group=32, sym=False), gptq_config(group_size=32, sym=False)),
+    "gptq-channel": (gptq(group=-1), gptq_config(group_size=-1, desc_act=True)),
+    "gptq8-64-zeros-v2": (
+        gptq(8, 64, sym=False, is_v2=True),
+        gptq_config(bits=8, group_size=64, sym=False, checkpoint_format="gptq_v2"),
+    ),
+    "gptq8-channel-zeros": (
+        gptq(8, -1, sym=False),
+        gptq_config(bits=8, group_size=-1, sym=False),
     ),
 }
 

@@ -44,6 +44,7 @@ SCHEMES = {
     "mxfp8": (ActScheme.MXFP8_GROUP32,),
     "nvfp4": (ActScheme.NVFP4_GROUP16,),
     "int4-group": (ActScheme.NONE, ActScheme.DYNAMIC_TOKEN),
+    "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.STATIC_TENSOR_INT8),
 }
 FLOATS = ("bf16", "fp16", "fp32")
 # Shards of 128 rows, or columns, and a half, which begin inside scale blocks; and whole weights.
@@ -111,7 +112,7 @@ class Kernel:
             for own in sorted(self.spec.dtypes):
                 yield [DeltaRuleProblem(*RULE_HEADS, own)]
         else:
-            size = "[128]" if self.format == "int4-group" else ""
+            size = "[128]" if self.format.endswith("-group") else ""
             weight = WeightFormat.parse(self.format + size)
             for scheme in SCHEMES.get(self.format, (ActScheme.NONE,)):
                 act = tuple(dict.fromkeys((scheme, ActScheme.NONE)))

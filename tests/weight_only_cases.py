@@ -7,7 +7,7 @@ from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group[32]",
-           "int4-group[128]")  # fmt: skip
+           "int4-group[128]", "int4-channel")  # fmt: skip
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
 FP8 = torch.float8_e4m3fn
 
@@ -37,9 +37,9 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
         tensors.scales = scales.view(FP8)
         tensors.global_scales = (torch.rand(len(shards), device=device) + 0.1) * 1e-4
         return tensors, wide_of(tensors)
-    groups = -(-k // weight_format.block[1])
+    groups = -(-k // weight_format.columns_per_scale(k))
     tensors.scales = (torch.rand(n, groups, device=device) * 1e-2 + 1e-3).half().float()
-    if weight_format.block[1] == 32:
+    if name in ("int4-group[32]", "int4-channel"):
         zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, device=device)
         tensors.zero_points = zeros
     return tensors, wide_of(tensors)

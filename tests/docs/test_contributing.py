@@ -146,7 +146,7 @@ def write_as_int8(model: Path, folder: Path) -> tuple[Path, Path]:
         shutil.copytree(model, target)
         save_file(tensors, target / file.name, {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "int8"}
+    config["quantization_config"] = {"quant_method": "example8"}
     (quantised / "config.json").write_text(json.dumps(config))
     return quantised, same_values
 
@@ -165,5 +165,5 @@ def test_a_weight_format_of_another_package_is_explained_and_served(model, tmp_p
     explained, used = printed.split(END + "\n")
     assert "example8" in explained
     chosen, in_int8, chosen_again, in_float = used.splitlines()
-    assert chosen == chosen_again == "int8-channel example8"
+    assert chosen == chosen_again == "example8-channel example8"
     assert in_int8 == in_float

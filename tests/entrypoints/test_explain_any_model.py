@@ -155,11 +155,11 @@ def test_experts_of_another_activation_are_rejected_by_every_kernel(run):
 
 
 def test_quantisation_that_is_not_read_leaves_its_layers_out_and_says_which(run, tmp_path):
-    quantization = {"quant_method": "gptq", "bits": 4, "modules_to_not_convert": ["down_proj"]}
+    quantization = {"quant_method": "hqq", "bits": 4, "modules_to_not_convert": ["down_proj"]}
     content = TINY | {"model_type": "llama", "quantization_config": quantization}
     code, out, err = run(folder_of(tmp_path, content), *SM_100, "--json")
     model = json.loads(out)["model"]
-    assert code == 1 and "3 layers are stored as gptq, which is not read here" in err
+    assert code == 1 and "3 layers are stored as hqq, which is not read here" in err
     assert model["served"] is False
     assert "model.layers.0.mlp.gate_up_proj" in model["notes"][0]
     layers = {layer for d in json.loads(out)["decisions"] for layer in d["layers"]}

@@ -173,7 +173,8 @@ def test_nan_among_fp8_weights_is_refused(fp8_folder):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; it takes fp8, "),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; .* --format int8"),
         ({}, "quant_method None"),
         ({"quant_method": ["fp8"]}, "quant_method .*fp8.* is not supported"),
         ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert = 5"),
@@ -198,7 +199,7 @@ def test_a_quantisation_we_do_not_know_is_refused(folder, config, says):
 
 
 def test_asking_for_another_quantisation_than_the_checkpoints_is_refused(fp8_folder):
-    assert "fp8" in refused(fp8_folder, "unknown", ConfigError, quantization="gptq")
+    assert "fp8" in refused(fp8_folder, "unknown", ConfigError, quantization="hqq")
     assert "fp8" in refused(fp8_folder, "contradicts", ConfigError, quantization="awq")
 
 

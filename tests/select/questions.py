@@ -34,6 +34,8 @@ _STATES = ((16, 32, 128, 128), (16, 64, 128, 128), (2, 4, 24, 20))
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TOKEN = {**FP8_WEIGHTS, "strategy": "token", "dynamic": True}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_TOKEN = {"strategy": "token", "dynamic": True}
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
@@ -71,6 +73,10 @@ _QUANTIZATIONS: tuple[dict[str, Any] | None, ...] = (
     compressed("pack-quantized", _INT4, None),
     compressed("pack-quantized", _INT4 | {"symmetric": False}, FP8_TOKEN),
     {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    compressed("int-quantized", _INT8 | {"strategy": "channel"}, _INT8 | _TOKEN),
+    {"quant_method": "hqq", "bits": 4, "group_size": 128},
 )
 # Where a quant_method lists the layers that are not quantised.
 _LISTS = {"fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "modelopt": "ignore",

@@ -373,8 +373,8 @@ def test_impossible_sizes_are_refused_by_name(shape):
 
 
 def test_a_config_that_no_reader_takes_still_says_what_is_quantised():
-    unread = UnreadConfig({"quant_method": "gptq", "modules_to_not_convert": ["down_proj"]}, "why")
-    assert unread.format == "gptq"
+    unread = UnreadConfig({"quant_method": "hqq", "modules_to_not_convert": ["down_proj"]}, "why")
+    assert unread.format == "hqq"
     assert unread.is_quantised(["model.layers.0.mlp.up_proj"])
     assert not unread.is_quantised(["model.layers.0.mlp.down_proj"])
     assert not unread.is_quantised(["lm_head"])

@@ -99,10 +99,10 @@ def test_a_model_is_measured_by_its_layers_and_a_total_limit_stops_in_time(vllm)
 
 
 def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
-    config = builtin_config("Qwen3-8B-FP8") | {"quantization_config": {"quant_method": "gptq"}}
+    config = builtin_config("Qwen3-8B-FP8") | {"quantization_config": {"quant_method": "hqq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["kernels", "tune", str(tmp_path), "--plan"]) == 2
-    assert "layers are stored as gptq, which is not read here" in capsys.readouterr().err
+    assert "layers are stored as hqq, which is not read here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,27 @@
-"""int4 in groups of columns, each with a float32 scale and a zero point, or 8 for all."""
+"""int4 in groups of columns, each with a float32 scale and a zero point, or 8 for all; or with
+one scale for each row."""
 
-from vllm.formats.description import OF_TEXT, FormatDescription, QuantizeOption, StoredTensor
+from vllm.formats.description import (
+    OF_TEXT,
+    WHOLE,
+    FormatDescription,
+    QuantizeOption,
+    StoredTensor,
+)
 from vllm.formats.scales import Scales
 
 GROUPS = (32, 64, 128)
 
+_TENSORS = (
+    StoredTensor("weight", "uint8", "code"),
+    StoredTensor("scales", "float32", "scale"),
+    StoredTensor("zero_points", "uint8", "scale", is_optional=True),
+)
+
 FORMAT = FormatDescription(
     element="int4",
     scale="group",
-    tensors=(
-        StoredTensor("weight", "uint8", "code"),
-        StoredTensor("scales", "float32", "scale"),
-        StoredTensor("zero_points", "uint8", "scale", is_optional=True),
-    ),
+    tensors=_TENSORS,
     per_scale=(1, OF_TEXT),
     sizes=tuple((1, group) for group in GROUPS),
     codes_per_byte=2,
@@ -23,4 +32,13 @@ FORMAT = FormatDescription(
         sizes=tuple((1, group) for group in reversed(GROUPS)),
         is_whole=True,
     ),
+)
+
+CHANNEL = FormatDescription(
+    element="int4",
+    scale="channel",
+    tensors=_TENSORS,
+    per_scale=(1, WHOLE),
+    codes_per_byte=2,
+    rounded_scales=Scales.ACTIVATION,
 )

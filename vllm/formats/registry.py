@@ -30,6 +30,7 @@ _BUILTIN = (
     mxfp8.FORMAT,
     nvfp4.FORMAT,
     int4.FORMAT,
+    int4.CHANNEL,
     int8.CHANNEL,
     int8.GROUP,
     mxfp4.FORMAT,

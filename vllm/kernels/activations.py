@@ -160,6 +160,18 @@ class QuantizingKernel:
 
 
 @dataclass(frozen=True, slots=True)
+class ReorderedInput:
+    """A linear kernel whose weight has its columns in another order than x. It takes x as floats:
+    what quantises x before the layer would do so in x's own order. columns: int64 [K], of x."""
+
+    kernel: LinearKernel
+    columns: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernel(x.index_select(1, self.columns))
+
+
+@dataclass(frozen=True, slots=True)
 class KernelByTokens:
     """One kernel for each range of M. parts: (largest M, kernel), ascending; None for no limit.
     Kernels of experts take the router's choice besides.

@@ -63,6 +63,9 @@ class LinearTensors:
     in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) * scale;
     zero_points None: 8 everywhere.
 
+    columns: int64 [K], where the weight holds columns in another order than x: which of x's each
+    is; None for x's own order. `make_linear` reorders x, so that no kernel sees it.
+
     A rank's part of a larger weight may begin inside a scale block: by row_offsets rows in each
     shard (() for none anywhere) and by column_offset columns. Its scales are those of all blocks
     that it touches.
@@ -78,6 +81,7 @@ class LinearTensors:
     zero_points: Tensor | None = None
     row_offsets: tuple[int, ...] = ()
     column_offset: int = 0
+    columns: Tensor | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -91,7 +95,8 @@ class LinearTensors:
     @property
     def block_k(self) -> int:
         """Columns of the weight that share one of `row_scales`."""
-        block = self.format.columns_per_scale(self.weight.shape[1])
+        num_columns = self.weight.shape[1] * self.format.description.codes_per_byte
+        block = self.format.columns_per_scale(num_columns)
         return gcd(block, self.column_offset) if self.column_offset else block
 
     def row_scales(self) -> Tensor | None:

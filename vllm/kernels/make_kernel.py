@@ -33,7 +33,11 @@ def make_linear(decision: Decision, tensors: "LinearTensors") -> "LinearKernel":
         return KernelWhenReady(kernel, until_then, ready.is_ready(decision, name))
 
     kernel: LinearKernel = _by_tokens(decision, make)
-    return kernel
+    if tensors.columns is None:
+        return kernel
+    from vllm.kernels.activations import ReorderedInput
+
+    return ReorderedInput(kernel, tensors.columns)
 
 
 def make_moe(decision: Decision, tensors: "MoETensors") -> "MoEKernel":

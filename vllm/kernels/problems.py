@@ -42,7 +42,9 @@ class Quantization(Protocol):
     is_mixed: bool
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
-    def misfit(self, names: Sequence[str], rows: Sequence[int], columns: int) -> str: ...
+    def misfit(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, is_cut: bool
+    ) -> str: ...
     def requant_error(self, weight: WeightFormat) -> float | None: ...
 
 
@@ -191,13 +193,16 @@ def first_misfit(
             continue
         if isinstance(item, ExpertsSpec):
             _, inner = item.per_rank(tp, ep)
-            shapes = [((inner, inner), item.hidden), ((item.hidden,), inner)]
+            is_cut = inner < item.intermediate.size
+            shapes = [((inner, inner), item.hidden, False), ((item.hidden,), inner, is_cut)]
         else:
             assert isinstance(item, LinearSpec)
             regions = [region for _, region in item.shards("", 0, tp)]
-            shapes = [(tuple(r.shape[0] for r in regions), regions[0].shape[1])]
-        for rows, columns in shapes:
-            if text := quant_config.misfit(names, rows, columns):
+            columns = regions[0].shape[1]
+            is_cut = columns < regions[0].num_columns
+            shapes = [(tuple(r.shape[0] for r in regions), columns, is_cut)]
+        for shape in shapes:
+            if text := quant_config.misfit(names, *shape):
                 return f"{prefix}{item.name}: {text}"
     return ""
 

@@ -16,7 +16,9 @@ class Slot:
     the first is the one random weights are made in. write: copies it to its place. region: the
     part of the tensor that `write` gets, () for all of it; nothing else of it is read. others:
     slots that take other parts of the same tensor. is_optional: a checkpoint has all such tensors
-    or none; none leaves the layers as they are.
+    or none; none leaves the layers as they are. is_redundant: it is only checked, against what the
+    layer knows without it, and may be missing. example: makes the tensor where weights are random,
+    None for random numbers.
     """
 
     shape: tuple[int, ...]
@@ -25,6 +27,8 @@ class Slot:
     region: tuple[slice, ...] = ()
     others: tuple["Slot", ...] = ()
     is_optional: bool = False
+    is_redundant: bool = False
+    example: Callable[[], Tensor] | None = None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the checkpoint's tensor may have this shape: () may be (1,) there, and ModelOpt

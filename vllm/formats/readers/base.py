@@ -19,7 +19,8 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 preference."""
 
 
-_AWQ_ROWS = 8  # codes in a number of 32 bits
+_PACKED = 8  # codes of 4 bits in a number of 32 bits
+_KEEP = "; list the layer as not quantised"
 _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
 
@@ -46,6 +47,8 @@ class StoredLayer:
 
     weight: each of them. act: the activation schemes allowed, in order of preference. num_weights:
     how many are merged. is_quantized: False for floats that are quantised while loading.
+    is_reordered: groups are of columns that need not lie together; `g_idx` [columns] has the group
+    of each.
     """
 
     weight: WeightFormat
@@ -54,6 +57,7 @@ class StoredLayer:
     num_weights: int = 1
     has_zero_points: bool = False
     is_quantized: bool = True
+    is_reordered: bool = False
 
     @property
     def format(self) -> WeightFormat:
@@ -61,14 +65,24 @@ class StoredLayer:
         merged = self.weight.description.merged_kind
         return WeightFormat.of(merged) if merged and self.num_weights > 1 else self.weight
 
-    def misfit(self, rows: Sequence[int], columns: int) -> str:
+    def misfit(self, rows: Sequence[int], columns: int, is_cut: bool = False) -> str:
         """Why shards of so many rows each, and of so many columns, cannot be stored so; "" where
-        they can."""
+        they can. is_cut: other ranks have the other columns."""
         group = self.weight.columns_per_scale(columns)
         if self.weight.description.has_groups and columns % group:
-            return f"{columns} columns are not whole groups of {group}, each with a scale"
-        odd = [n for n in rows if n % _AWQ_ROWS] if self.names.packing == "awq" else []
-        return f"{odd[0]} rows cannot be packed by {_AWQ_ROWS}, as in AWQ's layout" if odd else ""
+            return f"{columns} columns are not whole groups of {group}, each with a scale{_KEEP}"
+        if self.is_reordered and is_cut:
+            return (
+                "its columns are in activation order (desc_act), and ranks would share groups of "
+                "them; serve it with --tensor-parallel-size 1 (--pipeline-parallel-size takes "
+                "several GPUs), or take a checkpoint with desc_act false"
+            )
+        odd = [n for n in rows if n % _PACKED] if self.names.packing == "awq" else []
+        if odd:
+            return f"{odd[0]} rows cannot be packed by {_PACKED}, as in AWQ's layout{_KEEP}"
+        if self.names.packing.startswith("gptq") and columns % _PACKED:
+            return f"{columns} columns cannot be packed by {_PACKED}, as in GPTQ's layout{_KEEP}"
+        return ""
 
     @property
     def has_input_scale(self) -> bool:
@@ -134,10 +148,12 @@ class QuantizationConfig(ABC):
         layer = self.stored_layer(names)
         return None if layer is None else (layer.format, layer.act)
 
-    def misfit(self, names: Sequence[str], rows: Sequence[int], columns: int) -> str:
+    def misfit(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, is_cut: bool = False
+    ) -> str:
         """As of the stored layer that `names` make; "" where they are not quantised."""
         layer = self.stored_layer(names)
-        return "" if layer is None else layer.misfit(rows, columns)
+        return "" if layer is None else layer.misfit(rows, columns, is_cut)
 
     def requant_error(self, weight: WeightFormat) -> float | None:
         """Of bringing a weight of the checkpoint to UE8M0 scales: 0 where its scales are powers of

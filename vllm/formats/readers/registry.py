@@ -15,6 +15,7 @@ from vllm.formats.readers.awq import AwqConfig
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.compressed_tensors import CompressedTensorsConfig
 from vllm.formats.readers.fp8 import Fp8Config
+from vllm.formats.readers.gptq import GptqConfig
 from vllm.formats.readers.modelopt import (
     MIXED,
     ModelOptConfig,
@@ -26,7 +27,14 @@ from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.quantization_readers"
 _BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, ModelOptMixedConfig,
-            CompressedTensorsConfig, AwqConfig, Mxfp4Config)  # fmt: skip
+            CompressedTensorsConfig, AwqConfig, GptqConfig, Mxfp4Config)  # fmt: skip
+
+# quant_methods that are refused with what to take instead.
+_REFUSED = {
+    "bitsandbytes": "bitsandbytes quantises while loading, and what it stores is for its own "
+    "kernels; take the model as it was before and quantise it with `vllm quantize MODEL OUT "
+    "--format int8` (for load_in_8bit) or `--format w4a16` or `nvfp4` (for load_in_4bit)",
+}
 
 
 @cache
@@ -83,9 +91,10 @@ def resolve_quantization(
         return methods[asked].at_load() if asked else None
     name = stored.get("quant_method")
     if not isinstance(name, str) or name not in methods:
+        instead = _REFUSED.get(str(name))
         raise CheckpointError(
-            f"{model}: quant_method {name!r} is not supported; it takes {', '.join(methods)}, or a "
-            f"checkpoint that is not quantised"
+            f"{model}: quant_method {name!r} is not supported; "
+            + (instead or f"it takes {', '.join(methods)}, or a checkpoint that is not quantised")
         )
     if asked is not None and not issubclass(methods[asked], methods[name]):
         raise ConfigError(

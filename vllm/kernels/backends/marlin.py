@@ -60,7 +60,9 @@ _Spec = partial(
     KernelSpec,
     backend="marlin",
     devices=shared.FROM_SM80,
-    formats=frozenset({"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group"}),
+    formats=frozenset(
+        {"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group", "int4-channel"}
+    ),
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),

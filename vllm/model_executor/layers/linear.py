@@ -97,6 +97,7 @@ class StoredWeight(nn.Module):
     scales: nn.Parameter
     global_scales: nn.Parameter
     zero_points: nn.Parameter
+    group_index: nn.Parameter
     input_scale: nn.Parameter
     bias: nn.Parameter | None
 

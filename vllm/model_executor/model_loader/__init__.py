@@ -193,7 +193,7 @@ def _fill(
         elif others.isdisjoint(_parents(home)):
             unknown.append(name)
     may_lack = optional if optional <= slots.keys() else frozenset[str]()
-    missing = [name for name in slots if name not in may_lack]
+    missing = [name for name in slots if name not in may_lack and not slots[name].is_redundant]
     _check_complete(checkpoint, missing, unknown, taken)
     for name, slot in homes.items():
         _check_tensor(checkpoint, name, slot)
@@ -251,7 +251,11 @@ def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
 def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
     """The same whatever part of the model this rank has."""
     generator = torch.Generator(device)
-    needed = [(name, slot) for name, slot in slots.items() if not slot.is_optional]
+    needed = [
+        (name, slot)
+        for name, slot in slots.items()
+        if not slot.is_optional and not slot.is_redundant
+    ]
     for name, slot in tqdm(needed, "Random weights", unit="tensor", leave=False):
         generator.manual_seed(seed + crc32(name.encode()))
         slot.take(_random_tensor(name, slot, generator))
@@ -259,6 +263,8 @@ def _fill_randomly(slots: dict[str, Slot], seed: int, device: str) -> None:
 
 def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:
     """Weights of the usual spread; FP8 ones use the whole range and a scale that undoes it."""
+    if slot.example is not None:
+        return slot.example()
     part = name.rpartition(".")[2]
     if name.endswith("norm.weight"):
         return torch.ones(slot.shape)

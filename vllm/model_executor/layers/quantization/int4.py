@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.model_executor.layers.linear import StoredWeight
 from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils.scales import write_scales
@@ -66,9 +65,3 @@ class AwqLinearMethod(Int4LinearMethod):
                 scaled, FLOATS, lambda t: write_transposed(t.T), is_transposed=True
             ),
         }
-
-
-def int4_linear_method(config: QuantizationConfig, layer: StoredLayer) -> Int4LinearMethod:
-    """By the layout in which codes are packed."""
-    methods = {"int32": Int4LinearMethod, "awq": AwqLinearMethod}
-    return methods[layer.names.packing](config, layer)

@@ -15,8 +15,7 @@ class QuantizedLinearMethod(LinearMethod):
         self.stored = stored
 
     def create_weights(self, layer: StoredWeight) -> None:
-        if text := self.stored.misfit(layer.shard_rows, layer.input_size):
-            raise CheckpointError(
-                f"{layer.prefix}{layer.per_rank}: {text}; list the layer as not quantised"
-            )
+        is_cut = layer.input_size < layer.places[0].num_columns
+        if text := self.stored.misfit(layer.shard_rows, layer.input_size, is_cut):
+            raise CheckpointError(f"{layer.prefix}{layer.per_rank}: {text}")
         super().create_weights(layer)

@@ -13,7 +13,8 @@ from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.formats.weight_format import WeightFormat
 from vllm.model_executor.layers.linear import LinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
-from vllm.model_executor.layers.quantization.int4 import int4_linear_method
+from vllm.model_executor.layers.quantization.gptq import GptqLinearMethod
+from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod, Int4LinearMethod
 from vllm.model_executor.layers.quantization.int8 import Int8LinearMethod
 from vllm.model_executor.layers.quantization.mxfp8 import Mxfp8LinearMethod
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4LinearMethod
@@ -22,12 +23,26 @@ from vllm.utils.entry_points import extensions
 ENTRY_POINTS = "vllm.quantization_methods"
 MakeMethod = Callable[[QuantizationConfig, StoredLayer], LinearMethod]
 _FP8 = [known.FORMAT.kind for known in (fp8_block, fp8_channel, fp8_tensor)]
+_INTEGERS = [known.kind for known in (int4.FORMAT, int4.CHANNEL, int8.GROUP, int8.CHANNEL)]
+# By the layout in which codes are packed.
+_OF_INTEGERS: dict[str, MakeMethod] = {
+    "": Int8LinearMethod,
+    "int32": Int4LinearMethod,
+    "awq": AwqLinearMethod,
+    "gptq": GptqLinearMethod,
+    "gptq_v2": GptqLinearMethod,
+}
+
+
+def _integer_method(config: QuantizationConfig, layer: StoredLayer) -> LinearMethod:
+    return _OF_INTEGERS[layer.names.packing](config, layer)
+
+
 _LINEAR: dict[str, MakeMethod] = {
     **dict.fromkeys(_FP8, Fp8LinearMethod),
     nvfp4.FORMAT.kind: Nvfp4LinearMethod,
     mxfp8.FORMAT.kind: Mxfp8LinearMethod,
-    int4.FORMAT.kind: int4_linear_method,
-    int8.CHANNEL.kind: Int8LinearMethod,
+    **dict.fromkeys(_INTEGERS, _integer_method),
 }
 _EXPERTS: dict[str, MakeMethod] = dict.fromkeys(_FP8, Fp8MoEMethod)
 
