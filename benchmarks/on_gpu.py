@@ -88,6 +88,7 @@ PARTS = (
         f"-m vllm.entrypoints.cli.main kernels tune {MODELS} --tp 1,2 {BACKENDS} --jobs 15 "
         "--timeout 60 --budget 120s",
     ),
+    Part("choice", 120, "benchmarks/kernels/bench_choice.py choice --tp 4 --out {out}"),
     Part("8b", 90, "benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 --out {out}", OWN),
     Part(
         "8b_default",

@@ -140,6 +140,19 @@ def modelopt_fp8_block(weight):
     return stored, wanted
 
 
+def mxfp8(weight):
+    """E4M3 and exponents: the least power of two with which the group's largest is at most 448."""
+    groups = weight.reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(-1) / 448)).clip(-127, 127)
+    step = np.exp2(exponents).astype(np.float32)[..., None]
+    codes = e4m3(groups / step)
+    stored = {
+        "weight": codes.reshape(weight.shape),
+        "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return stored, (as_float(codes) * step).reshape(weight.shape)
+
+
 def int4(weight, group, dtype, is_symmetric):
     """(codes, zero points, scales, float32 weight), codes and zero points of 0 to 15."""
     groups = weight.reshape(len(weight), -1, group)
@@ -199,6 +212,7 @@ TOKEN = args(8, "float", "token", dynamic=True)
 GROUP = args(8, "float", "group", group_size=128, dynamic=True)
 INT8 = args(8, "int", "channel", dynamic=False)
 INT8_TOKEN = args(8, "int", "token", dynamic=True)
+MX = args(8, "float", "group", group_size=32, scale_dtype="torch.uint8", dynamic=False)
 FLOAT, PACKED, INT = "float-quantized", "pack-quantized", "int-quantized"
 
 # Name -> (how a weight is stored, quantization_config).
@@ -229,6 +243,12 @@ LAYOUTS = {
         groups_of(INT, INT8, args(8, "int", "tensor", dynamic=False)),
     ),
     "ct-int8-w8a16": (ct_int8(torch.float16), groups_of(INT, INT8)),
+    "ct-mxfp8": (mxfp8, groups_of("mxfp8-quantized", MX, MX | {"dynamic": True})),
+    "ct-mxfp8a16": (mxfp8, groups_of("mxfp8-quantized", MX)),
+    "modelopt-mxfp8": (
+        mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+    ),
     "ct-int4-128": (
         ct_int4(128),
         groups_of(PACKED, args(4, "int", "group", group_size=128)),

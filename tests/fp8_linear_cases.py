@@ -18,7 +18,7 @@ SCHEMES = ("dynamic-token", "dynamic-tensor", "static-tensor")
 H100 = Device("cuda", DeviceCapability(9, 0))
 KERNELS = ("sm90_fp8_block_gemm/90a", "skinny_fp8_block_gemm/90a")
 LIBS = Libs.of([registry.built(), Lib("triton", "3.6.0"),
-                Lib("torch", torch.__version__.partition("+")[0], ("fp8-block",)),
+                Lib("torch", torch.__version__.partition("+")[0], ("scaled-blocks",)),
                 Lib(NATIVE, "0.1.0", KERNELS)])  # fmt: skip
 POLICIES = {
     name: Policy(overrides=(Override("linear", name, Origin(2, "test")),))

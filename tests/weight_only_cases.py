@@ -6,7 +6,8 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
-FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group[32]",
+           "int4-group[128]")  # fmt: skip
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
 FP8 = torch.float8_e4m3fn
 
@@ -22,6 +23,12 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
         rows, columns = _scale_grid(weight_format, shards, k, row_offsets, column_offset)
         tensors.scales = torch.rand(rows, columns, device=device) * 1e-3 + 1e-4
         tensors.row_offsets, tensors.column_offset = row_offsets, column_offset
+        return tensors, wide_of(tensors)
+    if name == "mxfp8":
+        codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=device)
+        codes[(codes & 0x7F) == 0x7F] = 0
+        scales = torch.randint(113, 119, (n, -(-k // 32)), dtype=torch.uint8, device=device)
+        tensors = LinearTensors(weight_format, codes.view(FP8), shards, scales)
         return tensors, wide_of(tensors)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     tensors = LinearTensors(weight_format, codes, shards)
@@ -72,7 +79,7 @@ def make_moe(name, num_experts, hidden, inner, device="cpu"):
 def wide_of(tensors):
     """float32 [N, K] of the numbers that the format defines."""
     scales, columns = tensors.row_scales(), tensors.block_k
-    if tensors.format.element == "fp8":
+    if tensors.format.element in ("fp8", "mxfp8"):
         values = tensors.weight.float()
     else:
         codes = unpack_e2m1(tensors.weight)

@@ -1,4 +1,4 @@
-"""Result files of GPU benchmarks: each says on what, when and by which command."""
+"""Result files of benchmarks: each says on what, when and by which command."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import torch
 def write_results(folder: Path, name: str, **content: Any) -> None:
     """Writes `folder`/`name` with `content` after the machine, the date and the command."""
     header = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,

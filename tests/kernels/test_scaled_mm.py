@@ -1,19 +1,27 @@
-"""torch's FP8 GEMMs without a GPU: what `scaled_mm` computes there, and the layouts of
-scales that the GEMM for blocks asks for."""
+"""torch's 8-bit GEMMs without a GPU: what `scaled_mm` computes there, the layouts of scales that
+the GEMM for blocks asks for, and what it gives torch of MXFP8."""
 
 import pytest
 import torch
 from fp8_linear_cases import LIBS, POLICIES, SCHEMES, block_layer, check_plain_scales, inputs, make
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from vllm.formats import mxfp8
+from vllm.formats.act_scheme import ActScheme
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.activations import InputQuant, QuantizedInput
-from vllm.kernels.backends.scaled_mm import padded_tokens
+from vllm.kernels.backends import scaled_mm as backend
+from vllm.kernels.numerics import LinearCase
+from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.problem import LinearProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.select import select
-from vllm.machine import Device, Lib, Libs
+from vllm.machine import Device, DeviceCapability, Lib, Libs
 from vllm.ops.fp8_quant import ScaleLayout
+from vllm.ops.nvfp4 import unswizzle_scales
+from vllm.utils.math_utils import round_up
 
 BLOCKWISE = "scaled_mm-blockwise"
 
@@ -64,7 +72,7 @@ def test_torch_refuses_other_layouts():
 @pytest.mark.parametrize("k", (128, 640))
 def test_tokens_are_filled_up_to_fours_with_zeros(m, k):
     given = InputQuant(ScaleLayout.TMA_ALIGNED).quantise(inputs(m, k))
-    q, scales = padded_tokens(given.q, given.scales)
+    q, scales = backend.padded_tokens(given.q, given.scales)
     rows = -(-m // 4) * 4
     assert q.shape == (rows, k) and q.is_contiguous()
     assert scales.shape == (rows, k // 128) and scales.stride() == (1, rows)
@@ -75,13 +83,13 @@ def test_tokens_are_filled_up_to_fours_with_zeros(m, k):
 @pytest.mark.parametrize(
     ("archs", "device", "n", "k", "why"),
     [
-        (("fp8-block",), "sm_90", 1536, 7168, None),
-        (("fp8-block",), "sm_90", 576, 7168, None),
+        (("scaled-blocks",), "sm_90", 1536, 7168, None),
+        (("scaled-blocks",), "sm_90", 576, 7168, None),
         ((), "sm_90", 1536, 7168, Why.DEVICE),  # torch for CUDA 12.8
-        (("fp8-block",), "sm_100", 1536, 7168, Why.DEVICE),
-        (("fp8-block",), "sm_120", 1536, 7168, Why.DEVICE),
-        (("fp8-block",), "sm_90", 1544, 7168, Why.SHAPE),
-        (("fp8-block",), "sm_90", 1536, 7232, Why.SHAPE),
+        (("scaled-blocks",), "sm_100", 1536, 7168, Why.DEVICE),
+        (("scaled-blocks",), "sm_120", 1536, 7168, Why.DEVICE),
+        (("scaled-blocks",), "sm_90", 1544, 7168, Why.SHAPE),
+        (("scaled-blocks",), "sm_90", 1536, 7232, Why.SHAPE),
     ],
 )
 def test_it_serves_hopper_with_a_torch_that_has_its_kernels(archs, device, n, k, why):
@@ -93,3 +101,37 @@ def test_it_serves_hopper_with_a_torch_that_has_its_kernels(archs, device, n, k,
     (found,) = (c for c in decision.candidates if c.backend == BLOCKWISE)
     assert {reason.why for reason in found.reasons} == ({why} if why else set())
     assert decision.chosen == (None if why else BLOCKWISE)
+
+
+# ---------------------------------------------------------------- MXFP8
+
+
+def reference_of_library(q, weight, x_tiles, x_recipe, tiles, recipe, x_order, order, output_dtype):
+    """What torch documents of its GEMM for MXFP8, which no CPU has: scales in tiles of 128x4."""
+    assert {x_recipe, recipe} == {ScalingType.BlockWise1x32}
+    assert {x_order, order} == {SwizzleType.SWIZZLE_32_4_4}
+    assert x_tiles.dtype == tiles.dtype == torch.float8_e8m0fnu and q.is_contiguous()
+    (m, k), n = q.shape, weight.shape[1]
+    wide = []
+    for values, scales, num_rows in ((q, x_tiles, m), (weight.t(), tiles, n)):
+        grid = [round_up(num_rows, 128), round_up(k // 32, 4)]
+        own = unswizzle_scales(scales.view(torch.uint8).view(grid), num_rows, k // 32)
+        powers = torch.exp2(own.float() - 127).repeat_interleave(32, 1)
+        wide.append(values.float() * powers)
+    return (wide[0] @ wide[1].t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("m", [1, 33, 200])
+@pytest.mark.parametrize("parts", [(), (320, 64, 64)])
+def test_mxfp8_gives_torch_what_it_documents(monkeypatch, m, parts, bias):
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", reference_of_library)
+    weight = WeightFormat.of(mxfp8.FORMAT.kind)
+    problem = LinearProblem(448, 160, weight, mxfp8.FORMAT.act, bias=bias, parts=parts)
+    b200 = Device("cuda", DeviceCapability.parse(100))
+    libs = Libs.of([Lib("torch", "2.13.0")])
+    winner = select(problem, b200, libs, Policy(), registry.specs("linear"), "up_proj").winner
+    assert (winner.backend, winner.act) == ("scaled_mm", ActScheme.MXFP8_GROUP32)
+    case = LinearCase.of(problem, winner, torch.device("cpu"), 200)
+    kernel = backend.linear(problem, case.tensors, winner)
+    assert case.error(kernel, m, case.expected(m)) < 4e-3

@@ -23,12 +23,15 @@ from compressed_tensors.quantization.utils import (
     generate_gparam,
 )
 
+MX = "mxfp8-quantized"
 FLOAT, PACKED, FP4 = "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
 # The tool's name of a scheme -> (format of the files, our name of the weights).
 SCHEMES = {
     "FP8_DYNAMIC": (FLOAT, "fp8-channel"),
     "FP8": (FLOAT, "fp8-tensor"),
     "FP8_BLOCK": (FLOAT, "fp8-block[128x128]"),
+    "MXFP8": (MX, "mxfp8"),
+    "MXFP8A16": (MX, "mxfp8"),
     "NVFP4A16": (FP4, "nvfp4"),
     "NVFP4": (FP4, "nvfp4"),
     "W4A16": (PACKED, "int4-group[128]"),

@@ -36,6 +36,7 @@ ALGORITHMS = {
     "FP8_PB_WO": "modelopt-fp8-block",
     "NVFP4": "modelopt-nvfp4",
     "W4A16_NVFP4": "modelopt-nvfp4",
+    "MXFP8": "modelopt-mxfp8",
 }
 LAYERS = {"llama": 2, "qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4, "qwen3_5_moe": 4}
 
@@ -46,7 +47,7 @@ def algorithm_of(name):
     if is_expert(name):
         return "NVFP4" if layer % 2 else "W4A16_NVFP4"
     if "self_attn" in name:
-        return "FP8" if last != "o_proj" else ""
+        return ("FP8" if layer % 2 == 0 else "MXFP8") if last != "o_proj" else ""
     if last == "down_proj":
         return "W4A16_NVFP4" if layer == 0 else "FP8_PB_WO"
     return "NVFP4" if last in ("gate_proj", "up_proj") else ""
@@ -70,8 +71,9 @@ def mixed(source, **changes):
     for name in () if "quantized_layers" in changes else load_file(source / "model.safetensors"):
         if is_projection(name) and (algorithm := algorithm_of(name)):
             entry = {"quant_algo": algorithm}
-            group = {"group_size": 16} if "NVFP4" in algorithm else {}
-            layers[name.removesuffix(".weight")] = entry | group
+            group = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}.get(algorithm)
+            entry |= {"group_size": group} if group else {}
+            layers[name.removesuffix(".weight")] = entry
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"]}
     return config | {"quantized_layers": layers} | changes
 
@@ -103,7 +105,7 @@ def test_each_layer_has_the_format_of_its_entry_and_the_model_its_logits(stored,
     found = {str(d.problem.weight) for family in ("linear", "moe") for _, d in records(llm, family)}
     wanted = {"nvfp4", "fp32"}
     if model in ("llama", "qwen3"):
-        wanted |= {"fp8-channel", "fp8-block[128x128]"}
+        wanted |= {"fp8-channel", "fp8-block[128x128]", "mxfp8"}
     assert found >= wanted
     assert (prompt_logprobs(llm, [PROMPT])[0] - reference_logprobs(wide)).abs().max() < 1e-4
     assert (reference_logprobs(source) - reference_logprobs(wide)).abs().max() > 1e-3
@@ -137,7 +139,8 @@ def test_the_layers_may_be_listed_beside_config_json(stored, tmp_path, says, cap
 def test_globs_and_parents_name_many_layers_at_once(stored, tmp_path):
     source, folder, wide = stored("qwen3_moe")
     layers = {
-        "model.layers.*.self_attn.[qkv]_proj": {"quant_algo": "FP8"},
+        "model.layers.0.self_attn.[qkv]_proj*": {"quant_algo": "FP8"},
+        "model.layers.1.self_attn.[qkv]_proj*": {"quant_algo": "MXFP8"},
         "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
         "model.layers.1.mlp.experts.*": {"quant_algo": "NVFP4", "group_size": 16},
     }

@@ -215,8 +215,10 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         base, _, part = name.rpartition(".")
         scale = tensors.get(f"{base}.weight_scale")
         if tensor.dtype in (torch.float8_e4m3fn, torch.int8) and part == "weight":
+            if scale.dtype == torch.uint8:
+                scale = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
             found[name] = tensor.float() * scale
-        elif tensor.dtype == torch.uint8:
+        elif tensor.dtype == torch.uint8 and part == "weight_packed":
             codes = np.stack([tensor.numpy() & 15, tensor.numpy() >> 4], -1).reshape(
                 len(tensor), -1
             )
@@ -231,9 +233,15 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # Most error of an element, as a part of the largest one that it can share a scale with: half the
-# widest step, and for nvfp4 what E4M3 rounds off its scale.
-HALF_STEP = {"fp8-tensor": 16 / 448, "nvfp4": (1 + 1 / 16) / 6, "w4a16": 0.5 / 7.5,
-             "int8": 0.5 / 127}  # fmt: skip
+# widest step, and for nvfp4 what E4M3 rounds off its scale. The largest of mxfp8 may be 256, from
+# where on steps are as wide as those before 448.
+HALF_STEP = {
+    "fp8-tensor": 16 / 448,
+    "mxfp8": 16 / 256,
+    "nvfp4": (1 + 1 / 16) / 6,
+    "w4a16": 0.5 / 7.5,
+    "int8": 0.5 / 127,
+}
 
 
 @pytest.mark.parametrize("format_name", HALF_STEP)

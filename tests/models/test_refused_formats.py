@@ -44,6 +44,8 @@ def source(checkpoint):
         ("modelopt-nvfp4", "input_scale"),
         ("ct-nvfp4", "weight_scale"),
         ("ct-fp8-channel", "weight_scale"),
+        ("ct-mxfp8", "weight_scale"),
+        ("modelopt-mxfp8", "weight_scale"),
         ("ct-int4-32-zeros", "weight_zero_point"),
         ("awq-128", "qzeros"),
     ],
@@ -92,6 +94,9 @@ def test_zero_points_of_another_width_are_refused(source, tmp_path, part):
         ("ct-nvfp4", "weight_scale", lambda t: t[:, :4], r"shape \[256, 4\].*\[256, 8\]"),
         ("ct-fp8-channel", "weight_scale", lambda t: t[0], r"shape \[1\].*\[256, 1\]"),
         ("ct-fp8-block", "weight_scale", lambda t: t[:1], r"shape \[1, 1\].*\[2, 1\]"),
+        ("ct-mxfp8", "weight_scale", lambda t: t[:, :2], r"shape \[256, 2\].*\[256, 4\]"),
+        ("ct-mxfp8", "weight_scale", lambda t: t.float(), "type F32, but uint8, float8_e8m0fnu is"),
+        ("modelopt-mxfp8", "weight", lambda t: t.view(torch.uint8), "type U8, but float8_e4m3fn"),
         ("ct-int4-128", "weight_packed", lambda t: t[1:], r"shape \[255, 16\].*\[256, 16\]"),
         ("ct-int4-32-zeros", "weight_zero_point", lambda t: t.to(torch.int8), "type I8, but int32"),
         ("awq-128", "qweight", lambda t: t.T, r"shape \[32, 128\].*\[128, 32\]"),
@@ -132,9 +137,20 @@ def test_a_scale_that_cannot_be_is_named_with_its_value(
     refused(source, tmp_path, layout, f"{PROJECTION}{part}: scales must be.*{says}", edit)
 
 
+@pytest.mark.parametrize("layout", ["ct-mxfp8", "modelopt-mxfp8"])
+def test_an_exponent_that_is_nan_is_named(source, tmp_path, layout):
+    def edit(tensors):
+        tensors[PROJECTION + "weight_scale"][3, 1] = 255
+
+    says = f"{PROJECTION}weight_scale: scales must be UE8M0 exponents of 0 to 254; it holds 255"
+    refused(source, tmp_path, layout, says, edit)
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "says"),
     [
+        ({"intermediate_size": 144}, "ct-mxfp8", "down_proj: 144 columns.*groups of 32"),
+        ({"intermediate_size": 144}, "modelopt-mxfp8", "down_proj: 144 columns.*groups of 32"),
         ({"intermediate_size": 136}, "modelopt-nvfp4", "down_proj: 136 columns.*groups of 16"),
         ({"intermediate_size": 192}, "ct-int4-128", "down_proj: 192 columns.*groups of 128"),
         ({"intermediate_size": 192}, "awq-128", "down_proj: 192 columns.*groups of 128"),
@@ -189,6 +205,10 @@ NAMED = {
         (changed("ct-nvfp4", "sparsity_config", value={"format": "sparse-24-bitmask"}), "dense"),
         (changed("ct-nvfp4", "ignore", value=["re:("]), r"re:\(: .*unterminated"),
         (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
+        (changed("ct-mxfp8", *WEIGHTS, "group_size", value=64), "'group_size': 64.*MXFP8"),
+        (changed("ct-mxfp8", *WEIGHTS, "type", value="int"), "'type': 'int'.*it takes NVFP4, FP8"),
+        (changed("ct-mxfp8", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP8"),
+        (changed("modelopt-mxfp8", "group_size", value=16), "group_size 16.*takes 32 for mxfp8"),
         (changed("ct-int4-128", *WEIGHTS, "actorder", value="group"), "'actorder': 'group'"),
         (changed("ct-int4-128", *WEIGHTS, "strategy", value="channel"), "'strategy': 'channel'"),
         (changed("ct-int4-128", *WEIGHTS, "group_size", value=48), "'group_size': 48"),

@@ -109,8 +109,8 @@ def test_deep_gemm_carries_the_architectures_of_its_own_fp8_kernels(folder, file
 @pytest.mark.parametrize(
     ("cuda", "archs"),
     [
-        ("cuda: Optional[str] = '13.0'", ("fp8-block",)),
-        ("cuda = '12.9'", ("fp8-block",)),
+        ("cuda: Optional[str] = '13.0'", ("scaled-blocks",)),
+        ("cuda = '12.9'", ("scaled-blocks",)),
         ('cuda = "12.8"', ()),
         ("cuda: Optional[str] = None\ngit_version = '13.0'", ()),
         (None, ()),

@@ -59,6 +59,7 @@ _QUANTIZATIONS: tuple[dict[str, Any] | None, ...] = (
     {"quant_method": "modelopt", "quant_algo": "FP8"},
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+    {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     {"quant_method": "awq", "bits": 4, "group_size": 128},
     compressed("float-quantized", FP8_WEIGHTS | {"strategy": "channel"}, FP8_TOKEN),
     compressed(

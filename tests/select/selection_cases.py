@@ -34,6 +34,7 @@ SCHEMES: dict[str, tuple[ActScheme, ...]] = {
     "fp8-tensor": (ActScheme.STATIC_TENSOR, ActScheme.NONE),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
     "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
+    "mxfp8": (ActScheme.MXFP8_GROUP32, ActScheme.NONE),
     "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
     "int4-group[128]": (ActScheme.NONE,),
     "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.NONE),
@@ -42,7 +43,7 @@ FORMATS = tuple(SCHEMES)
 
 _ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
 _NATIVE_ARCHS = sorted({arch for spec in _ALL_SPECS for arch in spec.native_archs})
-_TORCH = Lib("torch", "2.13.0", ("fp8-block",))
+_TORCH = Lib("torch", "2.13.0", ("scaled-blocks",))
 _BASE = (
     _TORCH,
     Lib("triton", "3.5.0"),

@@ -53,7 +53,7 @@ def questions():
     weights = [*FORMATS, "fp8-block[64x64]"]
     layers = [linear(weight) for weight in weights]
     layers += [linear(weight, n=4080) for weight in FORMATS]
-    layers += [linear(weight, m_range=(1, 16)) for weight in ("fp8-block", "fp8-channel")]
+    layers += [linear(weight, m_range=(1, 16)) for weight in ("fp8-block", "fp8-channel", "nvfp4")]
     layers.append(linear("bf16", n=64, k=2048, m_range=(1, 16)))
     w4a8 = (ActScheme.DYNAMIC_TOKEN, ActScheme.NONE)
     layers += [ask_for("int4-group[128]", act=w4a8) for ask_for in (linear, moe)]

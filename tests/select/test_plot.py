@@ -57,7 +57,9 @@ class Picture:
 
     @property
     def texts(self) -> str:
-        return "\n".join("".join(text.itertext()) for text in self.root.iter(f"{SVG}text"))
+        """Lines that were wrapped are whole."""
+        texts = ("".join(text.itertext()) for text in self.root.iter(f"{SVG}text"))
+        return " ".join(" ".join(texts).split())
 
     def groups(self, kind: str) -> dict[tuple[int, str], list[ElementTree.Element]]:
         """By panel and backend, groups whose id begins with `kind`."""
@@ -163,6 +165,12 @@ def test_a_picture_is_the_same_file_each_time(tmp_path):
     for file in files:
         assert run(*MODEL, "--layer", "*.o_proj", "-o", str(file)) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_texts_stay_inside_of_a_picture_of_one_panel(tmp_path):
+    shown = drawn(tmp_path, *MODEL, "--layer", "*.down_proj")
+    texts = ["".join(text.itertext()) for text in shown.root.iter(f"{SVG}text")]
+    assert max(map(len, texts)) <= 70 and "3352 GB/s" in shown.texts
 
 
 def test_other_kinds_of_files(tmp_path):

@@ -59,7 +59,7 @@ def test_every_kernel_that_can_run_here_is_planned_for_the_tokens_it_takes():
     planned = plan([linear()], H100, libs).jobs
     tokens = {j.candidate.backend: j.tokens for j in planned}
     assert list(tokens) == ["deep_gemm", "cutlass", "skinny", "flashinfer-deepgemm", "triton",
-                            "marlin", "humming", "torch"]  # fmt: skip
+                            "scaled_mm-blockwise", "marlin", "humming", "torch"]  # fmt: skip
     assert tokens["skinny"] == tuple(m for m in TOKENS if m <= 16)
     assert all(own == TOKENS for name, own in tokens.items() if name != "skinny")
 

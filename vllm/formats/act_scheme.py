@@ -14,3 +14,4 @@ class ActScheme(StrEnum):
     NVFP4_GROUP16 = "nvfp4-group16"
     DYNAMIC_TOKEN_INT8 = "dynamic-token-int8"
     STATIC_TENSOR_INT8 = "static-tensor-int8"
+    MXFP8_GROUP32 = "mxfp8-group32"

@@ -82,6 +82,11 @@ class FormatDescription:
         return len(self.tensors) > 1
 
     @property
+    def has_groups(self) -> bool:
+        """Whether columns come in groups, of which a row has whole ones, each with a scale."""
+        return self.is_quantized and self.per_scale[0] == 1 and self.per_scale[1] != WHOLE
+
+    @property
     def num_sizes(self) -> int:
         """Numbers in its text."""
         return self.per_scale.count(OF_TEXT)

@@ -7,7 +7,17 @@ installed package offers as an entry point of the group `vllm.formats`.
 from functools import cache
 
 from vllm.errors import ConfigError, did_you_mean
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp4, nvfp4, plain
+from vllm.formats import (
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    int4,
+    int8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    plain,
+)
 from vllm.formats.description import FormatDescription
 from vllm.utils.entry_points import extensions
 
@@ -17,6 +27,7 @@ _BUILTIN = (
     fp8_block.FORMAT,
     fp8_tensor.FORMAT,
     fp8_channel.FORMAT,
+    mxfp8.FORMAT,
     nvfp4.FORMAT,
     int4.FORMAT,
     int8.CHANNEL,

@@ -250,31 +250,38 @@ class _Pages:
 
     def batch(self, requests: Sequence[_Request]) -> AttentionBatch:
         """Of a step with these requests. Unused entries of the block tables are a page of NaN."""
-        lengths = [len(request.qkv) for request in requests]
-        seq_lens = [request.num_keys for request in requests]
-        width = max(len(request.pages) for request in requests) + 1
-        tables = self._unused.int().repeat(len(requests), width)
-        slots = []
-        for table, request, new in zip(tables, requests, lengths):
-            table[: len(request.pages)] = request.pages
-            position = torch.arange(request.num_keys - new, request.num_keys, device=tables.device)
-            page = request.pages[position // self._block_size]
-            slots.append(page * self._block_size + position % self._block_size)
-        starts = [0, *np.cumsum(lengths).tolist()]
+        sizes = [(len(request.qkv), request.num_keys) for request in requests]
+        pages = [request.pages for request in requests]
+        return batch_of(sizes, pages, self._unused, self._block_size)
 
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=tables.device)
 
-        return AttentionBatch(
-            query_start_loc=int32(starts),
-            seq_lens=int32(seq_lens),
-            block_tables=tables,
-            slot_mapping=torch.cat(slots),
-            state_slots=int32([0] * len(requests)),
-            max_query_len=max(lengths),
-            max_seq_len=max(seq_lens),
-            host=HostBatch(np.array(starts), np.array(seq_lens), tables.cpu().numpy()),
-        )
+def batch_of(
+    requests: Sequence[tuple[int, int]], pages: Sequence[Tensor], unused: Tensor, block_size: int
+) -> AttentionBatch:
+    """Of a step of requests (new tokens, keys), whose keys lie in `pages`, int64 each. unused: the
+    page that stands in entries of the block tables which no request reads."""
+    lengths, seq_lens = (list(column) for column in zip(*requests))
+    tables = unused.int().repeat(len(requests), max(map(len, pages)) + 1)
+    slots = []
+    for table, own, new, keys in zip(tables, pages, lengths, seq_lens):
+        table[: len(own)] = own
+        position = torch.arange(keys - new, keys, device=tables.device)
+        slots.append(own[position // block_size] * block_size + position % block_size)
+    starts = [0, *np.cumsum(lengths).tolist()]
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=tables.device)
+
+    return AttentionBatch(
+        query_start_loc=int32(starts),
+        seq_lens=int32(seq_lens),
+        block_tables=tables,
+        slot_mapping=torch.cat(slots),
+        state_slots=int32([0] * len(requests)),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
+        host=HostBatch(np.array(starts), np.array(seq_lens), tables.cpu().numpy()),
+    )
 
 
 class _Draw:

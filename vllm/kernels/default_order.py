@@ -17,6 +17,7 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
         "marlin-w4a8",
         "marlin",
         "humming",
+        "skinny-w4a16",
         "cpu",
         "torch",
         "emulation",

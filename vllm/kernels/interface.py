@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.fp8 import ue8m0_decode
 from vllm.utils.math_utils import cdiv
 
 LinearKernel: TypeAlias = Callable[[Any], Tensor]
@@ -53,9 +54,10 @@ class LinearTensors:
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
 
-    Packed formats hold two codes a byte: weight uint8 [N, K / 2], the even column in the low
-    nibble. Which tensors a format has, with shapes and dtypes: its file in `vllm/formats/`.
-    w = code * scale * global scale, or (code - zero point) * scale; zero_points None: 8 everywhere.
+    Scales of MXFP8 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8 [N, K / 2],
+    the even column in the low nibble. Which tensors a format has, with shapes and dtypes: its file
+    in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) * scale;
+    zero_points None: 8 everywhere.
 
     A rank's part of a larger weight may begin inside a scale block: by row_offsets rows in each
     shard (() for none anywhere) and by column_offset columns. Its scales are those of all blocks
@@ -101,6 +103,8 @@ class LinearTensors:
             return self.scales.float() * of_rows[:, None]
         if self.is_packed:
             return self.scales
+        if self.scales.dtype == torch.uint8:  # UE8M0
+            return ue8m0_decode(self.scales)
         rows = []
         start = 0
         for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):

@@ -345,6 +345,9 @@ class _Weights:
             dtype, shape = getattr(torch, tensor.dtype), (*stacked, *own)
             if tensor.one_per == "code":
                 values = self._codes(tensor.dtype, shape, 1.0 if "scale" in dtypes else size)
+            elif tensor.one_per == "scale" and tensor.dtype == "uint8":
+                powers = fp8.ceil_to_power_of_two(self._log_uniform(shape, size))
+                values = fp8.ue8m0_encode(powers)
             elif tensor.one_per == "scale" and has_factors:
                 values = self._log_uniform(shape, nvfp4.E4M3_MAX / 2 ** (_OCTAVES / 2))
             elif tensor.one_per == "scale":

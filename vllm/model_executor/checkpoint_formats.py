@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_tensor, int4, int8, nvfp4
+from vllm.formats import fp8_block, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.description import FormatDescription
 from vllm.formats.registry import quantizable
 from vllm.formats.weight_format import WeightFormat
 from vllm.ops import int8 as int8_ops
 from vllm.ops import nvfp4 as nvfp4_ops
 from vllm.ops.packed_weights import int4_quantize, pack_int32
-from vllm.utils.fp8 import per_block_cast_to_fp8
+from vllm.utils.fp8 import per_block_cast_to_fp8, ue8m0_encode
 
 NumColumns = Mapping[str, int]
 """Of the weights to quantise, by name."""
@@ -65,6 +65,18 @@ def _fp8_tensor(weight_format: WeightFormat) -> Format:
         return {name: quantised, name + "_scale": scales.flatten()}
 
     return Format(_compressed_tensors("float-quantized", weights, inputs), quantise)
+
+
+def _mxfp8(weight_format: WeightFormat) -> Format:
+    group = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": mxfp8.GROUP}
+    group["scale_dtype"] = "torch.uint8"
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        codes, scales = per_block_cast_to_fp8(weight, (1, mxfp8.GROUP), use_ue8m0=True)
+        return {name: codes, name + "_scale": ue8m0_encode(scales)}
+
+    weights, inputs = group | {"dynamic": False}, group | {"dynamic": True}
+    return Format(_compressed_tensors("mxfp8-quantized", weights, inputs), quantise)
 
 
 def _nvfp4(weight_format: WeightFormat) -> Format:
@@ -121,6 +133,7 @@ def _int8(weight_format: WeightFormat) -> Format:
 _WRITERS: dict[str, Callable[[WeightFormat], Format]] = {
     fp8_block.FORMAT.kind: _fp8_block,
     fp8_tensor.FORMAT.kind: _fp8_tensor,
+    mxfp8.FORMAT.kind: _mxfp8,
     nvfp4.FORMAT.kind: _nvfp4,
     int4.FORMAT.kind: _int4,
     int8.CHANNEL.kind: _int8,

@@ -98,7 +98,7 @@ def pack_experts(
 
 
 def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
-    name = tensors.format.element
+    name = {"mxfp8": "fp8"}.get(tensors.format.element, tensors.format.element)
     assert name == "int4" or not by_fp8
     num_rows, num_columns = tensors.weight.shape[0], tensors.weight.shape[1]
     if name == "fp8":

@@ -288,7 +288,7 @@ def _torch_archs(folder: Path, version: str) -> tuple[str, ...]:
     except OSError:
         return ()
     cuda = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", text, re.MULTILINE)
-    return ("fp8-block",) if cuda and version_key(cuda[1]) >= (12, 9) else ()
+    return ("scaled-blocks",) if cuda and version_key(cuda[1]) >= (12, 9) else ()
 
 
 _ARCHS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {

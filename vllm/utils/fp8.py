@@ -17,6 +17,8 @@ from vllm.utils.math_utils import cdiv
 FP8 = torch.float8_e4m3fn
 # Below it no scale shrinks further: a token of zeros must not divide by zero.
 MIN_AMAX = 1e-10
+UE8M0_NAN = 255
+_UE8M0_BIAS = 127
 _MANTISSA = 0x7FFFFF  # of a float32
 _EXPONENT = 0x7F800000
 
@@ -62,6 +64,20 @@ def is_power_of_two(x: Tensor) -> Tensor:
     """Whether each element of float32 x is a normal power of two, as a UE8M0 byte can hold."""
     bits = x.contiguous().view(torch.int32)
     return ((bits & _MANTISSA) == 0) & (bits > 0) & (bits < _EXPONENT)
+
+
+def ue8m0_decode(exponents: Tensor) -> Tensor:
+    """uint8 -> float32 2^(exponent - 127), exact; NaN for 255."""
+    exponents = exponents.int()
+    bits = exponents << 23
+    bits = torch.where(exponents == 0, 1 << 22, bits)  # 2^-127 is below the normal numbers
+    return torch.where(exponents == UE8M0_NAN, _EXPONENT | 1, bits).int().view(torch.float32)
+
+
+def ue8m0_encode(scales: Tensor) -> Tensor:
+    """float32 powers of two from 2^-127 to 2^127 -> uint8 exponents."""
+    _, exponents = torch.frexp(scales)
+    return (exponents + (_UE8M0_BIAS - 1)).to(torch.uint8)
 
 
 def fp8_scales(amax: Tensor, use_ue8m0: bool = False, fp8_max: float = FP8_MAX) -> Tensor:

@@ -23,7 +23,7 @@ def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of capability 9.0")
     torch_here = installed_libs().get("torch")
-    if torch_here is None or "fp8-block" not in torch_here.archs:
+    if torch_here is None or "scaled-blocks" not in torch_here.archs:
         pytest.skip("needs torch for CUDA 12.9 or newer")
 
 

@@ -19,24 +19,25 @@ from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import question, tuned_report
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
 from vllm.kernels.tuning.jobs import Job, KernelProblem
-from vllm.kernels.tuning.plan import plan, stale_notes, without_done
+from vllm.kernels.tuning.plan import CACHE_BYTES, plan, stale_notes, without_done
 from vllm.kernels.tuning.progress import Progress
 from vllm.machine import Device, Libs
 from vllm.platforms.cpu import memory_limit, num_cores
 from vllm.platforms.installed import gpu_memory_bytes
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# Of a GPU's memory, for the keys and values of a step of attention.
+_SHARE_OF_CACHE = 0.25
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check every kernel that can run the linear layers and experts of MODEL on this machine "
-        "against a reference, time those that are correct, and write a table that later starts "
-        "use. The same command continues an interrupted run."
+        "Check every kernel that can run the linear layers, experts and attention of MODEL on "
+        "this machine against a reference, time those that are correct, and write a table that "
+        "later starts use. The same command continues an interrupted run."
     )
     text = parser.add_argument
     text("models", nargs="*", metavar="MODEL", help="As of vllm kernels explain.")
@@ -47,8 +48,10 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
          "or a list. Default: 1.")  # fmt: skip
     text("--dtype", default="auto", help="Dtype of activations; default: fp32 on the CPU, else "
          "the model's.")  # fmt: skip
-    text("--tokens", metavar="M,M", help="Numbers of tokens to time; default: "
-         f"{','.join(map(str, TOKENS))}.")  # fmt: skip
+    text("--kv-cache-dtype", default="auto", help="Dtype of the KV cache of MODEL; default: as "
+         "activations.")  # fmt: skip
+    text("--tokens", metavar="M,M", help="Numbers of tokens to time linear layers and experts for; "
+         f"default: {','.join(map(str, TOKENS))}.")  # fmt: skip
     text("--backend", action="append", default=[], help="Measure only this backend; repeatable.")
     text("--again", action="store_true", help="Measure again what the table already holds.")
     text("--plan", action="store_true", help="Print what would be measured, and stop.")
@@ -92,12 +95,14 @@ def run_tune(args: argparse.Namespace) -> int:
     if device.kind == "cuda":
         use_caches()  # an engine finds there what compiles here
     libs = probe_libs()
-    backends = [_known_backend(name, ("linear", "moe")) for name in args.backend]
+    backends = [_known_backend(name, tuple(registry.FLAGS)) for name in args.backend]
     traffic = ask_server(args, device) if args.url is not None else None
     layers = traffic.layers if traffic else _layers(args, device)
     usual = (traffic.tokens if traffic else ()) or TOKENS
     tokens = _numbers("--tokens", args.tokens) if args.tokens is not None else usual
-    planned = plan(layers.elements(), device, libs, tokens, backends)
+    memory = gpu_memory_bytes() if device.kind == "cuda" else None
+    cache_bytes = CACHE_BYTES if memory is None else int(_SHARE_OF_CACHE * memory)
+    planned = plan(layers.elements(), device, libs, tokens, backends, cache_bytes)
     table, path = _table(args.output)
     ordered = traffic.ordered(planned.jobs) if traffic else list(planned.jobs)
     jobs = ordered if args.again else without_done(ordered, table)
@@ -143,14 +148,17 @@ def _layers(args: argparse.Namespace, device: Device) -> Counter[KernelProblem]:
     found: Counter[KernelProblem] = Counter()
     ranks = product(_numbers("--tp", args.tp), _numbers("--ep", args.ep))
     for (tp, ep), model in product(ranks, args.models):
-        asked = asked_model(model, argparse.Namespace(dtype=args.dtype, tp=tp, ep=ep), device)
+        given = argparse.Namespace(
+            dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, tp=tp, ep=ep
+        )
+        asked = asked_model(model, given, device)
         if asked.refusal:
             raise ConfigError(f"{model}: {asked.refusal}")
         problems = (problem for _, problem in asked.problems)
-        found |= Counter(p for p in problems if isinstance(p, LinearProblem | MoEProblem))
+        found |= Counter(p for p in problems if isinstance(p, KernelProblem))
     dtype = question.dtype_of(args.dtype, {}, device)
     single = (question.layer_of(layer, dtype)[1] for layer in args.layer)
-    return found | Counter(p for p in single if isinstance(p, LinearProblem | MoEProblem))
+    return found | Counter(p for p in single if isinstance(p, KernelProblem))
 
 
 def _numbers(flag: str, given: str) -> tuple[int, ...]:

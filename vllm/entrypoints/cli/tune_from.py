@@ -63,7 +63,7 @@ def plan_line(job: Job, traffic: Traffic | None) -> str:
         if traffic is None or not traffic.tokens
         else f"{traffic.share(job.problem.size_key):>4.0%}  "
     )
-    return f"{share}{job}  M = {tokens}"
+    return f"{share}{job}  {'M = ' * bool(job.counts)}{tokens}"
 
 
 def _say(url: str, report: Report, device: Device) -> None:

@@ -65,7 +65,7 @@ class StoredLayer:
         """Why shards of so many rows each, and of so many columns, cannot be stored so; "" where
         they can."""
         group = self.weight.columns_per_scale(columns)
-        if (self.weight.is_packed or self.weight.scale == "group") and columns % group:
+        if self.weight.description.has_groups and columns % group:
             return f"{columns} columns are not whole groups of {group}, each with a scale"
         odd = [n for n in rows if n % _AWQ_ROWS] if self.names.packing == "awq" else []
         return f"{odd[0]} rows cannot be packed by {_AWQ_ROWS}, as in AWQ's layout" if odd else ""

@@ -1,17 +1,23 @@
-"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8, int8 and int4, layer by layer."""
+"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8, MXFP8, int8 and int4, by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
 from vllm.formats.readers.layer_names import LayerNames, layers_listed
 from vllm.formats.weight_format import WeightFormat
 
-_FORMATS = ("nvfp4-pack-quantized", "float-quantized", "int-quantized", "pack-quantized")
+_FORMATS = (
+    "nvfp4-pack-quantized",
+    "float-quantized",
+    "mxfp8-quantized",
+    "int-quantized",
+    "pack-quantized",
+)
 _EVERY_LINEAR = "Linear"
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
@@ -150,8 +156,7 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
         )
     targets = layers_listed(group, "targets")
     LayerNames(targets)  # refuses what is no name
-    parsers = {"pack-quantized": _int4, "float-quantized": _fp8, "int-quantized": _int8}
-    parse = parsers.get(stored, _nvfp4)
+    parse = _PARSERS[stored]
     inputs = group.get("input_activations")
     is_known = inputs is None or isinstance(inputs, dict)
     scheme = parse(group["weights"], inputs) if is_known else None
@@ -161,10 +166,10 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"weights {_short(group['weights'])}, input_activations "
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
-            f"scales per tensor, channel or block, symmetric int8 per channel with symmetric "
-            f"activations in int8 (dynamic per token, static per tensor) or not quantised, and "
-            f"int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with activations in "
-            f"FP8 per token or not quantised"
+            f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
+            f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
+            f"quantised, and int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with "
+            f"activations in FP8 per token or not quantised"
         )
     return [Target(text, name, scheme) for text in targets]
 
@@ -232,6 +237,20 @@ def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     return StoredLayer(weight, (scheme, ActScheme.NONE)) if scheme and is_symmetric else None
 
 
+def _mxfp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    def is_mx(args: _Args) -> bool:
+        is_group = _is(args, 8, "float", "group") and args.get("symmetric", True)
+        return bool(is_group) and args.get("group_size") == mxfp8.GROUP
+
+    if not is_mx(weights) or weights.get("dynamic"):
+        return None
+    weight = WeightFormat.of(mxfp8.FORMAT.kind)
+    if inputs is None:
+        return StoredLayer(weight, (ActScheme.NONE,))
+    is_known = is_mx(inputs) and inputs.get("dynamic") is True
+    return StoredLayer(weight, mxfp8.FORMAT.act) if is_known else None
+
+
 def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
     # Activation order within groups only: others shuffle the columns.
@@ -246,6 +265,9 @@ def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     act = (*quantised, ActScheme.NONE)
     has_zero_points = not weights.get("symmetric", True)
     return StoredLayer(weight, act, _INT4_NAMES, has_zero_points=has_zero_points)
+
+
+_PARSERS = dict(zip(_FORMATS, (_nvfp4, _fp8, _mxfp8, _int8, _int4)))
 
 
 def _short(args: object) -> str:

@@ -112,13 +112,15 @@ def rounding(winner: Candidate, tensors: "LinearTensors") -> "Rounding":
             scale = fp8.fp8_scales(x.float().abs().max().clamp(min=fp8.MIN_AMAX))
         return fp8.round_to_fp8(x, scale).float() * scale
 
-    def per_group(x: "Tensor", group: int) -> "Tensor":
-        q, scales = quantise_groups(x, group, use_ue8m0=winner.rescales)
+    def per_group(x: "Tensor", group: int, use_ue8m0: bool = winner.rescales) -> "Tensor":
+        q, scales = quantise_groups(x, group, use_ue8m0=use_ue8m0)
         return fp8.dequantise_blocks(q, scales, (1, group))
 
     match winner.act:
         case ActScheme.DYNAMIC_GROUP128:
             return lambda x: per_group(x, 128)
+        case ActScheme.MXFP8_GROUP32:
+            return lambda x: per_group(x, 32, True)
         case ActScheme.DYNAMIC_TOKEN:
             return lambda x: per_group(x, x.shape[1])
         case ActScheme.DYNAMIC_TENSOR:

@@ -1,6 +1,6 @@
-"""Weight-only kernels: FP8, NVFP4 and int4 weights widened in registers, activations untouched; and
-int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made for it, where
-tensor cores take FP8 from registers.
+"""Weight-only kernels: FP8, MXFP8, NVFP4 and int4 weights widened in registers, activations
+untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
+for it, where tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
 128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. By FP8
@@ -60,7 +60,7 @@ _Spec = partial(
     KernelSpec,
     backend="marlin",
     devices=shared.FROM_SM80,
-    formats=frozenset({"fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group"}),
+    formats=frozenset({"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group"}),
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),

@@ -4,11 +4,13 @@
 serves each side, else a CUTLASS kernel. int8 with a scale per row by `torch._int_mm`, summed
 exactly in int32 and scaled in float32; cuBLASLt on a GPU (not run on hardware), oneDNN on a CPU,
 where the weight-only kernels come first: they are faster for few tokens.
+MXFP8 by `torch.nn.functional.scaled_mm` on sm_10x (not run on hardware).
 `scaled_mm-blockwise`: `torch.nn.functional.scaled_mm` for 128x128 blocks, cuBLASLt on Hopper.
 """
 
 from typing import TYPE_CHECKING
 
+from vllm.formats import mxfp8
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
@@ -68,10 +70,20 @@ SPECS = (
         dtypes=frozenset({"bf16"}),
         libs=(("torch", "2.11"),),
         # With a torch that is built for CUDA 12.9 or newer (vllm/platforms/libraries.py).
-        carries=(("sm_9x", "torch", "fp8-block"),),
+        carries=(("sm_9x", "torch", "scaled-blocks"),),
         n_align=16,
         k_align=128,
         **shared.FP8_BLOCKS,
+    ),
+    KernelSpec(
+        backend="scaled_mm",
+        family="linear",
+        devices=frozenset({"sm_10x"}),
+        formats=frozenset({"mxfp8"}),
+        act=frozenset({ActScheme.MXFP8_GROUP32}),
+        dtypes=frozenset({"bf16"}),
+        n_align=16,
+        k_align=mxfp8.GROUP,
     ),
 )
 
@@ -80,9 +92,37 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     """Takes the weight as it is stored; each call quantises x [M, K] and multiplies."""
     if tensors.format.element == "int8":
         return _int8(tensors, winner)
+    if problem.format == mxfp8.FORMAT.kind:
+        return _mxfp8(tensors, winner)
     if winner.backend == _BLOCKWISE:
         return _blockwise(tensors, winner)
     return _fp8(tensors, winner)
+
+
+def _mxfp8(tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
+    """Both operands have UE8M0 scales of 32 columns, in tiles of 128 rows."""
+    import torch
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    from vllm.ops.fp8 import quantise_groups
+    from vllm.ops.nvfp4 import swizzle_scales
+    from vllm.utils.fp8 import ue8m0_encode
+
+    def in_tiles(exponents: "Tensor") -> "Tensor":
+        return swizzle_scales(exponents).view(torch.float8_e8m0fnu).flatten()
+
+    recipe, tiled = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    assert tensors.scales is not None
+    weight, bias, scales = tensors.weight.t(), tensors.bias, in_tiles(tensors.scales)
+
+    def apply(x: "Tensor") -> "Tensor":
+        q, x_scales = quantise_groups(x, mxfp8.GROUP, use_ue8m0=True)
+        x_tiles = in_tiles(ue8m0_encode(x_scales))
+        given = q, weight, x_tiles, recipe, scales, recipe, tiled, tiled
+        out: Tensor = scaled_mm(*given, output_dtype=x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    return apply
 
 
 def _fp8(tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":

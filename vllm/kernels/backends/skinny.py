@@ -1,5 +1,6 @@
 """Our GEMMs for few tokens, limited by memory: of FP8 with block scales, whose activations it
 quantises itself, or a scale for each row; and, in Triton, of small weights in half precision.
+`skinny-w4a16`: of NVFP4 by activations as they are, in Triton; not run on hardware.
 
 They serve at most 16 tokens, so they run as the first part of a split.
 """
@@ -54,6 +55,15 @@ SPECS = (
         takes_bias=False,
         check=_is_small,
     ),
+    # Where kernels that quantise activations take the weight as it is stored too: few tokens are
+    # multiplied exactly, many by those.
+    _Spec(
+        backend="skinny-w4a16",
+        formats=frozenset({"nvfp4"}),
+        devices=frozenset({"sm_10x", "sm_12x"}),
+        libs=(("triton", "3.2"),),
+        compiles="triton",
+    ),
 )
 
 
@@ -66,6 +76,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
         weight = tensors.weight.to(dtype_of(problem.dtype))
         return lambda x: product(x, weight)
+    if problem.format == "nvfp4":
+        return _nvfp4(tensors)
     from vllm.ops.fp8_quant import ScaleLayout
     from vllm.platforms import native
 
@@ -80,3 +92,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         lambda *operands: gemm(*operands, 0, 0),
         takes_floats=True,
     )
+
+
+def _nvfp4(tensors: "LinearTensors") -> "LinearKernel":
+    """Keeps one float32 for each row besides."""
+    import torch
+
+    from vllm.kernels.triton.nvfp4_skinny import nvfp4_product
+
+    weight, scales, bias = tensors.weight, tensors.scales, tensors.bias
+    assert scales is not None and tensors.global_scales is not None
+    rows = torch.tensor(tensors.shard_rows, device=weight.device)
+    factors = tensors.global_scales.float().repeat_interleave(rows)
+    return lambda x: nvfp4_product(x, weight, scales, factors, bias)

@@ -3,11 +3,12 @@
 Pure functions of `Timings`, standard library only.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import exp, inf, log
 from operator import itemgetter
 
+from vllm.kernels.evidence.steps import is_telling
 from vllm.kernels.select.decision import Able, Evidence, Parts
 from vllm.utils.dataclasses import dataclass
 
@@ -20,9 +21,13 @@ TOLERANCE = 1.03
 REACH = 32
 # What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
 PART_COST = 0.045
+# What each token count costs for each rounding of the kernel that serves it: so little that it
+# decides between equals alone.
+ROUNDING_COST = 1e-6
 # Kernels that compile when the engine starts are left out as long as that costs no more than this
 # over the measured token counts: seconds of every cold start are not spent for a few percent.
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
+_COSTS_OF_LEAVING_OUT = MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT
 
 
 class Timings(Evidence):
@@ -37,35 +42,65 @@ class Timings(Evidence):
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
         alone: tuple[str, ...] = (),
+        roundings: tuple[tuple[str, int], ...] = (),
     ) -> Parts:
         """At most MAX_PARTS ranges of M with the least regret; () where too little was measured.
 
         Limits are measured token counts, which are sizes of captured graphs. Among equals the
-        fewest parts win, then the earlier in `able`. The last range has no limit, so its backend
-        takes any number of tokens. compiling: backends that compile at run time, the dearest
-        first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
+        fewest parts win, then the fewest roundings, then the earlier in `able`. The last range has
+        no limit, so its backend takes any number of tokens. compiling: backends that compile at run
+        time, the dearest first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
         WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
-        none, since a part of it beside a part of another would hold the weight twice. Where times
-        are not measured here, the first of the default order yields only to a kernel whose gain
-        exceeds the error.
+        none, since a part of it beside a part of another would hold the weight twice. roundings: by
+        backend how often it rounds activations and the weight; one that compiles is left out for
+        others that all round more only where it is no faster (TOLERANCE). Where times are not
+        measured here, the first of the default order yields only to a kernel whose gain exceeds the
+        error. Of attention one backend serves all steps (`_best_for_all`).
         """
+        if self.steps:
+            return _best_for_all(self, able)
         if self.error:
             first = next((backend for backend, limit in able if limit is None), "")
             return _cautious(self, first).best_split(able, m_range, compiling, alone)
-        parts = _fastest_split(self, able, m_range, alone)
+        counts = dict(roundings)
+        parts = _fastest_split(self, able, m_range, alone, counts)
         names = [name for name, _ in able]
         left = able
         for name in compiling:
             fewer = tuple(one for one in left if one[0] != name)
-            others = _fastest_split(self, fewer, m_range, alone)
+            others = _fastest_split(self, fewer, m_range, alone, counts)
+            spares = all(counts.get(name, 0) < counts.get(other, 0) for _, other in others)
+            mean, worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
             cost = expected(self, others, names, m_range) if others else None
-            if (
-                cost is not None
-                and cost.mean_regret <= MEAN_COST_OF_LEAVING_OUT
-                and cost.worst_regret <= WORST_COST_OF_LEAVING_OUT
-            ):
+            if cost is not None and cost.mean_regret <= mean and cost.worst_regret <= worst:
                 left, parts = fewer, others
         return parts
+
+
+def _best_for_all(timings: Timings, able: Able) -> Parts:
+    """The first in `able` whose geometric mean of times over the steps that all were timed for is
+    no more than TOLERANCE, or the mean noise of both, over the lowest; () where these steps have no
+    decode or no prompt."""
+    us, noise = dict(timings.us), dict(timings.noise)
+    names = [backend for backend, _ in able if backend in us]
+    shared = [i for i in range(len(timings.steps)) if None not in [us[name][i] for name in names]]
+    if not names or not is_telling(timings.steps[i] for i in shared):
+        return ()
+
+    def mean(name: str) -> float:
+        return exp(sum(log(us[name][i] or 1.0) for i in shared) / len(shared))
+
+    def mean_noise(name: str) -> float:
+        return sum(noise[name][i] or 0.0 for i in shared) / len(shared) if name in noise else 0.0
+
+    means = {name: mean(name) for name in names}
+    fastest = min(names, key=means.__getitem__)
+    in_doubt = 1 + mean_noise(fastest)
+    return next(
+        ((None, name),)
+        for name in names
+        if means[name] <= means[fastest] * max(TOLERANCE, in_doubt + mean_noise(name))
+    )
 
 
 def _cautious(timings: Timings, first: str) -> Timings:
@@ -81,7 +116,11 @@ def _cautious(timings: Timings, first: str) -> Timings:
 
 
 def _fastest_split(
-    timings: Evidence, able: Able, m_range: tuple[int, int], alone: Collection[str]
+    timings: Evidence,
+    able: Able,
+    m_range: tuple[int, int],
+    alone: Collection[str],
+    roundings: Mapping[str, int],
 ) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
         return ()
@@ -99,12 +138,20 @@ def _fastest_split(
         return ()
     paths = []
     for group in _groups([backend for backend, _ in limits], alone):
-        cost, path = _cheapest_path(
-            [costs[j] for j in group], [limits[j][1] is None for j in group]
-        )
+        counts = [roundings.get(limits[j][0], 0) for j in group]
+        # Of those that are fast somewhere: where all round alike, nothing is added.
+        least = min((count for j, count in zip(group, counts) if 0.0 in costs[j]), default=0)
+        own = [_rounded(costs[j], count - least) for j, count in zip(group, counts)]
+        cost, path = _cheapest_path(own, [limits[j][1] is None for j in group])
+        cost += least * len(columns) * ROUNDING_COST
         paths.append((cost, tuple(group[j] for j in path)))
     _, choice = min(paths, key=_first)
     return _parts([limits[j][0] for j in choice], [timings.tokens[i] for i in columns])
+
+
+def _rounded(costs: Sequence[float], more: int) -> Sequence[float]:
+    """Of a kernel that rounds `more` times oftener than another that could be beside it."""
+    return [cost + more * ROUNDING_COST for cost in costs] if more > 0 else costs
 
 
 def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
@@ -116,7 +163,10 @@ def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
-    """Of token counts that calls of `m_range` run with: padded up to the first that holds them."""
+    """Of token counts that calls of `m_range` run with: padded up to the first that holds them; all
+    steps of attention."""
+    if timings.steps:
+        return list(range(len(timings.steps)))
     low, high = m_range
     tokens = timings.tokens
     upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)
@@ -193,14 +243,14 @@ def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:
 
 @dataclass(frozen=True)
 class Expected:
-    """us: (tokens, microseconds of the choice). regret: how much longer it takes than the fastest
-    that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the worst's
-    tokens and fastest backend."""
+    """us: (tokens or step, microseconds of the choice). regret: how much longer it takes than the
+    fastest that was measured and can run here, as a ratio minus 1: geometric mean, worst, and the
+    worst's tokens or step and fastest backend."""
 
-    us: tuple[tuple[int, float], ...]
+    us: tuple[tuple[int | str, float], ...]
     mean_regret: float
     worst_regret: float
-    worst_tokens: int
+    worst_tokens: int | str
     fastest_there: str
 
 
@@ -221,8 +271,8 @@ def expected(
         fastest = min(rivals, key=lambda name: _time(us[name][i], num_tokens, None))
         best = us[fastest][i]
         assert best is not None
-        own.append((num_tokens, time))
-        regrets.append((time / best - 1, num_tokens, fastest))
+        own.append((timings.columns[i], time))
+        regrets.append((time / best - 1, timings.columns[i], fastest))
     if not own:
         return None
     worst = max(regrets, key=lambda regret: regret[0])

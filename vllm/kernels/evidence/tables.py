@@ -7,7 +7,8 @@ checkpoint: it is rewritten whole after every kernel that was measured.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 from vllm import envs
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.evidence.steps import Step
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.decision import ByBackend
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.dataclasses import asdict, dataclass, field, replace
 from vllm.utils.files import write_atomically
@@ -31,8 +33,9 @@ _SAME_MEMORY = 0.05
 # Numbers of tokens that are measured: sizes of captured graphs (worker/cuda_graph.py), and steps
 # of prompts above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-# On GPUs torch computes every expert for every token: nobody waits for that where there is another.
-NEVER_MEASURED = {("cuda", "moe"): ("torch",)}
+# On GPUs torch computes every expert for every token, and its attention makes the host wait, so
+# that no CUDA graph can hold it: nobody waits for either where there is another.
+NEVER_MEASURED = {("cuda", "moe"): ("torch",), ("cuda", "attention"): ("torch",)}
 
 
 @dataclass(frozen=True)
@@ -71,20 +74,39 @@ class Chip:
         return ", ".join(facts)
 
 
-Times = tuple[tuple[int, float], ...]
-"""(tokens, microseconds of a call), ascending."""
+Column = int | str
+"""What a time is filed under: a number of tokens, or the name of a step of attention."""
+Times = tuple[tuple[Column, float], ...]
+"""(column, microseconds of a call), ascending."""
+Measurable = LinearProblem | MoEProblem | AttentionProblem
+"""What tables hold times of."""
+
+
+def in_order(columns: Iterable[Column]) -> list[Column]:
+    """Ascending in tokens, and in keys where steps have as many."""
+    return sorted(columns, key=lambda c: (c, 0) if isinstance(c, int) else Step.parse(c).place)
+
+
+def times_of(by_column: Mapping[Column, float]) -> Times:
+    return tuple((column, by_column[column]) for column in in_order(by_column))
+
+
+def column_text(column: Column) -> str:
+    """`M = 16`, or the name of a step."""
+    return f"M = {column}" if isinstance(column, int) else column
 
 
 @dataclass(frozen=True)
 class Entry:
     """One backend measured for one row. version: of the libraries it is made of.
 
-    us: quantising activations included. quantised_us: for activations that are quantised already,
-    () for a kernel that does not take such; it counts where it is known and what is before the
-    layer quantises in the pass it makes anyway (`comes_quantised`). skewed_us and
-    skewed_quantised_us: of experts the same for tokens that choose them by a power law; () where
-    that was not measured. noise: relative half-width of the 95 % interval of the median, the widest
-    of a token count's times. error: the largest against the reference, None where it is not known.
+    us: quantising activations included, of attention without writing the cache. quantised_us: for
+    activations that are quantised already, () for a kernel that does not take such; it counts where
+    it is known and what is before the layer quantises in the pass it makes anyway
+    (`comes_quantised`). skewed_us and skewed_quantised_us: of experts the same for tokens that
+    choose them by a power law; () where that was not measured. noise: relative half-width of the
+    95 % interval of the median, the widest of a token count's times. error: the largest against the
+    reference, None where it is not known.
     """
 
     version: str
@@ -99,13 +121,13 @@ class Entry:
     def updated(self, newer: "Entry") -> "Entry":
         """With what `newer` has measured since."""
         kept: dict[str, Any] = {
-            name: tuple(sorted({**dict(getattr(self, name)), **dict(getattr(newer, name))}.items()))
+            name: times_of({**dict(getattr(self, name)), **dict(getattr(newer, name))})
             for name in _BY_TOKENS
         }
         return replace(newer, **kept)
 
-    def cells(self, takes_quantised: bool) -> "dict[int, Cell]":
-        """By tokens; takes_quantised: whether what is before quantises for it."""
+    def cells(self, takes_quantised: bool) -> "dict[Column, Cell]":
+        """By column; takes_quantised: whether what is before quantises for it."""
         us, skewed, noise = dict(self.us), dict(self.skewed_us), dict(self.noise)
         if takes_quantised:
             us |= dict(self.quantised_us)
@@ -117,7 +139,7 @@ _BY_TOKENS = ("us", "quantised_us", "skewed_us", "skewed_quantised_us", "noise")
 
 
 class Cell(NamedTuple):
-    """Of one kernel for one number of tokens: microseconds, evenly routed and skewed."""
+    """Of one kernel for one column: microseconds, evenly routed and skewed."""
 
     us: float
     skewed_us: float | None
@@ -126,29 +148,29 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What tables say of one problem. cells: by backend, by tokens."""
+    """What tables say of one problem. cells: by backend, by column."""
 
     source: str
-    cells: Mapping[str, Mapping[int, Cell]]
+    cells: Mapping[str, Mapping[Column, Cell]]
     stale: tuple[tuple[str, str, str], ...]
     is_near: bool
 
     @property
-    def tokens(self) -> set[int]:
+    def columns(self) -> set[Column]:
         return {m for own in self.cells.values() for m in own}
 
     def timings(self) -> Timings:
         """Of a token count that every kernel was also timed for with skewed routing, the mean of
         both times: real routing lies between. Else the time of even routing."""
-        cells, tokens = self.cells, sorted(self.tokens)
+        cells, tokens = self.cells, in_order(self.columns)
         own = {m: [kernel[m] for kernel in cells.values() if m in kernel] for m in tokens}
         is_mean = {m: all(cell.skewed_us is not None for cell in own[m]) for m in tokens}
 
-        def time(m: int, cell: Cell) -> float:
+        def time(m: Column, cell: Cell) -> float:
             both = [cell.us] if cell.skewed_us is None else [cell.us, cell.skewed_us]
             return sum(both) / len(both) if is_mean[m] else cell.us
 
-        def columns(of: Callable[[int, Cell], float]) -> ByBackend:
+        def columns(of: Callable[[Column, Cell], float]) -> ByBackend:
             return tuple(
                 (name, tuple(of(m, kernel[m]) if m in kernel else None for m in tokens))
                 for name, kernel in cells.items()
@@ -158,7 +180,9 @@ class Row:
         noise = columns(lambda m, cell: cell.noise) if is_noisy else ()
         us = columns(time)
         grade = Grade.ESTIMATED if self.is_near else Grade.MEASURED
-        return Timings(self.source, tuple(tokens), us, self.stale, grade, noise=noise)
+        steps = tuple(m for m in tokens if isinstance(m, str))
+        counts = tuple(m if isinstance(m, int) else Step.parse(m).num_tokens for m in tokens)
+        return Timings(self.source, counts, us, self.stale, grade, (), noise, steps)
 
 
 @dataclass(frozen=True)
@@ -181,7 +205,7 @@ class Table:
         return None if row is None else row.timings()
 
     def row(self, problem: Problem, versions: Mapping[str, str] | None) -> Row | None:
-        if not isinstance(problem, LinearProblem | MoEProblem) or not is_measurable(problem):
+        if not isinstance(problem, Measurable) or not is_measurable(problem):
             return None
         row = self.rows.get(problem.size_key)
         if not row:
@@ -209,7 +233,7 @@ class Table:
         return replace(self, rows={**self.rows, size_key: row})
 
 
-def is_measurable(problem: LinearProblem | MoEProblem) -> bool:
+def is_measurable(problem: Measurable) -> bool:
     """Whether `size_key` says everything that a kernel's speed depends on: it says nothing of how
     many rows of each expert's block a batched layout fills."""
     return not isinstance(problem, MoEProblem) or problem.layout == "standard"
@@ -246,7 +270,7 @@ def _filled(first: Row, second: Row, here: Collection[str] | None) -> Row:
     ours, theirs = first.cells, second.cells
     added = theirs.keys() - ours.keys()
     is_wider = bool(added if here is None else added & set(here))
-    tokens = second.tokens if is_wider else first.tokens | second.tokens
+    tokens = second.columns if is_wider else first.columns | second.columns
     cells = {name: {**theirs.get(name, {}), **ours.get(name, {})} for name in {**ours, **theirs}}
     if cells == ours:
         return first
@@ -315,7 +339,10 @@ def _read(path: Path, *state: int) -> Table:
 
 def _parse(content: Mapping[str, Any]) -> Table:
     rows = {
-        str(size_key): {str(backend): _parse_entry(entry) for backend, entry in row.items()}
+        str(size_key): {
+            str(backend): _parse_entry(entry, is_of_attention(size_key))
+            for backend, entry in row.items()
+        }
         for size_key, row in content["rows"].items()
     }
     # Versions before this one did not write the memory; their rows mean nothing here either.
@@ -323,15 +350,26 @@ def _parse(content: Mapping[str, Any]) -> Table:
     return Table(Chip(Device.parse(content["device"]), *numbers), str(content["name"]), rows)
 
 
-def _parse_entry(entry: Mapping[str, Any]) -> Entry:
-    times: dict[str, Any] = {name: _by_tokens(name, entry.get(name, {})) for name in _BY_TOKENS}
+def is_of_attention(size_key: str) -> bool:
+    """Whether the row has times of steps, not of numbers of tokens."""
+    return size_key.startswith(f"{AttentionProblem.family} ")
+
+
+def _parse_entry(entry: Mapping[str, Any], has_steps: bool) -> Entry:
+    if has_steps and (others := entry.keys() & set(_BY_TOKENS) - {"us", "noise"}):
+        raise ValueError(f"attention has no {', '.join(sorted(others))}")
+    times: dict[str, Any] = {
+        name: _by_column(name, entry.get(name, {}), has_steps) for name in _BY_TOKENS
+    }
     error = _number(entry["error"]) if "error" in entry else None
     return Entry(str(entry["version"]), str(entry["date"]), error=error, **times)
 
 
-def _by_tokens(name: str, values: Mapping[str, Any]) -> Times:
+def _by_column(name: str, values: Mapping[str, Any], has_steps: bool) -> Times:
     read = _number if name == "noise" else _microseconds
-    return tuple(sorted((int(m), read(value)) for m, value in values.items()))
+    return times_of(
+        {Step.parse(m).name if has_steps else int(m): read(value) for m, value in values.items()}
+    )
 
 
 def _microseconds(value: Any) -> float:
@@ -380,6 +418,9 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def _by_size(item: tuple[str, Any]) -> tuple[str, list[int], str]:
+    """Of attention its heads, and their size."""
+    if is_of_attention(item[0]):
+        return AttentionProblem.family, [int(size) for size in re.findall(r"\d+", item[0])], item[0]
     weight, _, sizes = item[0].partition(":")
     numbers = sizes.partition(" ")[0].replace("/", "x").split("x")
     return weight, [int(size) for size in numbers], item[0]

@@ -158,7 +158,7 @@ def _verdict(candidate: Candidate, decision: Decision) -> _Verdict:
         lines = [(str(reason.why), reason.text) for reason in by_format]
     else:
         kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
-        lines = [(kind, ", ".join(how(candidate, decision.problem)))]
+        lines = [(kind, ", ".join(how(candidate, decision)))]
     return _Verdict(decision.problem.family, candidate, tuple(lines))
 
 
@@ -315,7 +315,7 @@ def _decision(row: _Row) -> str:
     rows = {"problem": asks(decision.problem), "decided by": decided, "blocks": blocks}
     grade = ""
     if decision.chosen is not None:
-        rows["how"] = ", ".join(how(decision.winner, decision.problem))
+        rows["how"] = ", ".join(how(decision.winner, decision))
         grade = f"{grade_mark(decision.winner.grade)} {graded(decision.winner.grade)}"
     if line := expected_line(decision):
         rows["expected"] = line

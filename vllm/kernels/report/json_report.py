@@ -10,6 +10,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.evidence.steps import Step
 from vllm.kernels.report.calls import Calls, kind_of, measured_calls
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.ledger import Entry, Ledger
@@ -305,8 +306,9 @@ def _decision(node: _Node, device: Device) -> Decision:
 
 
 def _timings(node: _Node) -> Timings:
-    node.allow("source", "tokens", "us", "stale", "grade", "error", "noise")
+    node.allow("source", "tokens", "us", "stale", "grade", "error", "noise", "steps")
     tokens = _read(node["tokens"], tuple[int, ...])
+    steps = _steps(node["steps"], tokens) if "steps" in node.fields() else ()
     row = GenericAlias(tuple, (float | None,) * len(tokens))
 
     def by_backend(own: _Node) -> ByBackend:
@@ -317,7 +319,14 @@ def _timings(node: _Node) -> Timings:
     stale = _read(node["stale"], tuple[tuple[str, str, str], ...])
     grade = node["grade"].parsed(Grade)
     error = _read(node["error"], tuple[tuple[str, tuple[float, ...]], ...])
-    return Timings(node["source"].of(str), tokens, us, stale, grade, error, noise)
+    return Timings(node["source"].of(str), tokens, us, stale, grade, error, noise, steps)
+
+
+def _steps(node: _Node, tokens: tuple[int, ...]) -> tuple[str, ...]:
+    steps = [item.parsed(Step.parse) for item in node.items()]
+    if steps and tokens != tuple(step.num_tokens for step in steps):
+        raise node.error("are not steps of as many tokens")
+    return tuple(step.name for step in steps)
 
 
 def _problem(node: _Node) -> Problem:

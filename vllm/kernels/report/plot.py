@@ -15,8 +15,8 @@ from vllm.kernels.select.decision import Decision
 FORMATS = (".svg", ".png", ".html")
 
 _COLUMNS, _PANEL_INCHES, _DPI = 3, (5.2, 4.0), 110
-_HEAD_INCHES, _LEGEND_LINE_INCHES = 0.4, 0.18
-_LINE = 80  # characters of a panel's title
+_TITLE_LINE_INCHES, _LEGEND_LINE_INCHES = 0.2, 0.18
+_LINE, _TITLE_LINE = 70, 50  # characters over a panel: of its title, of the picture's
 _TICKS = tuple(4**i for i in range(8))
 # Text stays text, and the same picture is the same file.
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm", "font.size": 9}
@@ -85,16 +85,19 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     rows = -(-len(panels) // columns)
     drawn = [curves_of(panel.decision) for panel in panels]
     colour_of = colours(curve for curves in drawn for curve in curves)
-    legend = _legend(colour_of)
+    legend, lines = _legend(colour_of), textwrap.wrap(title, columns * _TITLE_LINE)
+    head = (1 + len(lines)) * _TITLE_LINE_INCHES
     foot = (2 + len(legend) // (2 * columns)) * _LEGEND_LINE_INCHES
-    width, height = columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + _HEAD_INCHES + foot
-    drawn_share = (0, foot / height, 1, 1 - (foot + _HEAD_INCHES) / height)
+    width, height = columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + head + foot
+    drawn_share = (0, foot / height, 1, 1 - (foot + head) / height)
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=drawn_share))
     for place, (panel, curves) in enumerate(zip(panels, drawn)):
         axes = figure.add_subplot(rows, columns, place + 1)
         axes.set_title(panel.title, fontsize=8, loc="left")
         _draw(axes, place, curves, colour_of)
-    figure.suptitle(title, x=0.01, y=1 - 0.12 / height, ha="left", va="top", fontweight="bold")
+    figure.suptitle(
+        "\n".join(lines), x=0.01, y=1 - 0.12 / height, ha="left", va="top", fontweight="bold"
+    )
     figure.legend(handles=legend, loc="lower left", ncols=2 * columns, frameon=False, fontsize=8)
     return figure
 

@@ -13,7 +13,7 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
-from vllm.kernels.select.problem import LinearProblem, Problem
+from vllm.kernels.select.problem import AttentionProblem, LinearProblem, Problem
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
 
@@ -43,7 +43,11 @@ BLOCKS = next(kind for kind, known in formats().items() if known.num_sizes == 2)
 PACKED = next(kind for kind, known in formats().items() if known.codes_per_byte > 1)
 LAYER_SYNTAX = (
     f"FORMAT:NxK[:M], such as {BLOCKS}:4096x7168, {BLOCKS}:8192+512+512x4096 (merged parts), "
-    f"{BLOCKS}:18432/32x7168 (rows over 32 ranks), {PACKED}:4096x7168:1,64 (1 to 64 tokens)"
+    f"{BLOCKS}:18432/32x7168 (rows over 32 ranks), {PACKED}:4096x7168:1,64 (1 to 64 tokens); or "
+    f"attention:HEADS/KV_HEADSxDIM[:CACHE], such as attention:32/8x128:fp8"
+)
+_ATTENTION = re.compile(
+    r"attention:(?P<heads>\d+)/(?P<kv_heads>\d+)x(?P<dim>\d+)(?::(?P<cache>\w+))?", re.ASCII
 )
 _LAYER = re.compile(
     r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
@@ -166,8 +170,11 @@ def runs_on(spec: KernelSpec, device: Device) -> bool:
 
 
 def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
-    """A linear layer from LAYER_SYNTAX, with its name. Sizes before `/` are of all ranks."""
-    match = _LAYER.fullmatch(text)
+    """A linear layer or attention from LAYER_SYNTAX, with its name. Sizes before `/` of a linear
+    layer are of all ranks."""
+    if match := _ATTENTION.fullmatch(text):
+        return text, _attention_of(text, match, dtype)
+    match = None if text.startswith("attention:") else _LAYER.fullmatch(text)
     if match is None:
         raise ConfigError(f"--layer {text!r} is not readable: it takes {LAYER_SYNTAX}")
     weight = WeightFormat.parse(match["format"])
@@ -189,6 +196,16 @@ def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
         m_range=(min(tokens), max(tokens)) if tokens else EXPECTED_TOKENS,
     )
     return text, problem
+
+
+def _attention_of(text: str, match: re.Match[str], dtype: str) -> AttentionProblem:
+    heads, kv_heads, dim = (int(match[name]) for name in ("heads", "kv_heads", "dim"))
+    if 0 in (heads, kv_heads, dim) or heads % kv_heads:
+        raise ConfigError(
+            f"--layer {text!r}: heads are a multiple of KV heads, and all sizes 1 or more"
+        )
+    cache = _named(f"--layer {text!r}: cache", match["cache"] or dtype, KV_FORMATS)
+    return AttentionProblem(heads, kv_heads, dim, cache, dtype)
 
 
 def _shard(text: str, size: int, ranks: int) -> int:

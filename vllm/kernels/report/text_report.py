@@ -9,6 +9,8 @@ from vllm.formats.scales import Requant
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
+from vllm.kernels.evidence.steps import MAIN_STEPS
+from vllm.kernels.evidence.tables import column_text
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, by_text, compress, counted
 from vllm.kernels.report.report import Report
@@ -47,7 +49,7 @@ _KERNEL_WIDTH = 32  # of a split, which wraps
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 EXPECTED_TOKENS = LinearProblem(1, 1, WeightFormat("bf16")).m_range
 _MOOT = "Of a kernel that does not take the format, only that is shown; --json has every reason."
-_SHOWN_TOKENS = (1, 16, 128, 1024, 8192)
+_SHOWN = (1, 16, 128, 1024, 8192, *MAIN_STEPS)
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 # ---------------------------------------------------------------- one line
@@ -77,19 +79,21 @@ def verdict(candidate: Candidate, decision: Decision) -> list[tuple[str, str]]:
     if candidate.reasons:
         return [(str(reason.why), reason.text) for reason in candidate.reasons]
     kind = CHOSEN if candidate.backend == decision.chosen else COULD_RUN
-    return [(kind, ", ".join([*how(candidate, decision.problem), grade_text(candidate.grade)]))]
+    return [(kind, ", ".join([*how(candidate, decision), grade_text(candidate.grade)]))]
 
 
-def how(candidate: Candidate, problem: Problem) -> list[str]:
-    """In which way a candidate computes the problem, as far as there is something to say."""
-    facts = [
-        f"{backend} above" if limit is None else f"{backend} up to M = {limit}"
-        for limit, backend in candidate.parts
-    ]
-    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
-    if is_quantized and candidate.act is not None:
-        weight_only = candidate.act is ActScheme.NONE
-        facts.append("weight-only" if weight_only else f"activations {candidate.act}")
+def how(candidate: Candidate, decision: Decision) -> list[str]:
+    """In which way a candidate computes the problem, as far as there is something to say; of each
+    part of a split what it does to activations, where they differ in that."""
+    problem = decision.problem
+    acts = {one.backend: act_text(one, problem) for one in decision.candidates}
+    is_mixed = len({acts[backend] for _, backend in candidate.parts}) > 1
+    facts = []
+    for limit, backend in candidate.parts:
+        tokens = "above" if limit is None else f"up to M = {limit}"
+        facts.append(f"{backend} {tokens}{f' ({acts[backend]})' if is_mixed else ''}")
+    if not is_mixed and (act := act_text(candidate, problem)):
+        facts.append(act)
     if candidate.scales:
         facts.append(_scales_text(candidate))
     if candidate.fit is not None:
@@ -98,6 +102,14 @@ def how(candidate: Candidate, problem: Problem) -> list[str]:
     if specs and specs[0].compiles == COMPILERS[0]:
         facts.append("compiles for tens of seconds at a first start")
     return facts
+
+
+def act_text(candidate: Candidate, problem: Problem) -> str:
+    """What it does to activations; "" where the weight is not quantised."""
+    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
+    if not is_quantized or candidate.act is None:
+        return ""
+    return "weight-only" if candidate.act is ActScheme.NONE else f"activations {candidate.act}"
 
 
 def grade_text(grade: Grade) -> str:
@@ -129,8 +141,6 @@ def expectation_of(decision: Decision) -> Expected | None:
     problem, timings = decision.problem, decision.timings
     if decision.chosen is None or timings is None:
         return None
-    if not isinstance(problem, LinearProblem | MoEProblem):
-        return None
     winner = decision.winner
     able = {
         c.backend
@@ -144,14 +154,17 @@ def expectation_of(decision: Decision) -> Expected | None:
 
 def expectation_text(choice: Expected, timings: Evidence) -> str:
     """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest measured, at most 2.1% (cutlass for
-    M = 96)`; where times are not measured here, with their error: `estimated to 6% to 15%`."""
-    shown = [pair for pair in choice.us if pair[0] in _SHOWN_TOKENS] or [choice.us[0]]
-    times = ", ".join(f"{us:.3g} for {'M = ' * (i == 0)}{m}" for i, (m, us) in enumerate(shown))
+    M = 96)`; where times are not measured here, with their error: `estimated to 6% to 15%`. Of
+    attention: `8.2 us for decode 1x1024, 291 for prompt 4096; ...`."""
+    shown = [pair for pair in choice.us if pair[0] in _SHOWN] or [choice.us[0]]
+    times = ", ".join(
+        f"{us:.3g} for {m if i else column_text(m)}" for i, (m, us) in enumerate(shown)
+    )
     text = f"{times.replace(' ', ' us ', 1)}; {choice.mean_regret:.1%} over the fastest"
     text += f" {timings.grade}{error_text(timings)}"
     if not choice.worst_regret:
         return text
-    worst = f"{choice.fastest_there} for M = {choice.worst_tokens}"
+    worst = f"{choice.fastest_there} for {column_text(choice.worst_tokens)}"
     return f"{text}, at most {choice.worst_regret:.1%} ({worst})"
 
 

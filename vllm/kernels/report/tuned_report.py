@@ -10,8 +10,8 @@ _NO_TIME = "-"
 
 
 def page(table: Table, decisions: Iterable[tuple[Decision, str]]) -> str:
-    """For each size that the table holds: what is chosen with it, and by M the fastest kernel and
-    the one that the default order takes. decisions: with what the default order takes."""
+    """For each size that the table holds: what is chosen with it, and by M or step the fastest
+    kernel and that of the default order. decisions: with what the default order takes."""
     paragraphs: dict[str, str] = {}
     for decision, default in decisions:
         problem = decision.problem
@@ -19,7 +19,8 @@ def page(table: Table, decisions: Iterable[tuple[Decision, str]]) -> str:
         if row is None or problem.size_key in paragraphs:
             continue
         errors = {name: entry.error for name, entry in table.rows[problem.size_key].items()}
-        lines = [f"{problem.family} {problem.size_key} -> {decision.kernel}"]
+        sizes = problem.size_key.removeprefix(f"{problem.family} ")
+        lines = [f"{problem.family} {sizes} -> {decision.kernel}"]
         lines += _lines(row, _able(decision), default, errors, isinstance(problem, MoEProblem))
         paragraphs[problem.size_key] = "\n".join(lines)
     return "\n\n".join(paragraphs.values())
@@ -34,20 +35,22 @@ def _lines(
 ) -> Iterator[str]:
     timings = row.timings()
     us = f"{'us':>9}" + f"{'skewed':>9}" * is_moe
-    yield f"{'M':>6}  {'fastest':<20}{us}{'noise':>8}{'error':>10}  {'default order':<20}{us}"
-    for i, num_tokens in enumerate(timings.tokens):
+    width = max([6, *(len(str(column)) for column in timings.columns)])
+    head = f"{'step' if timings.steps else 'M':>{width}}"
+    yield f"{head}  {'fastest':<20}{us}{'noise':>8}{'error':>10}  {'default order':<20}{us}"
+    for i, column in enumerate(timings.columns):
         times = {name: us[i] for name, us in timings.us if name in able}
         known = {name: us for name, us in times.items() if us is not None}
         if not known:
             continue
         fastest = min(known, key=known.__getitem__)
-        cell = row.cells[fastest][num_tokens]
+        cell = row.cells[fastest][column]
         error = errors[fastest]
         shown_error = _NO_TIME if error is None else f"{error:.1e}"
-        other = row.cells.get(default, {}).get(num_tokens)
+        other = row.cells.get(default, {}).get(column)
         ratio = f"{known[default] / known[fastest]:>8.2f}x" if default in known else ""
         yield (
-            f"{num_tokens:>6}  {fastest:<20}{_times(cell, is_moe)}{cell.noise:>8.1%}"
+            f"{column:>{width}}  {fastest:<20}{_times(cell, is_moe)}{cell.noise:>8.1%}"
             f"{shown_error:>10}  {default:<20}{_times(other, is_moe)}{ratio}"
         )
 

@@ -33,7 +33,8 @@ class Evidence(ABC):
     (backend, what was measured, what is here) where that is another version or build. grade: of
     the times that are not stale. error: by backend, the mean relative error for each of `tokens`
     where the times are not measured here, () where they are. noise: relative uncertainty of each
-    of `us`; () where it is not known.
+    of `us`; () where it is not known. steps: of attention, what each of `tokens` are the new tokens
+    of (`kernels/evidence/steps.py`); () of other problems.
     """
 
     source: str
@@ -43,6 +44,12 @@ class Evidence(ABC):
     grade: Grade = Grade.MEASURED
     error: tuple[tuple[str, tuple[float, ...]], ...] = ()
     noise: ByBackend = ()
+    steps: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> "tuple[int | str, ...]":
+        """What tables file times under: names of steps, or numbers of tokens."""
+        return self.steps or self.tokens
 
     @abstractmethod
     def best_split(
@@ -51,6 +58,7 @@ class Evidence(ABC):
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         alone: tuple[str, ...],
+        roundings: tuple[tuple[str, int], ...],
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
@@ -61,8 +69,9 @@ class Candidate:
 
     scales: the form of weight scales it would take, "" where that does not matter. requant: what
     bringing the stored ones to that form costs; None where it takes them as they are. fit: how it
-    takes partial scale blocks. parts: of a split. grade: what is known of it, of a split the least
-    of its parts.
+    takes partial scale blocks. parts: of a split, each of which is a candidate of its own, with its
+    own act; act, scales and fit of the split are those of its last. grade: what is known of it, of
+    a split the least of its parts.
     """
 
     backend: str
@@ -78,6 +87,11 @@ class Candidate:
     def rescales(self) -> bool:
         """Whether the weight is brought to another form of scales for it."""
         return self.scales not in ("", Scales.FLOAT32)
+
+    @property
+    def roundings(self) -> int:
+        """How often it rounds: activations, and the weight once more."""
+        return self.is_lossy + (self.act not in (None, ActScheme.NONE))
 
     @property
     def is_lossy(self) -> bool:

@@ -144,13 +144,15 @@ class _CacheProblem:
     __slots__ = ()
 
     act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
+    m_range: ClassVar[tuple[int, int]] = (1, 8192)
+    comes_quantised: ClassVar[bool] = False
 
     def block_fit(self, takes_any_block: bool) -> None:
         """A cache has no scale blocks."""
 
     @property
     def size_key(self) -> str:
-        """What a failure is filed under."""
+        """What a failure or a measurement is filed under."""
         return str(self)
 
 

@@ -1,6 +1,6 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -235,8 +235,6 @@ def _measured(
 
     Empty where the first in the default order was not measured: nothing is known to beat it.
     """
-    if not isinstance(case.problem, LinearProblem | MoEProblem):
-        return {}
     timed = {backend for backend, _ in evidence.us}
     judged: dict[str, Candidate] = {}
     could: list[tuple[str, int | None]] = []
@@ -251,14 +249,24 @@ def _measured(
     compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
     compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
     alone = tuple(backend for backend, _ in could if kernels[backend].spec.repacks)
+    roundings = _roundings(evidence, judged.values())
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         if first in timed:
-            parts = evidence.best_split(tuple(able), case.problem.m_range, compiling, alone)
+            m_range = case.problem.m_range
+            parts = evidence.best_split(tuple(able), m_range, compiling, alone, roundings)
             if parts:
                 found[parts] = _split(parts, judged)
     return found
+
+
+def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> tuple[tuple[str, int], ...]:
+    """By backend, of those that round: of equally fast ones that which rounds least is to serve.
+    Empty where times are not measured here, since those know nothing of equals."""
+    if evidence.grade is not Grade.MEASURED:
+        return ()
+    return tuple((one.backend, one.roundings) for one in candidates if one.roundings)
 
 
 def _for_few_tokens(

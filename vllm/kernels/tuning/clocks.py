@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from vllm.kernels.evidence.tables import Column
+from vllm.kernels.tuning.jobs import Measured
+
 Runs = Sequence[Callable[[], Any]]
 """Calls of one kernel over different weights or inputs, two at least."""
 Clock = Callable[[], float]
@@ -20,6 +23,32 @@ Key = TypeVar("Key", bound=Hashable)
 
 _MIN_SAMPLES, _MAX_SAMPLES, _SAMPLING_SECONDS = 9, 40, 0.03
 _SAMPLE_SECONDS = 0.01
+_CPU_CACHE_BYTES = 64 << 20
+
+Steps = Iterator[tuple[Column, Any]]
+"""Token counts, or steps of attention, with what was found of them, None for a sign of life."""
+
+
+def measured_in_turns(column: Column, clocks: Mapping[tuple[str, str], Clock]) -> Steps:
+    """What each kernel takes (`Measured`). clocks: by backend and field of `Entry`."""
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in sample_in_turns(clocks, samples):
+        yield column, None
+    for backend in dict.fromkeys(name for name, _ in clocks):
+        found = {
+            field: median_and_noise(own)
+            for (name, field), own in samples.items()
+            if name == backend
+        }
+        us = {field: median for field, (median, _) in found.items()}
+        yield column, Measured(backend, us, max(noise for _, noise in found.values()))
+
+
+def bytes_to_read(device: torch.device) -> int:
+    """Before anything is read again."""
+    if device.type == "cuda":
+        return 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    return 2 * _CPU_CACHE_BYTES
 
 
 def sample_in_turns(clocks: Mapping[Key, Clock], samples: dict[Key, list[float]]) -> Iterator[None]:

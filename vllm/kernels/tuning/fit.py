@@ -28,7 +28,7 @@ from vllm.kernels.evidence.cost_model import (
     kind_of,
     terms,
 )
-from vllm.kernels.evidence.tables import Entry, Table
+from vllm.kernels.evidence.tables import Entry, Table, is_of_attention
 
 # (tokens, rows of a weight), as kernels cut their products.
 TILES = (
@@ -66,10 +66,11 @@ def fitted_of(path: Path, table: Table, fits: "Mapping[str, KindFit]") -> Fitted
 
 
 def kinds_of(table: Table) -> "dict[str, KindFit]":
-    """Every kind of problem with MIN_SIZES sizes or more; without sizes that kernels pad."""
+    """Every kind of linear layers and experts with MIN_SIZES sizes or more; without sizes that
+    kernels pad."""
     by_kind: dict[str, dict[Sizes, Mapping[str, Entry]]] = {}
     for size_key, row in sorted(table.rows.items()):
-        if ", padded to " in size_key:
+        if ", padded to " in size_key or is_of_attention(size_key):
             continue
         kind, sizes = kind_of(size_key)
         by_kind.setdefault(kind, {})[sizes] = row

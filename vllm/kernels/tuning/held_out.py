@@ -14,7 +14,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.cost_model import RANGES, Fitted, kind_of
 from vllm.kernels.evidence.estimates import Costs
 from vllm.kernels.evidence.splits import Expected, Timings
-from vllm.kernels.evidence.tables import Chip, Table
+from vllm.kernels.evidence.tables import Chip, Table, is_of_attention
 from vllm.kernels.report.question import libs_of
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.policy import Policy
@@ -49,6 +49,8 @@ def cases_of(table: Table, fits: Mapping[str, KindFit], libs: Libs | None = None
     unless given."""
     libs = libs or libs_of("all", table.chip.device)
     for size_key in sorted(table.rows):
+        if is_of_attention(size_key):
+            continue
         kind, sizes = kind_of(size_key)
         if kind not in fits or sizes not in fits[kind].sizes:
             continue

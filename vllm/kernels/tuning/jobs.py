@@ -3,22 +3,23 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm.kernels.evidence.tables import Column, Measurable
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
 
-KernelProblem = LinearProblem | MoEProblem
+KernelProblem = Measurable
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One kernel for one problem: as a request, to check it. gate: token counts that its results
-    are compared for. tokens: those it is timed for, in order. compiles: whether its first calls
-    compile. first: of `tokens`, those that are timed before other problems have all of theirs; None
-    for no preference."""
+    are compared for; () of attention, which has one comparison. tokens: those it is timed for, in
+    order, of attention the names of steps. compiles: whether its first calls compile. first: of
+    `tokens`, those that are timed before other problems have all of theirs; None for no
+    preference."""
 
     problem: KernelProblem
     candidate: Candidate
-    tokens: tuple[int, ...]
+    tokens: tuple[Column, ...]
     gate: tuple[int, ...]
     version: str
     compiles: bool = False
@@ -27,6 +28,15 @@ class Job:
     @property
     def backend(self) -> str:
         return self.candidate.backend
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of tokens that it is timed for."""
+        return tuple(m for m in self.tokens if isinstance(m, int))
+
+    @property
+    def max_tokens(self) -> int:
+        return max(*self.counts, *self.gate)
 
     def __str__(self) -> str:
         return f"{self.problem.size_key}  {self.backend}"
@@ -45,7 +55,7 @@ class Turns:
         return self.jobs[0].problem
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> tuple[Column, ...]:
         """In the order of the job that has most."""
         return max((job.tokens for job in self.jobs), key=len)
 
@@ -54,8 +64,8 @@ class Turns:
 
 
 class Measured(NamedTuple):
-    """A kernel for a number of tokens. us: medians in microseconds by the field of `Entry` that
-    keeps them. noise: the widest of their intervals, as of `Entry`."""
+    """A kernel for a number of tokens or a step. us: medians in microseconds by the field of
+    `Entry` that keeps them. noise: the widest of their intervals, as of `Entry`."""
 
     backend: str
     us: dict[str, float]

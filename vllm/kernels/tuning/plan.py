@@ -5,10 +5,18 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from vllm.kernels import registry
-from vllm.kernels.evidence.tables import NEVER_MEASURED, TOKENS, Entry, Table, is_measurable
+from vllm.kernels.evidence.steps import MAIN_STEPS, TYPICAL, fitting
+from vllm.kernels.evidence.tables import (
+    NEVER_MEASURED,
+    TOKENS,
+    Column,
+    Entry,
+    Table,
+    is_measurable,
+)
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec
 from vllm.kernels.tuning.jobs import Job, KernelProblem
@@ -17,6 +25,8 @@ from vllm.machine import Device, Libs
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 # Where time is limited these come first: decoding alone, for many users, and prompts.
 MAIN_TOKENS = (1, 16, 64, 512, 4096)
+# For the keys and values of a step of attention, where nobody says how much memory there is.
+CACHE_BYTES = 1 << 30
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,9 +44,11 @@ def plan(
     libs: Libs,
     tokens: Sequence[int] = TOKENS,
     backends: Sequence[str] = (),
+    cache_bytes: int = CACHE_BYTES,
 ) -> Plan:
     """A job for each kernel but emulations that can run here. problems: one for each layer; what
-    has most bytes of weight in all its layers comes first. backends: only these, () for all."""
+    reads most bytes in all its layers comes first (`bytes_read`). backends: only these, () for all.
+    cache_bytes: for the keys and values of a step of attention."""
     jobs: list[Job] = []
     notes: list[str] = []
     bytes_of: dict[str, int] = {}
@@ -46,10 +58,13 @@ def plan(
             notes.append(f"{problem}: no table holds times of a batched layout")
             continue
         measurable.setdefault(problem.size_key, _measured(problem))
-        bytes_of[problem.size_key] = bytes_of.get(problem.size_key, 0) + weight_bytes(problem)
+        bytes_of[problem.size_key] = bytes_of.get(problem.size_key, 0) + bytes_read(problem)
     for size_key in sorted(measurable, key=lambda key: -bytes_of[key]):
         problem = measurable[size_key]
-        own = list(_jobs_of(problem, device, libs, tokens))
+        columns: Sequence[Column] = tokens
+        if isinstance(problem, AttentionProblem):
+            columns = fitting(problem, device.kind, cache_bytes)
+        own = list(_jobs_of(problem, device, libs, columns))
         if len(own) < 2:
             names = ", ".join(job.backend for job in own) or "nothing"
             notes.append(f"{problem}: {names} alone can run it, so there is no choice")
@@ -60,6 +75,8 @@ def plan(
 
 def _measured(problem: KernelProblem) -> KernelProblem:
     """What is measured for all problems of its size key."""
+    if isinstance(problem, AttentionProblem):
+        return problem
     is_regular = problem.block_fit(takes_any_block=False) is None
     if isinstance(problem, MoEProblem):
         return replace(problem, cut=1) if is_regular else problem
@@ -67,7 +84,14 @@ def _measured(problem: KernelProblem) -> KernelProblem:
     return replace(whole, parts=(), cut_n=1, cut_k=1) if is_regular else whole
 
 
-def weight_bytes(problem: KernelProblem) -> int:
+def bytes_read(problem: KernelProblem) -> int:
+    """By one step: the weights of a layer, of attention the keys and values of the step TYPICAL."""
+    if isinstance(problem, AttentionProblem):
+        return TYPICAL.bytes_of_cache(problem)
+    return weight_bytes(problem)
+
+
+def weight_bytes(problem: LinearProblem | MoEProblem) -> int:
     """Of the codes that a rank stores, without scales."""
     weight = problem.weight
     if isinstance(problem, LinearProblem):
@@ -82,7 +106,7 @@ def weight_bytes(problem: KernelProblem) -> int:
 
 
 def _jobs_of(
-    problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[int]
+    problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[Column]
 ) -> Iterator[Job]:
     specs = registry.specs(problem.family, device.family)
     left_out = NEVER_MEASURED.get((device.kind, problem.family), ())
@@ -91,7 +115,7 @@ def _jobs_of(
         for spec in specs
         if not spec.is_emulation and problem.format in spec.formats and spec.backend not in left_out
     }
-    taken: dict[str, list[int]] = {}
+    taken: dict[str, list[Column]] = {}
     candidates = {}
     for num_tokens, asked in _asked(problem, tokens):
         for candidate in select(asked, device, libs, Policy(), specs).candidates:
@@ -99,22 +123,25 @@ def _jobs_of(
                 taken.setdefault(candidate.backend, []).append(num_tokens)
                 candidates[candidate.backend] = candidate
     for backend, own in taken.items():
-        gate = sorted({m for m in (*GATE_TOKENS, own[-1]) if m <= own[-1]})
+        most = own[-1]
+        gate = {m for m in (*GATE_TOKENS, most) if m <= most} if isinstance(most, int) else set()
         spec: KernelSpec = by_name[backend]
         yield Job(
             problem,
             candidates[backend],
             tokens=tuple(own),
-            gate=tuple(gate),
+            gate=tuple(sorted(gate)),
             version=version_of(spec, libs, device),
             compiles=bool(spec.compiles),
         )
 
 
-def _asked(problem: KernelProblem, tokens: Sequence[int]) -> Iterator[tuple[int, KernelProblem]]:
-    """Kernels of experts take any number of tokens."""
+def _asked(
+    problem: KernelProblem, tokens: Sequence[Column]
+) -> Iterator[tuple[Column, KernelProblem]]:
+    """Kernels of experts take any number of tokens, and those of attention any step."""
     for num_tokens in tokens:
-        if isinstance(problem, LinearProblem):
+        if isinstance(problem, LinearProblem) and isinstance(num_tokens, int):
             yield num_tokens, replace(problem, m_range=(num_tokens, num_tokens))
         else:
             yield num_tokens, problem
@@ -134,10 +161,10 @@ def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
     return left
 
 
-def _known(entry: Entry, problem: KernelProblem) -> set[int]:
+def _known(entry: Entry, problem: KernelProblem) -> set[Column]:
     even = {m for m, _ in entry.us}
-    is_linear = isinstance(problem, LinearProblem)
-    return even if is_linear else even & {m for m, _ in entry.skewed_us}
+    is_routed = isinstance(problem, MoEProblem)
+    return even & {m for m, _ in entry.skewed_us} if is_routed else even
 
 
 def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
@@ -157,20 +184,21 @@ def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
 
 def in_turns(jobs: Iterable[Job], is_limited: bool) -> list[tuple[Job, ...]]:
     """Kernels that are timed together, those of one problem: first what a job says, or where it
-    says nothing and time is limited the MAIN_TOKENS, then what is left."""
+    says nothing and time is limited the MAIN_TOKENS and MAIN_STEPS, then what is left."""
     by_problem: dict[KernelProblem, list[Job]] = {}
     for job in jobs:
         by_problem.setdefault(job.problem, []).append(job)
     found = []
+    main: tuple[Column, ...] = (*MAIN_TOKENS, *MAIN_STEPS)
     for is_first in (True, False):
         for own in by_problem.values():
-            due = [_part(job, is_first, MAIN_TOKENS if is_limited else job.tokens) for job in own]
+            due = [_part(job, is_first, main if is_limited else job.tokens) for job in own]
             if group := tuple(job for job in due if job.tokens):
                 found.append(group)
     return found
 
 
-def _part(job: Job, is_first: bool, otherwise: Sequence[int]) -> Job:
+def _part(job: Job, is_first: bool, otherwise: Sequence[Column]) -> Job:
     """What is due first, or what is left. otherwise: what is first where the job says nothing."""
     first = otherwise if job.first is None else job.first
     return replace(job, tokens=tuple(m for m in job.tokens if (m in first) == is_first))

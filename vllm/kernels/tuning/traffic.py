@@ -10,10 +10,12 @@ from vllm.kernels.report.calls import calls_of, measured_calls
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.tuning.jobs import Job, KernelProblem
 from vllm.kernels.tuning.plan import MAIN_TOKENS, weight_bytes
 
+Counted = LinearProblem | MoEProblem
+"""Problems whose steps are counted by their number of tokens."""
 # Where nothing is known of a time: 1 TB/s, and from so many tokens on products take longer than
 # reading the weight.
 _BYTES_PER_US, _RIDGE = 1e6, 256
@@ -59,15 +61,15 @@ class Traffic:
         return sum(self.us[size_key][m] for m in self.misses.get(size_key, ()))
 
     def _with_order(self, job: Job) -> Job:
+        if not isinstance(job.problem, Counted):
+            return job
         us = self.us.get(job.problem.size_key, {})
         misses = self.misses.get(job.problem.size_key, frozenset())
-        tokens = sorted(job.tokens, key=lambda m: (m not in misses, -us.get(m, 0.0)))
+        tokens = sorted(job.counts, key=lambda m: (m not in misses, -us.get(m, 0.0)))
         return replace(job, tokens=tuple(tokens), first=_deciding(tokens, misses, job.problem))
 
 
-def _deciding(
-    tokens: Sequence[int], misses: frozenset[int], problem: KernelProblem
-) -> tuple[int, ...]:
+def _deciding(tokens: Sequence[int], misses: frozenset[int], problem: Counted) -> tuple[int, ...]:
     """The misses, and where no choice could follow from so few tokens the least that allows it."""
     first = [m for m in tokens if m in misses]
     least = problem.m_range[1] / REACH
@@ -89,7 +91,7 @@ def traffic_of(report: Report, is_same_chip: bool) -> Traffic:
         layers[problem] += len(names)
         calls = report.calls or {}
         found = measured_calls(decision, names, calls)
-        if found is None:
+        if found is None or not isinstance(problem, Counted):
             continue
         own = us.setdefault(problem.size_key, defaultdict(float))
         expected = expectation_of(decision)
@@ -100,17 +102,18 @@ def traffic_of(report: Report, is_same_chip: bool) -> Traffic:
     return Traffic(layers, us, {key: frozenset(own) for key, own in misses.items()})
 
 
-def _us(problem: KernelProblem, expected: Expected | None, num_tokens: int) -> float:
+def _us(problem: Counted, expected: Expected | None, num_tokens: int) -> float:
     """Of the kernel that serves: as measured or estimated, else after the nearest number of tokens
     for which it is, else a rough guess."""
     rough = _rough_us(problem, num_tokens)
-    if expected is None:
+    known = [(m, us) for m, us in expected.us if isinstance(m, int)] if expected else []
+    if not known:
         return rough
-    near, us = min(expected.us, key=lambda pair: abs(log(pair[0] / num_tokens)))
+    near, us = min(known, key=lambda pair: abs(log(pair[0] / num_tokens)))
     return us * rough / _rough_us(problem, near)
 
 
-def _rough_us(problem: KernelProblem, num_tokens: int) -> float:
+def _rough_us(problem: Counted, num_tokens: int) -> float:
     """Of experts, for the share that some token chooses."""
     share, rows = 1.0, float(num_tokens)
     if isinstance(problem, MoEProblem):

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,16 +18,17 @@ from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.make_kernel import make_linear, make_moe
 from vllm.kernels.numerics import LinearCase, MoECase, WrongResultError
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import MoEProblem
+from vllm.kernels.select.problem import AttentionProblem, MoEProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER
+from vllm.kernels.tuning import attention_trials
 from vllm.kernels.tuning.clocks import (
-    Clock,
+    Steps,
+    bytes_to_read,
     make_clock,
     make_pool,
-    median_and_noise,
-    sample_in_turns,
+    measured_in_turns,
 )
-from vllm.kernels.tuning.jobs import Job, KernelProblem, Measured, Turns
+from vllm.kernels.tuning.jobs import Job, KernelProblem, Turns
 from vllm.kernels.tuning.routing import EVEN, SKEWED, draws
 from vllm.kernels.tuning.workers import MACHINE
 from vllm.machine import Device
@@ -38,10 +39,6 @@ from vllm.utils.math_utils import cdiv
 _MAX_COPIES, _MAX_COPIES_OF_EXPERTS = 64, 2
 # Batches of choices of experts; one rank's share of one batch is a matter of luck.
 _MIN_DRAWS, _MAX_DRAWS = 8, 32
-_CPU_CACHE_BYTES = 64 << 20
-
-Steps = Iterator[tuple[int, Any]]
-"""Token counts with what was found of them, None for a sign of life."""
 
 
 def serve(channel: Connection, device_kind: str) -> None:
@@ -72,7 +69,10 @@ def serve(channel: Connection, device_kind: str) -> None:
 
 
 def _steps(request: Job | Turns, device: torch.device) -> Steps:
-    return timed(request, device) if isinstance(request, Turns) else checked(request, device)
+    of_attention = isinstance(request.problem, AttentionProblem)
+    if isinstance(request, Turns):
+        return (attention_trials.timed if of_attention else timed)(request, device)
+    return (attention_trials.checked if of_attention else checked)(request, device)
 
 
 def _case(job: Job, device: torch.device, max_tokens: int) -> Any:
@@ -93,12 +93,12 @@ def _kernel(job: Job, tensors: Any, device: torch.device) -> Any:
 def checked(job: Job, device: torch.device) -> Steps:
     """The relative error for each of the gate's token counts; then signs of life after a first call
     of each count to be timed, which may compile. WrongResultError for a large error or NaN."""
-    case = _case(job, device, max(*job.tokens, *job.gate))
+    case = _case(job, device, job.max_tokens)
     kernel = _kernel(job, case.tensors, device)
     for num_tokens in job.gate:
         expected = case.expected(num_tokens)
         yield num_tokens, case.error(kernel, num_tokens, expected)
-    for num_tokens in job.tokens:
+    for num_tokens in job.counts:
         for (routing,) in _routings(job.problem, num_tokens, 1, device).values():
             kernel(case.x[:num_tokens], *routing)
         if device.type == "cuda":
@@ -112,14 +112,15 @@ def checked(job: Job, device: torch.device) -> Steps:
 def timed(turns: Turns, device: torch.device) -> Steps:
     """What each kernel takes (`Measured`), until the seconds are over."""
     problem = turns.problem
-    case = _case(turns.jobs[0], device, max(turns.tokens))
+    counts = max((job.counts for job in turns.jobs), key=len)
+    case = _case(turns.jobs[0], device, max(counts))
     copies = _copies(case.tensors, device)
     kernels: dict[Job, list[Any]] = {}
     for job in turns.jobs:
         kernels[job] = [_kernel(job, tensors, device) for tensors in copies]
         yield 0, None
     end = time.monotonic() + turns.seconds
-    for num_tokens in turns.tokens:
+    for num_tokens in counts:
         x, pool, clocks = case.x[:num_tokens], make_pool(device), {}
         count = _num_calls(problem, num_tokens, copies, device)
         routings = _routings(problem, num_tokens, count, device)
@@ -128,23 +129,9 @@ def timed(turns: Turns, device: torch.device) -> Steps:
             for field, calls in runs.items():
                 clocks[job.backend, field] = make_clock(calls, device, pool)
                 yield num_tokens, None
-        yield from _in_turns(num_tokens, clocks)
+        yield from measured_in_turns(num_tokens, clocks)
         if time.monotonic() > end:
             return
-
-
-def _in_turns(num_tokens: int, clocks: dict[tuple[str, str], Clock]) -> Steps:
-    samples: dict[tuple[str, str], list[float]] = {}
-    for _ in sample_in_turns(clocks, samples):
-        yield num_tokens, None
-    for backend in dict.fromkeys(name for name, _ in clocks):
-        found = {
-            field: median_and_noise(own)
-            for (name, field), own in samples.items()
-            if name == backend
-        }
-        us = {field: median for field, (median, _) in found.items()}
-        yield num_tokens, Measured(backend, us, max(noise for _, noise in found.values()))
 
 
 def _copies(tensors: LinearTensors | MoETensors, device: torch.device) -> list[Any]:
@@ -156,7 +143,7 @@ def _copies(tensors: LinearTensors | MoETensors, device: torch.device) -> list[A
         names, least, most = ("weight",), 2, _MAX_COPIES
     weights = {name: getattr(tensors, name) for name in names}
     size = sum(weight.nbytes for weight in weights.values())
-    count = min(most, max(least, cdiv(_bytes_to_read(device), size)))
+    count = min(most, max(least, cdiv(bytes_to_read(device), size)))
     clones = [
         replace(tensors, **{name: weight.clone() for name, weight in weights.items()})
         for _ in range(count - 1)
@@ -175,14 +162,7 @@ def _num_calls(
     of_one = (experts.gate_up.nbytes + experts.down.nbytes) / experts.num_experts
     pairs = max(1, num_tokens * problem.top_k / problem.cut_experts)
     read = int(min(experts.num_experts, pairs) * of_one)
-    return min(_MAX_DRAWS, max(_MIN_DRAWS, cdiv(_bytes_to_read(device), read)))
-
-
-def _bytes_to_read(device: torch.device) -> int:
-    """Before anything is read again."""
-    if device.type == "cuda":
-        return 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return 2 * _CPU_CACHE_BYTES
+    return min(_MAX_DRAWS, max(_MIN_DRAWS, cdiv(bytes_to_read(device), read)))
 
 
 def _routings(

@@ -16,8 +16,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm.kernels.evidence.quarantine import Failure, add_failure
-from vllm.kernels.evidence.tables import Entry, Table, write_table
-from vllm.kernels.select.problem import LinearProblem
+from vllm.kernels.evidence.steps import Step
+from vllm.kernels.evidence.tables import (
+    Entry,
+    Table,
+    column_text,
+    in_order,
+    times_of,
+    write_table,
+)
+from vllm.kernels.select.problem import AttentionProblem, LinearProblem
 from vllm.kernels.tuning.jobs import Job, Measured, Turns
 from vllm.kernels.tuning.plan import in_turns, weight_bytes
 from vllm.kernels.tuning.progress import Progress
@@ -52,8 +60,12 @@ def num_checkers(num_cores: int, memory: int, gpu_memory: int | None) -> int:
 
 def bytes_of_check(job: Job) -> int:
     """On a GPU, without the CUDA context: inputs, outputs and what is between them, the weight as
-    it is stored and as the kernel lays it out, and as floats what the reference multiplies with."""
-    m, problem, stored = max(*job.tokens, *job.gate), job.problem, weight_bytes(job.problem)
+    it is stored and as the kernel lays it out, and as floats what the reference multiplies with. Of
+    attention the keys and values of the largest step."""
+    problem = job.problem
+    if isinstance(problem, AttentionProblem):
+        return max(Step.parse(str(name)).bytes_of_cache(problem) for name in job.tokens)
+    m, stored = job.max_tokens, weight_bytes(problem)
     if isinstance(problem, LinearProblem):
         n, k = problem.n, problem.k
         return 16 * m * (n + k) + 12 * n * k + 3 * stored
@@ -222,7 +234,8 @@ class Run:
         size_key, times = jobs[0].problem.size_key, _shown(reports)
         cut = {str(job) for job in jobs if not _has_all(job, reports)}
         text = f"timed  {size_key}  {times} ({time.monotonic() - start:.1f} s)"
-        self.progress.step(text + "; token counts were left out for want of time" * bool(cut))
+        what = "steps" if isinstance(jobs[0].problem, AttentionProblem) else "token counts"
+        self.progress.step(text + f"; {what} were left out for want of time" * bool(cut))
         return cut if self._is_late() else set()
 
     def _keep(self, job: Job, reports: Reports) -> None:
@@ -232,10 +245,10 @@ class Run:
             return
         fields = dict.fromkeys(name for _, found in own for name in found.us)
         times = {
-            name: tuple(sorted((m, found.us[name]) for m, found in own if name in found.us))
+            name: times_of({m: found.us[name] for m, found in own if name in found.us})
             for name in fields
         }
-        noise = tuple(sorted((m, found.noise) for m, found in own))
+        noise = times_of({m: found.noise for m, found in own})
         error = self.errors.get(str(job))
         entry = Entry(job.version, _today(), noise=noise, error=error, **times)
         place = job.problem.size_key, job.backend
@@ -263,12 +276,12 @@ def _has_all(job: Job, reports: Reports) -> bool:
 
 def _shown(reports: Reports) -> str:
     """`M = 1: cpu 8.21, torch 35.1 us; M = 256: ...` of the least and the most tokens."""
-    counts = sorted({m for m, _ in reports})
+    counts = in_order({m for m, _ in reports})
     texts = []
     for num_tokens in dict.fromkeys((counts[0], counts[-1])):
         found: list[Measured] = [one for m, one in reports if m == num_tokens]
         times = ", ".join(f"{one.backend} {_counting(one):.4g}" for one in found)
-        texts.append(f"M = {num_tokens}: {times} us")
+        texts.append(f"{column_text(num_tokens)}: {times} us")
     return "; ".join(texts)
 
 

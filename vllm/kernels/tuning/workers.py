@@ -4,6 +4,7 @@ import signal
 import threading
 from typing import Any
 
+from vllm.kernels.evidence.tables import Column, column_text
 from vllm.kernels.tuning.jobs import Job, Turns
 from vllm.platforms.child import Child, ChildEndedError
 
@@ -25,7 +26,7 @@ class StoppedError(Exception):
     """The worker was stopped while it carried out a request."""
 
 
-Reports = list[tuple[int, Any]]
+Reports = list[tuple[Column, Any]]
 
 
 class Worker:
@@ -48,7 +49,8 @@ class Worker:
         self._child: Child | None = None
 
     def run(self, request: Job | Turns) -> Reports:
-        """The (token count, value) pairs that the child reports; JobError for any failure."""
+        """The (token count or step, value) pairs that the child reports; JobError for any
+        failure."""
         reports: Reports = []
         try:
             child = self._started()
@@ -107,4 +109,4 @@ class Worker:
 
 
 def _place(reports: Reports) -> str:
-    return f", after M = {reports[-1][0]}" if reports else ""
+    return f", after {column_text(reports[-1][0])}" if reports else ""

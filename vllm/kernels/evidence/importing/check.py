@@ -21,7 +21,7 @@ from vllm.kernels.evidence.imported import (
     size_text,
 )
 from vllm.kernels.evidence.splits import Timings
-from vllm.kernels.evidence.tables import Table
+from vllm.kernels.evidence.tables import Table, is_of_attention
 from vllm.kernels.select.decision import Parts
 
 # Where the README of the measurements splits all sizes alike.
@@ -242,18 +242,18 @@ def against_ours(table: ImportedTable, ours: Table) -> list[Compared]:
                 if backend not in (one.backend, peer) or one.fault:
                     continue
                 for tokens, us in entry.us:
-                    if other := theirs.get(tokens):
+                    if isinstance(tokens, int) and (other := theirs.get(tokens)):
                         key = one.measured_by, one.label, f"{backend} / {one.name}"
                         logs[key][band_of(tokens)].append(log(us / other))
     return sorted(_all_compared(logs))
 
 
 def _measured_elsewhere(table: ImportedTable, size_key: str) -> tuple[Kind, Size] | None:
-    """The kind and size of a row of ours; see `LinearProblem.size_key`. None for partial blocks,
-    which others do not time."""
+    """The kind and size of a row of ours; see `LinearProblem.size_key`. None for partial blocks
+    and attention, which others do not time."""
     weight, _, rest = size_key.partition(":")
     sizes, _, others = rest.partition(" ")
-    if "padded" in others:
+    if "padded" in others or is_of_attention(size_key):
         return None
     numbers = parse_size(sizes)
     is_linear = len(numbers) == 2

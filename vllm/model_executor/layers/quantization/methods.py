@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.formats.weight_format import WeightFormat
 from vllm.model_executor.layers.linear import LinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.int4 import int4_linear_method
 from vllm.model_executor.layers.quantization.int8 import Int8LinearMethod
+from vllm.model_executor.layers.quantization.mxfp8 import Mxfp8LinearMethod
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4LinearMethod
 from vllm.utils.entry_points import extensions
 
@@ -24,6 +25,7 @@ _FP8 = [known.FORMAT.kind for known in (fp8_block, fp8_channel, fp8_tensor)]
 _LINEAR: dict[str, MakeMethod] = {
     **dict.fromkeys(_FP8, Fp8LinearMethod),
     nvfp4.FORMAT.kind: Nvfp4LinearMethod,
+    mxfp8.FORMAT.kind: Mxfp8LinearMethod,
     int4.FORMAT.kind: int4_linear_method,
     int8.CHANNEL.kind: Int8LinearMethod,
 }
