@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 from vllm.kernels.select.problem import AttentionProblem
+from vllm.utils.dataclasses import dataclass, replace
 
 _NAME = re.compile(
     r"[a-z]+ (?:(?P<prompt>\d+)(?:\+|$))?(?:(?P<decodes>\d+)x(?P<context>\d+))?", re.ASCII
@@ -12,7 +12,7 @@ _NAME = re.compile(
 _ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """prompt: tokens of a whole prompt, 0 for none. decodes: requests with one new token each.
     context: keys of each of those, the new one included."""
