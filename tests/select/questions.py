@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from vllm.architectures.registry import builtin_config, builtin_names
+from vllm.config.hf_config import read_config
 from vllm.kernels.report.question import CPUS, GPUS
 from vllm.machine import CHIPS
 
@@ -83,6 +84,23 @@ _LISTS = {"fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "mod
           "compressed-tensors": "ignore"}  # fmt: skip
 _KEPT = ([], ["lm_head"], ["lm_head", "mlp.gate"], ["model.layers.0.mlp", "o_proj"],
          ["re:.*self_attn.*", "lm_head"], ["model.language_model.layers.1.self_attn"])  # fmt: skip
+
+_METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "fp4")
+_OVERRIDES: tuple[dict[str, Any], ...] = (
+    {"intermediate_size": 1024},
+    {"head_dim": 64},
+    {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8},
+    {"num_key_value_heads": 3},
+    {"vocab_size": 50000},
+    {"dtype": "float16"},
+    {"torch_dtype": "float32"},
+    {"tie_word_embeddings": True},
+    {"quantization_config": _BLOCKS},
+    {"quantization_config": {"use_deep_gemm": False}},
+    {"quantization_config": None},
+    {"sliding_window": 256},
+    {"hidden_sise": 1},
+)
 
 # Chips with kernels of several libraries more often.
 _DEVICES = (*CHIPS, *GPUS, *CPUS, "sm_90a", "RTX 5090", "b200", "h100", "sm_103", "sm_121")
@@ -194,6 +212,7 @@ def question(number: int) -> Question:
     flags = [word for text in texts for word in text.split()]
     if rng.random() < 0.25:
         flags += ["--max-requant-error", rng.choice(_BUDGETS)]
+    flags += _flags_of_model(rng, config)
     dp = rng.choice((1, 1, 2))
     num_layers = config.get("text_config", config)["num_hidden_layers"]
     return Question(
@@ -216,6 +235,21 @@ def question(number: int) -> Question:
 def _some(rng: Random, texts: tuple[str, ...], most: int) -> list[str]:
     """Mostly none or one, of which all can be followed more often than of several."""
     return rng.sample(texts, rng.choice((0, 0, 0, 0, 1, 1, most)))
+
+
+def _flags_of_model(rng: Random, config: dict[str, Any]) -> list[str]:
+    """Mostly none: what else than its config.json says how the model is read."""
+    words = []
+    if rng.random() < 0.12:
+        parts = config, config.get("text_config", {})
+        stored = next((one for part in parts if (one := part.get("quantization_config"))), {})
+        own = stored.get("quant_method", "fp8")
+        words += ["--quantization", rng.choice((own, own, own, *_METHODS))]
+    if rng.random() < 0.12 and read_config(config) is not None:
+        text = rng.choice(_OVERRIDES)
+        is_nested = "text_config" in config and rng.random() < 0.9
+        words += ["--hf-overrides", json.dumps({"text_config": text} if is_nested else text)]
+    return words
 
 
 def _stored(rng: Random) -> dict[str, tuple[str, bytes]]:

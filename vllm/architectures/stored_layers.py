@@ -7,7 +7,6 @@ a token has, no tensor says: that is read from config.json.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from vllm.architectures.decoder import GATED, CachedAttention, ExpertsSpec, Item
 from vllm.architectures.sharding import Dim, LinearSpec, ParallelStyle, Part
 from vllm.architectures.unserved_fields import UnservedFields
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass, replace
 from vllm.utils.safetensors_files import TensorShape
 
 
@@ -26,7 +26,7 @@ class _Weight(NamedTuple):
     has_bias: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packing:
     """How integers are packed into 32 bits: bits of a code; by_rows: of transposed weights, rows
     share a number (GPTQ), otherwise columns do (AWQ)."""

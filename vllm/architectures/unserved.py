@@ -5,7 +5,6 @@ This is a reading, not a description: kinds of layers that are not known here ar
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from vllm.architectures.build import AttentionKind, attention, dim, gated_mlp_of
 from vllm.architectures.decoder import GATED, ExpertsSpec, Item
@@ -25,6 +24,7 @@ from vllm.architectures.unserved_fields import (
     UnservedFields,
 )
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import replace
 
 
 def layers_of(fields: UnservedFields) -> tuple[list[tuple[str, Item]], list[str]]:

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.architectures.decoder import GATED
 from vllm.architectures.fields import Fields
 from vllm.errors import CheckpointError
+from vllm.utils.dataclasses import dataclass
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
             "num_routed_experts")  # fmt: skip
@@ -35,7 +35,7 @@ _NO_STRUCTURE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Family:
     """What a model_type has that no field of its config.json says. prefix to shared: names.
     has_shared_expert: of an expert's size. has_output_bias: None for as the queries. is_beside:

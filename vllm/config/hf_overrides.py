@@ -35,8 +35,10 @@ def with_overrides(
     if whole is None:
         names = overrides.get("architectures", raw.get("architectures"))
         architecture = _architecture(model_type, names)
-        if architecture is None:  # which is refused later, by its own name
-            return {**raw, **overrides}, dict(overrides)
+        if architecture is None or not architecture.is_served:
+            # Which the engine refuses later, by its own name.
+            final = {name: _nested(raw, overrides, name) for name in overrides}
+            return {**raw, **final}, final
         return _text_with_overrides(raw, overrides, architecture)
     given_text = overrides.get("text_config")
     own_text = raw.get("text_config")

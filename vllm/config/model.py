@@ -1,6 +1,7 @@
 """Which model is served, and what its own files say about it."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,22 @@ def load_hf_config(path: Path, trust_remote_code: bool, overrides: dict[str, Any
         check_architecture(merged["model_type"], architecture, final)
     check_effect(config, final)
     return config
+
+
+def with_hf_overrides(raw: dict[str, Any], overrides: dict[str, Any], name: str) -> dict[str, Any]:
+    """The config.json of any model with `overrides` put over it, as `load_hf_config` does it and
+    with the same errors; what only transformers can read is not checked for effect."""
+    merged, final = with_overrides(raw, overrides)
+    if "model_type" not in merged:
+        return merged
+    _check_kinds(f"{name} with --hf-overrides", merged)
+    config = read_config(merged)
+    if config is not None:
+        with suppress(CheckpointError):  # a class that is not served is reported with its layers
+            architecture = served(merged.get("architectures") or [])
+            check_architecture(merged["model_type"], architecture, final)
+        check_effect(config, final)
+    return merged
 
 
 def _decoder(source: str, config: Any) -> Decoder:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 from vllm.config.kernel import KernelConfig
+from vllm.config.model import with_hf_overrides
 from vllm.config.selection import Facts, selection_for
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
+# How a model is read, and what else the flags of `vllm serve` say.
+_OF_MODEL = ["quantization", "hf_overrides"]
 _PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
 
 
@@ -65,6 +68,7 @@ def add_parser(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
+    EngineArgs.add_cli_args(parser, "model, the flags of vllm serve", _OF_MODEL)
     EngineArgs.add_cli_args(parser, "preferences, the flags of vllm serve", _PREFERENCES)
     shown = parser.add_argument_group("output")
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
@@ -164,6 +168,10 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
             raise ConfigError(
                 f"--tp and --ep cut models; write a cut layer as {question.BLOCKS}:18432/32xK"
             )
+        if args.quantization is not None or args.hf_overrides is not None:
+            raise ConfigError(
+                "--quantization and --hf-overrides say how MODEL is read, not --layer"
+            )
         dtype = question.dtype_of(args.dtype, {}, device)
         return Asked([question.layer_of(text, dtype) for text in args.layer], asked_type or "")
     found = asked_model(args.model, args, device)
@@ -171,7 +179,8 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
 
 
 def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
-    """args: dtype, tp, ep and, where the command has it, kv_cache_dtype."""
+    """args: dtype, tp, ep and, where the command has them, kv_cache_dtype, quantization and
+    hf_overrides."""
     from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
     from vllm.formats.stored_scales import with_stored_scales
@@ -180,12 +189,14 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     from vllm.utils.safetensors_files import float_weight_dtype
 
     files = find_model(model)
+    if overrides := getattr(args, "hf_overrides", None):
+        files.config = with_hf_overrides(files.config, overrides, model)
     stored = files.local_tensors()
     layers = layers_of(files.config, files.tensors, stored)
     if args.ep > 1 and not any(isinstance(item, ExpertsSpec) for _, item in layers.items):
         raise ConfigError(f"--ep {args.ep}: this model has no experts; leave it out")
     dtype = question.dtype_of(args.dtype, layers.text, device)
-    quant_config, unread, refusal = *_quantization(files), ""
+    quant_config, unread, refusal = *_quantization(files, getattr(args, "quantization", None)), ""
     quant_config = with_stored_scales(quant_config, files.local_folder)
     notes = [*layers.notes, *files.notes]
     if quant_config is not None and not layers.is_served:
@@ -228,13 +239,15 @@ def _misfit(
     return first_misfit(layers.items, quant_config, args.tp, args.ep)
 
 
-def _quantization(files: "ModelFiles") -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
-    """What a reader says, or what is known where none can say anything."""
+def _quantization(
+    files: "ModelFiles", asked: str | None
+) -> "tuple[QuantizationConfig | None, UnreadConfig | None]":
+    """What a reader says, or what is known where none can say anything. asked: --quantization."""
     from vllm.formats.readers.registry import resolve_quantization
 
     stored = files.quantization()
     try:
-        return resolve_quantization(stored, None, files.name), None
+        return resolve_quantization(stored, asked, files.name), None
     except CheckpointError as error:
         from vllm.formats.readers.unread import UnreadConfig
 

@@ -5,7 +5,6 @@ An engine counts per step and not per layer: what a layer saw follows from its k
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.kernels import registry
@@ -16,6 +15,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import KernelSpec
+from vllm.utils.dataclasses import replace
 
 Calls = Mapping[str, Mapping[int, int]]
 """By kind of layer (`linear`, `moe`, `lm_head`): steps by the number of tokens, one of TOKENS."""

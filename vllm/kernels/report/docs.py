@@ -145,6 +145,11 @@ _MODELS = """
 `MODEL` is a folder, a config.json, the name of a built-in model, or a name on the Hugging Face hub
 (`org/name`). Of a model on the hub, config.json, hf_quant_config.json and the headers of the
 safetensors files are fetched, and nothing else; copies in the local cache come first.
+`--quantization` and `--hf-overrides` mean what they mean to `vllm serve`:
+
+```bash
+vllm kernels explain Qwen3-8B-FP8 --hf-overrides '{"quantization_config": null}' --brief
+```
 
 Architectures that the engine does not serve are explained too. The report says "not served by this
 engine" (`model.served` in JSON) and where the layers come from, in this order:

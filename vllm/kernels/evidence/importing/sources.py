@@ -9,7 +9,6 @@ A checkout has `.../data/<system>/[<family>/]<framework>/<version>/gemm_perf.par
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.evidence.imported import BALANCED, SKEWED, Size
 from vllm.kernels.evidence.tables import Chip
 from vllm.machine import Device
+from vllm.utils.dataclasses import dataclass
 
 
 class System(NamedTuple):
