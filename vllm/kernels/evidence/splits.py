@@ -9,7 +9,8 @@ from functools import lru_cache
 from math import exp, inf, log
 from operator import itemgetter
 
-from vllm.kernels.select.decision import Able, Evidence, Parts
+from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts
+from vllm.kernels.select.spec import STORED
 
 MAX_PARTS = 5
 # A backend this close to the fastest counts as fast, and so does one that the noise of both times
@@ -36,7 +37,7 @@ class Timings(Evidence):
         able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
-        alone: tuple[str, ...] = (),
+        layouts: Layouts = (),
     ) -> Parts:
         """At most MAX_PARTS ranges of M with the least regret; () where too little was measured.
 
@@ -44,20 +45,20 @@ class Timings(Evidence):
         fewest parts win, then the earlier in `able`. The last range has no limit, so its backend
         takes any number of tokens. compiling: backends that compile at run time, the dearest
         first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
-        WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
-        none, since a part of it beside a part of another would hold the weight twice. Where times
-        are not measured here, the first of the default order yields only to a kernel whose gain
-        exceeds the error.
+        WORST_COST_OF_LEAVING_OUT). layouts: of the weight, where a backend does not take
+        the stored one alone: parts share one layout, since two would hold the weight twice. Where
+        times are not measured here, the first of the default order yields only to a kernel whose
+        gain exceeds the error.
         """
         if self.error:
             first = next((backend for backend, limit in able if limit is None), "")
-            return _cautious(self, first).best_split(able, m_range, compiling, alone)
-        parts = _fastest_split(self, able, m_range, alone)
+            return _cautious(self, first).best_split(able, m_range, compiling, layouts)
+        parts = _fastest_split(self, able, m_range, layouts)
         names = [name for name, _ in able]
         left = able
         for name in compiling:
             fewer = tuple(one for one in left if one[0] != name)
-            others = _fastest_split(self, fewer, m_range, alone)
+            others = _fastest_split(self, fewer, m_range, layouts)
             cost = expected(self, others, names, m_range) if others else None
             if (
                 cost is not None
@@ -81,7 +82,7 @@ def _cautious(timings: Timings, first: str) -> Timings:
 
 
 def _fastest_split(
-    timings: Evidence, able: Able, m_range: tuple[int, int], alone: Collection[str]
+    timings: Evidence, able: Able, m_range: tuple[int, int], layouts: Layouts
 ) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
         return ()
@@ -98,7 +99,7 @@ def _fastest_split(
     if not columns:
         return ()
     paths = []
-    for group in _groups([backend for backend, _ in limits], alone):
+    for group in _groups([backend for backend, _ in limits], layouts):
         cost, path = _cheapest_path(
             [costs[j] for j in group], [limits[j][1] is None for j in group]
         )
@@ -107,11 +108,13 @@ def _fastest_split(
     return _parts([limits[j][0] for j in choice], [timings.tokens[i] for i in columns])
 
 
-def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
-    """Places of backends that may be parts of one split, in order of each group's first."""
+def _groups(backends: Sequence[str], layouts: Layouts) -> list[list[int]]:
+    """Places of backends that share a layout of the weight, in order of each group's first."""
     groups: dict[str, list[int]] = {}
+    taken = dict(layouts)
     for place, backend in enumerate(backends):
-        groups.setdefault(backend if backend in alone else "", []).append(place)
+        for layout in taken.get(backend, (STORED,)):
+            groups.setdefault(layout, []).append(place)
     return list(groups.values())
 
 

@@ -20,6 +20,11 @@ Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
 
+Layouts = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of backends that do not take the weight as it is stored, or not only so, the layouts that they
+take (`KernelSpec.weight_layouts`)."""
+
+
 ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
@@ -50,7 +55,7 @@ class Evidence(ABC):
         able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
-        alone: tuple[str, ...],
+        layouts: "Layouts",
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 

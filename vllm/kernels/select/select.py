@@ -21,7 +21,7 @@ from vllm.kernels.select.reason import (
     Reason,
     Why,
 )
-from vllm.kernels.select.spec import COMPILERS, KernelSpec
+from vllm.kernels.select.spec import COMPILERS, STORED, KernelSpec
 from vllm.machine import Device, Libs
 
 
@@ -241,12 +241,16 @@ def _measured(
     may = [able for able in could if not judged[able[0]].reasons]
     compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
     compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
-    alone = tuple(backend for backend, _ in could if kernels[backend].spec.repacks)
+    layouts = tuple(
+        (backend, own)
+        for backend, _ in could
+        if (own := kernels[backend].spec.weight_layouts) != (STORED,)
+    )
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         if first in timed:
-            parts = evidence.best_split(tuple(able), case.problem.m_range, compiling, alone)
+            parts = evidence.best_split(tuple(able), case.problem.m_range, compiling, layouts)
             if parts:
                 found[parts] = _split(parts, judged)
     return found
