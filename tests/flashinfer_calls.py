@@ -64,7 +64,10 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         arguments = {**moe.cutlass_tokens(x, *routed), **weights, "output": out}
         yield "flashinfer.fused_moe", "cutlass_fused_moe", arguments
     quantised = InputQuant(ScaleLayout.COLUMN_MAJOR).quantise(x)
-    arguments = {**moe.trtllm_tokens(quantised, *routed), **moe.trtllm_block_weights(experts)}
+    arguments = {
+        **moe.trtllm_tokens(quantised, *routed),
+        **moe.trtllm_block_weights(experts, NUM_EXPERTS),
+    }
     name = "trtllm_fp8_block_scale_routed_moe"
     yield "flashinfer.fused_moe", name, {**arguments, "output": out}
     quantise = moe.trtllm_nvfp4_quantise(x, torch.ones(1))
@@ -81,7 +84,7 @@ def trtllm_nvfp4_arguments(
     inverse = moe.one_input_scale(tensors).reciprocal()
     given = flashinfer_stand_in.fp4_quantize(**moe.trtllm_nvfp4_quantise(x, inverse))
     tokens = moe.trtllm_nvfp4_tokens(*given, weights, ids)
-    return {**tokens, **moe.trtllm_nvfp4_weights(tensors, flashinfer_stand_in)}
+    return {**tokens, **moe.trtllm_nvfp4_weights(tensors, NUM_EXPERTS, flashinfer_stand_in)}
 
 
 def refused() -> list[str]:

@@ -125,11 +125,12 @@ def _finalize(
     assert (routing_method_type, do_finalize, local_expert_offset) == (5, True, 0)
     assert (routing_bias, n_group, topk_group, routed_scaling_factor) == (None,) * 4
     assert topk_ids.dtype == torch.int32 and topk_ids.shape == (len(x), top_k)
-    assert num_weights == num_experts == local_num_experts and intermediate_size > 0
+    assert num_weights == local_num_experts <= num_experts and intermediate_size > 0
+    assert num_experts % 4 == 0 and top_k < num_experts
     ids = topk_ids >> 16
     weights = (topk_ids & 0xFFFF).to(torch.int16).view(torch.bfloat16).float()
     total = torch.zeros(output.shape, device=output.device)
-    for expert in range(num_experts):
+    for expert in range(local_num_experts):
         rows, places = torch.where(ids == expert)
         if len(rows):
             total.index_add_(0, rows, compute(expert, x[rows]) * weights[rows, places, None])

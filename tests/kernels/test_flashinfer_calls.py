@@ -93,7 +93,7 @@ def test_rows_of_nvfp4_experts_are_ordered_as_the_library_orders_one_matrix():
     """Its documented steps: the halves by turns, then the order of a tile."""
     library = pytest.importorskip("flashinfer", reason="orders rows by the library's functions")
     tensors, _ = calls.nvfp4_experts()
-    given = moe.trtllm_nvfp4_weights(tensors, library)
+    given = moe.trtllm_nvfp4_weights(tensors, calls.NUM_EXPERTS, library)
     up_first = tensors.up_first()
     for e in range(calls.NUM_EXPERTS):
         by_turns = library.reorder_rows_for_gated_act_gemm(up_first.gate_up[e])
@@ -205,7 +205,7 @@ def test_experts_of_tensorrt_llm_are_those_of_the_layer():
     tensors, wide = make_moe("fp8-block", calls.NUM_EXPERTS, calls.HIDDEN, calls.INNER)
     x, (weights, ids) = calls.tokens(), calls.choice()
     quantised = InputQuant(ScaleLayout.COLUMN_MAJOR).quantise(x)
-    given = moe.trtllm_block_weights(tensors)
+    given = moe.trtllm_block_weights(tensors, calls.NUM_EXPERTS)
     given |= moe.trtllm_tokens(quantised, weights, ids)
     scales = given["hidden_states_scale"]
     assert scales.shape == (calls.HIDDEN // 128, calls.NUM_TOKENS) and scales.is_contiguous()
@@ -233,7 +233,7 @@ def test_nvfp4_experts_of_tensorrt_llm_are_those_of_the_layer():
     inverse = moe.one_input_scale(tensors).reciprocal()
     x = calls.tokens()
     q, scales = flashinfer_stand_in.fp4_quantize(**moe.trtllm_nvfp4_quantise(x, inverse))
-    given = moe.trtllm_nvfp4_weights(tensors, SimpleNamespace(
+    given = moe.trtllm_nvfp4_weights(tensors, calls.NUM_EXPERTS, SimpleNamespace(
         shuffle_matrix_a=lambda matrix, tile: matrix,
         reorder_rows_for_gated_act_gemm=lambda matrix: matrix,
     ))  # fmt: skip

@@ -102,8 +102,17 @@ def test_where_a_second_rounding_is_not_allowed_no_part_is_rounded() -> None:
     assert choice(FP8, Policy(budgets=(budget,))).chosen == "flashinfer-trtllm"
 
 
-def test_nvfp4_experts_quantise_tokens_once(b200: None) -> None:
-    problem = replace(FP8, weight=WeightFormat.parse("nvfp4"), act=(ActScheme.NVFP4_GROUP16,))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nvfp4_experts_quantise_tokens_once(num_ranks: int, b200: None) -> None:
+    """With several ranks, tokens choose as many experts as are here, some of others."""
+    problem = replace(
+        FP8,
+        weight=WeightFormat.parse("nvfp4"),
+        act=(ActScheme.NVFP4_GROUP16,),
+        num_experts=4 * num_ranks,
+        top_k=2 * num_ranks,
+        cut_experts=num_ranks,
+    )
     decision = choice(problem)
     assert decision.chosen == "flashinfer-trtllm"
     tensors = numerics.random_experts(problem, torch.device(DEVICE))

@@ -63,9 +63,9 @@ def _least_k(problem: Problem) -> list[Reason]:
 
 
 def _routing(problem: Problem) -> list[Reason]:
-    """What TensorRT-LLM's routing kernels ask of numbers, on each rank."""
+    """What TensorRT-LLM's routing kernels ask of numbers, those of all ranks."""
     assert isinstance(problem, MoEProblem)
-    num_experts, top_k = problem.num_experts // problem.cut_experts, problem.top_k
+    num_experts, top_k = problem.num_experts, problem.top_k
     most = min(num_experts - 1, _TRTLLM_MOST_EXPERTS_OF_A_TOKEN)
     return shared.shape_reasons(
         (num_experts % 4 > 0, f"{num_experts} experts are not a multiple of 4"),
@@ -173,7 +173,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         tensors = padded_experts(tensors)
     if winner.backend == _TRTLLM:
         is_nvfp4 = problem.format == "nvfp4"
-        return (moe.TrtllmNvfp4Experts if is_nvfp4 else moe.TrtllmBlockExperts)(tensors)
+        make = moe.TrtllmNvfp4Experts if is_nvfp4 else moe.TrtllmBlockExperts
+        return make(tensors, problem.num_experts)
     device = installed_device()
     chips = {device.family, device.arch}
     (module,) = (name for chip, _, name in (*_MOE_SM90, *_MOE_BLACKWELL) if chip in chips)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.kernels.evidence import imported
+from vllm.kernels.evidence.bf16 import faster_in_bf16
 from vllm.kernels.evidence.cost_model import path_of_fitted
 from vllm.kernels.evidence.estimates import Costs, estimate_of, find_fitted
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
+from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 
@@ -44,10 +46,13 @@ class Known:
         if self.chip is None or self.tables:
             return None
         times = imported.imported_times(self.chip, problem)
-        if times is None or len(times.us) < 2:
+        return None if times is None else as_evidence(times)
+
+    def faster_in_bf16(self, problem: Problem, parts: Parts) -> FasterInBf16 | None:
+        """What others measured where choices follow them; see `evidence/bf16.py`."""
+        if self.chip is None or self.tables:
             return None
-        error = tuple((backend, times.error) for backend, _ in times.us)
-        return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
+        return faster_in_bf16(self.chip, problem, parts)
 
     def digests(self) -> Iterator[str]:
         """Names of the tables, with what they hold, and of the user's other files."""
@@ -58,6 +63,14 @@ class Known:
         for folder in folders:
             for path in sorted(folder.glob("*.json*")):
                 yield f"{folder.name}/{path.name} {_digest(path.read_bytes())}"
+
+
+def as_evidence(times: imported.ImportedTimes) -> Timings | None:
+    """For the selector; None where there are not two kernels to compare."""
+    if len(times.us) < 2:
+        return None
+    error = tuple((backend, times.error) for backend, _ in times.us)
+    return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
 
 
 def _digest(content: bytes) -> str:

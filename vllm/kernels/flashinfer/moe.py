@@ -113,10 +113,11 @@ class TrtllmBlockExperts:
     """A MoE kernel: tokens in FP8 with scales of 128 columns, or floats. The router's weights are
     rounded to bf16, which is how the library takes them."""
 
-    def __init__(self, tensors: MoETensors):
+    def __init__(self, tensors: MoETensors, num_experts: int):
+        """num_experts: those of all ranks."""
         library: Any = import_module("flashinfer.fused_moe")
         self._function: Any = library.trtllm_fp8_block_scale_routed_moe
-        self._weights = trtllm_block_weights(tensors)
+        self._weights = trtllm_block_weights(tensors, num_experts)
         self._quant = InputQuant(ScaleLayout.COLUMN_MAJOR)
 
     def input_quant(self, num_tokens: int) -> InputQuant:
@@ -130,7 +131,7 @@ class TrtllmBlockExperts:
         return out
 
 
-def trtllm_block_weights(tensors: MoETensors) -> dict[str, Any]:
+def trtllm_block_weights(tensors: MoETensors, num_experts: int) -> dict[str, Any]:
     """As `block_weights`, in the order of rows that they are stored in but for up and gate."""
     tensors = tensors.up_first()
     assert tensors.gate_up_scales is not None and tensors.down_scales is not None
@@ -139,7 +140,7 @@ def trtllm_block_weights(tensors: MoETensors) -> dict[str, Any]:
         "gemm1_weights_scale": tensors.gate_up_scales,
         "gemm2_weights": tensors.down.contiguous(),
         "gemm2_weights_scale": tensors.down_scales.contiguous(),
-        **_sizes(tensors),
+        **_sizes(tensors, num_experts),
         "use_shuffled_weight": False,
         "weight_layout": _MAJOR_K,
     }
@@ -151,10 +152,10 @@ def trtllm_tokens(x: QuantizedInput, weights: Tensor, ids: Tensor) -> dict[str, 
     return {"hidden_states": x.q, "hidden_states_scale": scales, **_routing(weights, ids)}
 
 
-def _sizes(tensors: MoETensors) -> dict[str, Any]:
-    """Other ranks' experts are none of the library's: it knows those that are here."""
+def _sizes(tensors: MoETensors, num_experts: int) -> dict[str, Any]:
+    """Experts that are here come first, whichever they are; it skips ids of others, as -1."""
     return {
-        "num_experts": tensors.num_experts,
+        "num_experts": num_experts,
         "intermediate_size": tensors.inner,
         "local_expert_offset": 0,
         "local_num_experts": tensors.num_experts,
@@ -180,12 +181,13 @@ def _routing(weights: Tensor, ids: Tensor) -> dict[str, Any]:
 class TrtllmNvfp4Experts:
     """A MoE kernel: bf16 tokens, quantised once for all experts, whose input scale must be one."""
 
-    def __init__(self, tensors: MoETensors):
+    def __init__(self, tensors: MoETensors, num_experts: int):
+        """num_experts: those of all ranks."""
         library: Any = import_module("flashinfer")
         experts: Any = import_module("flashinfer.fused_moe")
         self._quantise = library.fp4_quantize
         self._function = experts.trtllm_fp4_block_scale_routed_moe
-        self._weights = trtllm_nvfp4_weights(tensors, library)
+        self._weights = trtllm_nvfp4_weights(tensors, num_experts, library)
         self._inverse = one_input_scale(tensors).reciprocal()
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def one_input_scale(tensors: MoETensors) -> Tensor:
     return scales.float().amax().reshape(1)
 
 
-def trtllm_nvfp4_weights(tensors: MoETensors, library: Any) -> dict[str, Any]:
+def trtllm_nvfp4_weights(tensors: MoETensors, num_experts: int, library: Any) -> dict[str, Any]:
     """Codes uint8 and E4M3 scales in tiles of 128 x 4, both with rows in the order that the kernels
     write tiles in: those of up and gate by turns before that. library: has the functions of
     FlashInfer that order rows.
@@ -231,7 +233,7 @@ def trtllm_nvfp4_weights(tensors: MoETensors, library: Any) -> dict[str, Any]:
         "output1_scale_gate_scalar": of_input * of_gate,
         "output2_scale_scalar": of_second * of_down,
         **dict.fromkeys(_NO_TENSORS),
-        **_sizes(tensors),
+        **_sizes(tensors, num_experts),
     }
 
 

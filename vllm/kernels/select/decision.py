@@ -61,6 +61,19 @@ class Evidence(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class FasterInBf16:
+    """Numbers of tokens for which others measured the same layer in bf16 to be faster than the
+    chosen kernel. ratio: the largest of its time over that of bf16, for `worst_tokens`.
+    num_compared: numbers of tokens that were measured in both."""
+
+    ratio: float
+    worst_tokens: int
+    tokens: tuple[int, ...]
+    num_compared: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A kernel that was considered; no reasons against it means it could run.
 
@@ -96,6 +109,7 @@ class Decision:
 
     timings: measurements of this problem on this chip, None where there are none. is_emulated:
     `device` is not at hand; the numbers of the chosen kernel are computed on what is.
+    faster_in_bf16: None where nobody measured that.
     """
 
     problem: Problem
@@ -105,6 +119,7 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     timings: Evidence | None = None
     is_emulated: bool = False
+    faster_in_bf16: FasterInBf16 | None = None
 
     @property
     def kernel(self) -> str | None:
