@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
+import flashinfer_stand_in
 import torch
 from weight_only_cases import make_linear, make_moe
 
 from vllm.kernels.activations import InputQuant, ScaleLayout
 from vllm.kernels.flashinfer import linear as linear
 from vllm.kernels.flashinfer import moe as moe
+from vllm.kernels.interface import MoETensors
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, NUM_TOKENS = 4, 256, 128, 2, 5
 
@@ -62,9 +64,27 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         arguments = {**moe.cutlass_tokens(x, *routed), **weights, "output": out}
         yield "flashinfer.fused_moe", "cutlass_fused_moe", arguments
     quantised = InputQuant(ScaleLayout.COLUMN_MAJOR).quantise(x)
-    arguments = {**moe.trtllm_tokens(quantised, *routed), **moe.trtllm_block_weights(experts)}
+    arguments = {
+        **moe.trtllm_tokens(quantised, *routed),
+        **moe.trtllm_block_weights(experts, NUM_EXPERTS),
+    }
     name = "trtllm_fp8_block_scale_routed_moe"
     yield "flashinfer.fused_moe", name, {**arguments, "output": out}
+    quantise = moe.trtllm_nvfp4_quantise(x, torch.ones(1))
+    yield "flashinfer", "fp4_quantize", quantise
+    arguments = trtllm_nvfp4_arguments(nvfp4_experts()[0], x, *routed)
+    name = "trtllm_fp4_block_scale_routed_moe"
+    yield "flashinfer.fused_moe", name, {**arguments, "output": out}
+
+
+def trtllm_nvfp4_arguments(
+    tensors: MoETensors, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> dict[str, Any]:
+    """Rows in the order of the stand-in."""
+    inverse = moe.one_input_scale(tensors).reciprocal()
+    given = flashinfer_stand_in.fp4_quantize(**moe.trtllm_nvfp4_quantise(x, inverse))
+    tokens = moe.trtllm_nvfp4_tokens(*given, weights, ids)
+    return {**tokens, **moe.trtllm_nvfp4_weights(tensors, NUM_EXPERTS, flashinfer_stand_in)}
 
 
 def refused() -> list[str]:

@@ -3,7 +3,10 @@
 Where the library is installed, its signatures and its own shuffle of rows are asked too.
 """
 
+from types import SimpleNamespace
+
 import flashinfer_calls as calls
+import flashinfer_stand_in
 import pytest
 import torch
 from weight_only_cases import make_linear, make_moe
@@ -84,6 +87,20 @@ def test_rows_for_tensorrt_llm_are_shuffled_with_their_scales():
     assert sorted(places.tolist()) == list(range(256)) and places.tolist() != list(range(256))
     found = nvfp4_wide(part.weight, part.scales) * tensors.global_scales
     assert_near(found, wide[places])
+
+
+def test_rows_of_nvfp4_experts_are_ordered_as_the_library_orders_one_matrix():
+    """Its documented steps: the halves by turns, then the order of a tile."""
+    library = pytest.importorskip("flashinfer", reason="orders rows by the library's functions")
+    tensors, _ = calls.nvfp4_experts()
+    given = moe.trtllm_nvfp4_weights(tensors, calls.NUM_EXPERTS, library)
+    up_first = tensors.up_first()
+    for e in range(calls.NUM_EXPERTS):
+        by_turns = library.reorder_rows_for_gated_act_gemm(up_first.gate_up[e])
+        wanted = library.shuffle_matrix_a(by_turns, 128)
+        assert torch.equal(given["gemm1_weights"][e], wanted)
+        wanted = library.shuffle_matrix_a(tensors.down[e], 128)
+        assert torch.equal(given["gemm2_weights"][e], wanted)
 
 
 # ---------------------------------------------------------------- dense layers
@@ -188,7 +205,7 @@ def test_experts_of_tensorrt_llm_are_those_of_the_layer():
     tensors, wide = make_moe("fp8-block", calls.NUM_EXPERTS, calls.HIDDEN, calls.INNER)
     x, (weights, ids) = calls.tokens(), calls.choice()
     quantised = InputQuant(ScaleLayout.COLUMN_MAJOR).quantise(x)
-    given = moe.trtllm_block_weights(tensors)
+    given = moe.trtllm_block_weights(tensors, calls.NUM_EXPERTS)
     given |= moe.trtllm_tokens(quantised, weights, ids)
     scales = given["hidden_states_scale"]
     assert scales.shape == (calls.HIDDEN // 128, calls.NUM_TOKENS) and scales.is_contiguous()
@@ -207,3 +224,43 @@ def test_experts_of_tensorrt_llm_are_those_of_the_layer():
     assert torch.equal(found_weights, weights.bfloat16().float())
     wanted = expected(wide, rounded, found_weights, ids)
     assert_near(experts_by(parts, rounded, found_weights, found_ids), wanted)
+
+
+def test_nvfp4_experts_of_tensorrt_llm_are_those_of_the_layer():
+    """Nothing is rounded here: tokens are codes already, and what comes between is not quantised.
+    Gate and up have global scales of their own."""
+    tensors, wide = calls.nvfp4_experts()
+    inverse = moe.one_input_scale(tensors).reciprocal()
+    x = calls.tokens()
+    q, scales = flashinfer_stand_in.fp4_quantize(**moe.trtllm_nvfp4_quantise(x, inverse))
+    given = moe.trtllm_nvfp4_weights(tensors, calls.NUM_EXPERTS, SimpleNamespace(
+        shuffle_matrix_a=lambda matrix, tile: matrix,
+        reorder_rows_for_gated_act_gemm=lambda matrix: matrix,
+    ))  # fmt: skip
+    rounded = e2m1_decode(unpack_e2m1(q)) * scales.view(FP8).float().repeat_interleave(16, 1)
+    parts = []
+    for e in range(calls.NUM_EXPERTS):
+        first = nvfp4_wide(given["gemm1_weights"][e], given["gemm1_weights_scale"][e])
+        up, gate = first.chunk(2)
+        gate = gate * given["output1_scale_gate_scalar"][e]
+        second = nvfp4_wide(given["gemm2_weights"][e], given["gemm2_weights_scale"][e])
+        factors = given["output1_scale_scalar"][e], given["output2_scale_scalar"][e]
+        parts.append((torch.cat((up, gate)), second, *factors))
+    weights, ids = calls.choice()
+    wanted = expected(wide, rounded / inverse, weights, ids)
+    assert_near(experts_by(parts, rounded, weights, ids), wanted)
+
+
+def test_what_comes_between_is_quantised_by_the_scale_of_its_expert():
+    tensors, _ = calls.nvfp4_experts()
+    given = calls.trtllm_nvfp4_arguments(tensors, calls.tokens(), *calls.choice())
+    assert_near(
+        given["output1_scale_scalar"] * given["output2_scale_scalar"],
+        tensors.gate_up_input_scales.max()
+        * tensors.gate_up_global_scales[:, 1]
+        * tensors.down_global_scales[:, 0],
+    )
+    assert_near(
+        given["output2_scale_scalar"],
+        tensors.down_input_scales[:, 0] * tensors.down_global_scales[:, 0],
+    )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checkpoint_layouts import LAYOUTS, SHAPE, store
+from safetensors.torch import load_file, save_file
 from test_qwen3_moe import PROMPT, load, prompt_logprobs
 
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -92,6 +93,38 @@ def test_experts_multiply_what_the_chip_would(stored, backends, seen):
     assert error < 0.01
     other = wide if seen is rounded else rounded
     assert (seen(x) - other(x)).norm() / x.norm() > 0.02, "or this does not see the rounding"
+
+
+@torch.inference_mode()
+def test_a_kernel_with_one_input_scale_takes_the_largest_and_the_ledger_says_so(
+    checkpoint, tmp_path
+):
+    store(checkpoint("qwen3_moe", **MOE), tmp_path, *LAYOUTS["modelopt-nvfp4"])
+    file, expert = tmp_path / "model.safetensors", f"{LAYER}.experts.2"
+    tensors = load_file(file)
+    for part in ("gate_proj", "up_proj"):
+        tensors[f"{expert}.{part}.input_scale"] *= 3
+    save_file(tensors, file)
+    found = []
+    for backend in ("flashinfer-trtllm", "flashinfer-cutlass"):
+        llm = load(tmp_path, moe_backend=f"emulate:{backend}@sm_100")
+        layer = find(llm, f"{LAYER}.experts")
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+        found.append(layer.kernel(x, torch.ones(4, 1), torch.arange(4)[:, None]))
+        entries = [entry for entry in layer.selection.ledger.entries if entry.of_inputs]
+        if backend == "flashinfer-cutlass":  # one for each expert
+            assert not entries
+            continue
+        assert [entry.layer for entry in entries] == [
+            f"model.layers.{i}.mlp.experts.gate_up" for i in range(2)
+        ]
+        assert [entry.is_exact for entry in entries] == [True, False]
+        # Three of four scales are three times as large.
+        wanted = (3 * 2**2 / (3 + 3**2)) ** 0.5
+        assert entries[1].relative_error == pytest.approx(wanted, rel=1e-5)
+        assert entries[1].max_error == pytest.approx(2 * INPUT_SCALE, rel=1e-5)
+    one, own = found
+    assert torch.equal(one[2], own[2]) and not torch.equal(one[0], own[0])
 
 
 def test_quantised_activations_cost_more_than_weights_alone(stored):

@@ -26,7 +26,7 @@ from vllm.kernels.registry import FAMILIES
 from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.reason import Origin
 from vllm.kernels.select.select import select
-from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.select.spec import STORED, UP_FIRST, KernelSpec
 from vllm.machine import CHIPS, Device, Libs
 
 ALL_SPECS = [spec for family in registry.FAMILIES for spec in registry.specs(family)]
@@ -133,6 +133,17 @@ def test_every_kernel_of_a_backend_is_registered():
         modules |= {registry.backend(backend) for backend in names}
     declared = [spec for module in modules for spec in module.SPECS]
     assert len(declared) == len(ALL_SPECS)
+
+
+def test_a_layout_that_is_not_shared_is_of_one_backend():
+    """Its makers lay a weight out each by itself: two of them would hold it twice."""
+    owners = {}
+    for spec in ALL_SPECS:
+        for layout in spec.weight_layouts:
+            owners.setdefault(layout, set()).add(spec.backend)
+    assert {STORED, UP_FIRST} <= owners.keys()
+    own = {layout: names for layout, names in owners.items() if layout not in (STORED, UP_FIRST)}
+    assert len(own) > 2 and all(len(names) == 1 for names in own.values()), own
 
 
 @pytest.mark.parametrize(("family", "device_family"), DEVICE_ORDER)

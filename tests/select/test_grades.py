@@ -7,12 +7,16 @@ from selection_cases import LIBS, ask, attention, linear, moe, parse_device, pol
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.known import Known
+from vllm.kernels.report import json_report
+from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.layer_groups import by_outcome
-from vllm.kernels.report.question import chip_of, device_of
-from vllm.kernels.report.text_report import expected_line, outcome, table, why
+from vllm.kernels.report.question import chip_of, device_of, libs_of
+from vllm.kernels.report.text_report import expected_line, outcome, page, table, why
 from vllm.kernels.select.grade import Grade, least
 from vllm.kernels.select.known_bad import KnownBad
+from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.select import select
+from vllm.kernels.selection import Selection
 from vllm.machine import Lib, Libs
 
 
@@ -171,3 +175,27 @@ def test_an_estimate_is_called_one_and_its_error_is_told():
     unknown = ask(linear("nvfp4"), "90")
     (one,) = by_outcome([("layer", unknown)])
     assert "nobody measured a size near these" in why(one)
+
+
+def test_a_layer_that_others_ran_faster_in_bf16_is_named_with_its_source():
+    """In text, on the page and in JSON; not where we measure ourselves."""
+    found = {}
+    for name in ("b200", "h100"):
+        device = device_of(name)
+        selection = Selection(
+            device, libs_of("all", device), Policy(), Known.of(chip_of(name, device))
+        )
+        selection.decide("layers.0.qkv_proj", linear(n=5120, k=2048))
+        report = selection.report()
+        content = json_report.report(*report)
+        assert json_report.report(*json_report.parse_report(content)) == content
+        (row,) = content["decisions"]
+        found[name] = row.get("faster_in_bf16"), page(report), html_page(report, "a model")
+    facts, *texts = found["b200"]
+    assert facts["ratio"] > 1.03 and facts["worst_tokens"] in facts["tokens"]
+    said = f"bf16 is faster here: {facts['ratio']:.2g}x at {facts['worst_tokens']} tokens"
+    for text in texts:
+        words = " ".join(text.split())
+        assert said in words and "imported from AIConfigurator 095f58a (B200;" in words
+    facts, *texts = found["h100"]
+    assert facts is None and not any("bf16 is faster" in text for text in texts)

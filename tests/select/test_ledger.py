@@ -50,6 +50,17 @@ def test_exact_transforms_do_not_lower_the_median():
     assert "median 3.00%, worst 4.00% (b); 5 transforms exact" in make(*entries).summary()
 
 
+def test_scales_of_inputs_are_no_loss_of_the_weight():
+    inputs = Entry("a", "nvfp4 input scales -> the largest", 0.5, 0.1, False, of_inputs=True)
+    assert make(inputs).summary() == (
+        "no lossy transform, 0 transforms exact; 1 layer with other scales of inputs"
+    )
+    assert (
+        "median 2.00%, worst 2.00% (b); 0 transforms exact; 1 layer with"
+        in make(inputs, lossy("b", 0.02)).summary()
+    )
+
+
 def test_one_layer_is_a_layer():
     assert make(lossy("a", 0.5)).summary().startswith("re-quantised 1 layer with loss:")
 

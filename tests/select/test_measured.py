@@ -369,26 +369,31 @@ def test_a_failure_speaks_against_problems_of_its_own_family_alone():
     assert set(TOKENS) == set(SPLIT.tokens)
 
 
-# ---------------------------------------------------------------- layouts of their own
+# ---------------------------------------------------------------- layouts of the weight
+
+_LAYOUTS = st.lists(
+    st.sampled_from(["stored", "up-first", "a", "b"]), min_size=1, max_size=3, unique=True
+).map(tuple)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     tables(st.floats(1, 1000), most_tokens=5, most_names=4),
-    st.sets(st.sampled_from(_NAMES), max_size=3),
+    st.dictionaries(st.sampled_from(_NAMES), _LAYOUTS),
 )
-def test_a_kernel_with_a_layout_of_its_own_shares_no_split_and_the_best_of_those_left_wins(
-    timings, alone
+def test_parts_of_a_split_share_a_layout_of_the_weight_and_the_best_of_those_left_wins(
+    timings, layouts
 ):
     able = tuple((name, None) for name, _ in timings.us)
     m_range = (1, min(8192, REACH * timings.tokens[-1]))
-    found = best_split(timings, able, m_range, (), tuple(alone))
+    found = best_split(timings, able, m_range, (), tuple(layouts.items()))
     names = [name for name, _ in able]
-    allowed = [
-        split
-        for split in every_split(timings.tokens, names)
-        if len({name for _, name in split}) == 1 or not {name for _, name in split} & alone
-    ]
+
+    def is_of_one_weight(split):
+        taken = [set(layouts.get(name, ("stored",))) for _, name in split]
+        return bool(set.intersection(*taken))
+
+    allowed = [one for one in every_split(timings.tokens, names) if is_of_one_weight(one)]
     assert found in allowed
     least = min(cost_of(timings, able, split) for split in allowed)
     assert cost_of(timings, able, found) <= least + 1e-9

@@ -64,7 +64,7 @@ def test_experts_on_sm_10x_are_first_for_the_libraries_kernels_of_that_chip(devi
     free = [c.backend for c in decision.candidates if not c.reasons]
     assert free == ["flashinfer-trtllm", "deep_gemm", "cutlass", "triton", "marlin", "torch"]
     nvfp4 = ask(moe("nvfp4"), device, "all")
-    assert outcome(nvfp4) == ("flashinfer-cutlass", 7)
+    assert outcome(nvfp4) == ("flashinfer-trtllm", 7)
     assert outcome(ask(moe("nvfp4"), device, "none")) == ("cutlass", 7)
 
 

@@ -389,11 +389,15 @@ def test_without_pyarrow_the_extra_is_named(refused, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- --check
 
 
-def test_the_check_prints_what_choosing_by_near_sizes_costs(run):
+def test_the_check_prints_what_choosing_costs(run):
     code, out, err = run("--check", "--system", "b300_sxm")
     assert code == 0, err
     lines = out.splitlines()
     start = lines.index("fp8-block silu balanced: deep_gemm, flashinfer-trtllm; 240 sizes")
-    assert lines[start + 3].startswith("  chosen / fastest 1.01")
-    assert "whole models left out" in lines[start + 3]
+    chosen = lines[start + 3 : start + 6]
+    assert [line.partition(", worst")[0] for line in chosen] == [
+        f"  chosen / fastest {mean}" for mean in ("1.003", "1.011", "1.017")
+    ]
+    assert "nothing left out" in chosen[0] and "whole models left out" in chosen[2]
+    assert any(line.endswith("reached by 1.003") for line in lines[start:])
     assert any("bf16 faster than quantised, by one framework" in line for line in lines)

@@ -15,6 +15,7 @@ from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.evidence import imported
+from vllm.kernels.evidence.bf16 import faster_in_bf16
 from vllm.kernels.evidence.imported import (
     BALANCED,
     BANDS,
@@ -24,6 +25,7 @@ from vllm.kernels.evidence.imported import (
     find_imported,
     imported_times,
     parse_size,
+    place_in_tables,
     read_imported,
     size_text,
     times_text,
@@ -31,15 +33,17 @@ from vllm.kernels.evidence.imported import (
 from vllm.kernels.evidence.importing.check import (
     against_ours,
     compared,
-    held_out,
     num_shapes,
     slower_than_bf16,
 )
+from vllm.kernels.evidence.importing.held_out import GOAL, Chooser, held_out
 from vllm.kernels.evidence.importing.kernels import KERNELS
 from vllm.kernels.evidence.importing.sources import SYSTEMS
+from vllm.kernels.evidence.importing.text import check_lines
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import SHIPPED as OURS
 from vllm.kernels.evidence.tables import Chip, Entry, Table, read_table
+from vllm.kernels.report.question import libs_of
 from vllm.machine import Device
 
 B200, B300 = SYSTEMS["b200_sxm"].chip, SYSTEMS["b300_sxm"].chip
@@ -194,17 +198,47 @@ def test_both_backends_are_estimated_from_the_same_sizes():
     assert all(None not in us for _, us in times.us)
 
 
-def test_choosing_by_near_sizes_costs_little():
-    """The goal is 1.05 of the fastest where whole models are left out."""
-    for chip in (B200, B300):
-        for routing in (BALANCED, SKEWED):
-            kind = table(chip).kind("fp8-block", "silu", routing)
-            model, single, *fixed = held_out(kind)
-            assert (model.num_sizes, model.num_unknown) == (240, 4)
-            assert model.mean <= 1.02 and single.mean <= 1.01
-            assert model.mean < min(one.mean for one in fixed)
-            nvfp4, *_ = held_out(table(chip).kind("nvfp4", "silu", routing))
-            assert nvfp4.mean <= 1.03
+@pytest.mark.parametrize("routing", [BALANCED, SKEWED])
+@pytest.mark.parametrize("chip", [B200, B300], ids=str)
+def test_what_is_chosen_for_experts_costs_little(chip, routing):
+    """Of the fastest, for sizes that were measured, for others and for models that nobody did."""
+    libs = libs_of("all", chip.device)
+
+    def chosen(weight_format):
+        kind = table(chip).kind(weight_format, "silu", routing)
+        return held_out(kind, Chooser(chip.device, libs, kind))
+
+    own, single, model, *fixed = chosen("fp8-block")
+    assert own.num_sizes == 240 and not own.num_unknown
+    assert own.mean <= 1.01 and single.mean <= 1.02 and model.mean <= 1.02
+    assert own.reaches_goal and model.reaches_goal and GOAL == 1.05
+    assert max(own.mean, model.mean) < min(one.mean for one in fixed)
+    nvfp4, *_ = chosen("nvfp4")
+    assert nvfp4.reaches_goal and not nvfp4.num_unknown and nvfp4.mean <= 1.02
+
+
+def test_a_chosen_kernel_that_nobody_measured_is_named():
+    """No kernel takes FP8 experts without libraries but ours, of which nobody knows a time."""
+    kind = table(B200).kind("fp8-block", "silu", BALANCED)
+    own, *fixed = held_out(kind, Chooser(B200.device, libs_of("none", B200.device), kind))
+    assert own.chosen == ("cutlass",) and own.num_unknown == own.num_sizes
+    assert not own.is_known and not own.reaches_goal
+    assert all("always" in one.how or "up to" in one.how for one in fixed)
+
+
+def test_a_check_says_whether_the_goal_is_reached():
+    libs = libs_of("all", B200.device)
+    lines = list(check_lines(table(B200), (), libs))
+    goals = [line for line in lines if "goal" in line]
+    assert len([line for line in goals if "reached by 1.0" in line]) == 4  # with both routings
+    at = lines.index("nvfp4 silu balanced: flashinfer-cutlass, flashinfer-trtllm; 202 sizes")
+    own = "\n".join(lines[at : at + 12])
+    assert "nothing left out" in own and "goal" in own
+    # What no kernel here computes.
+    assert any("not measured: no kernel" in line for line in lines)
+    # Those of a chip that we measure decide nothing.
+    h100 = SYSTEMS["h100_sxm"].chip
+    assert not any("goal" in line for line in check_lines(table(h100), (), libs))
 
 
 # ---------------------------------------------------------------- what is not answered
@@ -338,6 +372,45 @@ def test_cases_where_bf16_is_faster_than_fp8_are_listed():
     assert not any("min-latency" in name for _, name in names)
     layers, _ = slower_than_bf16(table(B200, "linear"))
     assert {one.name for one in layers if one.format == "fp8-block"} == {"deep_gemm"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "parts"),
+    [
+        (linear(n=5120, k=2048), ((None, "deep_gemm"),)),
+        (moe(num_experts=256, hidden=2048, intermediate=512), ((None, "flashinfer-trtllm"),)),
+        (
+            moe(num_experts=256, hidden=2048, intermediate=512),
+            ((1024, "flashinfer-trtllm"), (None, "deep_gemm")),
+        ),
+    ],
+    ids=["linear", "experts", "split"],
+)
+def test_a_layer_that_is_faster_in_bf16_is_among_the_listed_cases(problem, parts):
+    """At its worst, by the library that serves so many tokens."""
+    found = faster_in_bf16(B200, problem, parts)
+    assert found is not None and found.worst_tokens in found.tokens
+    assert len(found.tokens) <= found.num_compared
+    cases, _ = slower_than_bf16(table(B200, problem.family))
+    _, size = place_in_tables(problem, BALANCED)
+    by_tokens = {}
+    for one in cases:
+        is_asked = (one.size, one.format) == (size, "fp8-block") and one.routing in ("", BALANCED)
+        limits = [limit for limit, name in parts if name == one.name]
+        if is_asked and limits and one.tokens <= min(limits[0] or 8192, 8192):
+            by_tokens.setdefault(one.tokens, []).append(one.ratio)
+    assert found.tokens == tuple(sorted(m for m, own in by_tokens.items() if max(own) > 1.03))
+    assert found.ratio in by_tokens[found.worst_tokens]
+
+
+def test_nothing_is_said_of_bf16_where_it_was_not_compared():
+    parts = ((None, "deep_gemm"),)
+    assert faster_in_bf16(B200, linear("bf16", n=5120, k=2048), parts) is None
+    assert faster_in_bf16(B200, linear(n=5136, k=2048), parts) is None  # nobody measured that size
+    assert faster_in_bf16(B200, linear(n=5120, k=2048), ((None, "cutlass"),)) is None
+    # Tables of chips that we measure are a cross-check of the import alone.
+    h100 = SYSTEMS["h100_sxm"].chip
+    assert faster_in_bf16(h100, linear(n=5120, k=2048), parts) is None
 
 
 def test_what_we_measured_too_agrees_with_the_imported_times():

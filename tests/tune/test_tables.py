@@ -14,6 +14,7 @@ from vllm.config.policy import KernelPreferences, make_policy
 from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
+from vllm.kernels.evidence.imported import find_imported
 from vllm.kernels.evidence.tables import (
     SHIPPED,
     TOKENS,
@@ -278,6 +279,26 @@ def test_times_that_are_none_are_refused(us):
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_measured"),
+    [
+        ("RTX PRO 6000", True),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", True),
+        ("sm_120", True),
+        ("RTX 5090", False),
+        ("RTX 5080", False),
+        ("L40S", True),
+        ("L40", True),
+        ("L4", False),
+        ("RTX 4090", False),
+    ],
+)
+def test_what_others_measured_holds_for_the_gpu_that_a_name_means(name, is_measured):
+    """An architecture's GPUs differ in their multiprocessors."""
+    tables = find_imported(chip_of(name, device_of(name)), "linear")
+    assert bool(tables) is is_measured and not any(table.is_near for table in tables)
 
 
 def test_files_of_chips_and_cpus_have_names_of_their_own():

@@ -1,7 +1,7 @@
 """What passes between layers and backends: the tensors of a weight, the shape of a kernel."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Protocol, TypeAlias
 
@@ -150,6 +150,22 @@ class LinearTensors:
         return (places + self.column_offset) // self.format.block[1]
 
 
+# What of MoETensors belongs to gate and up, with the rows or shards of both in dimension 1.
+_OF_GATE_UP = (
+    "gate_up",
+    "gate_up_scales",
+    "gate_up_input_scales",
+    "gate_up_global_scales",
+    "gate_up_zero_points",
+)
+
+
+def _swapped(stacked: Tensor) -> Tensor:
+    """A copy of [E, 2 * rows, ...] with the second half of rows before the first."""
+    bits = stacked if stacked.element_size() > 1 else stacked.view(torch.uint8)
+    return bits.roll(stacked.shape[1] // 2, 1).view(stacked.dtype)
+
+
 @dataclass(slots=True)
 class MoETensors:
     """The experts of one layer as loaded, stacked, before a backend lays them out.
@@ -162,6 +178,9 @@ class MoETensors:
 
     A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
     down by column_offset columns.
+
+    is_up_first: up comes before gate, in gate_up and in all that belongs to it. Only kernels that
+    take the layout UP_FIRST (vllm/kernels/select/spec.py) are given that.
     """
 
     format: WeightFormat
@@ -177,6 +196,7 @@ class MoETensors:
     down_global_scales: Tensor | None = None
     gate_up_zero_points: Tensor | None = None
     down_zero_points: Tensor | None = None
+    is_up_first: bool = False
 
     @property
     def inner(self) -> int:
@@ -186,6 +206,24 @@ class MoETensors:
     @property
     def num_experts(self) -> int:
         return self.gate_up.shape[0]
+
+    def up_first(self) -> "MoETensors":
+        """The same experts with up before gate: copies of what belongs to the first product."""
+        if self.is_up_first:
+            return self
+        swapped: dict[str, Any] = {
+            name: _swapped(stacked)
+            for name in _OF_GATE_UP
+            if (stacked := getattr(self, name)) is not None
+        }
+        return replace(self, is_up_first=True, **swapped)
+
+    def with_one_input_scale(self) -> "MoETensors":
+        """The same experts, the inputs of whose first product all have the largest scale."""
+        scales = self.gate_up_input_scales
+        if scales is None:
+            return self
+        return replace(self, gate_up_input_scales=scales.amax().expand_as(scales))
 
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of every expert, as if of two linear layers: each tensor has a leading

@@ -164,6 +164,12 @@ def winning_specs(decision: Decision) -> list[KernelSpec]:
     return [spec for name in names if (spec := spec_of(decision, name)) is not None]
 
 
+def weight_layout(decision: Decision) -> str:
+    """The first layout of the weight that every chosen kernel takes."""
+    taken = [spec.weight_layouts for spec in winning_specs(decision)]
+    return next(layout for layout in taken[0] if all(layout in own for own in taken))
+
+
 def has_code(spec: KernelSpec) -> bool:
     """Whether this build can run the kernel: its backend has a maker for the family, and for one of
     its formats where the maker takes only some."""

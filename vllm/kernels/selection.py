@@ -12,7 +12,13 @@ from vllm.kernels.report import json_report, text_report
 from vllm.kernels.report.ledger import Ledger
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines, waits
-from vllm.kernels.select.decision import Candidate, Decision, NoKernelError, Record
+from vllm.kernels.select.decision import (
+    Candidate,
+    Decision,
+    FasterInBf16,
+    NoKernelError,
+    Record,
+)
 from vllm.kernels.select.policy import Policy, Preference
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import RANK_FLAG, RANK_VARIABLE, Origin, Why
@@ -77,9 +83,19 @@ class Selection:
             if self.is_emulated:
                 problem = replace(problem, dtype="bf16")  # as GPUs serve, whatever is served here
             decision = select(problem, self.device, self.libs, self.policy, specs, layer, timings)
-            decision = replace(decision, is_emulated=self.is_emulated)
+            decision = replace(
+                decision,
+                is_emulated=self.is_emulated,
+                faster_in_bf16=self._faster_in_bf16(decision),
+            )
             self._decided[key] = decision
         return decision
+
+    def _faster_in_bf16(self, decision: Decision) -> FasterInBf16 | None:
+        if decision.chosen is None:
+            return None
+        parts = decision.winner.parts or ((None, decision.chosen),)
+        return self.known.faster_in_bf16(decision.problem, parts)
 
     def is_refuted(self, winner: Candidate, requant_error: float) -> bool:
         """Whether what re-quantising a weight was measured to cost speaks against the winner: more

@@ -125,12 +125,13 @@ def test_experts_without_a_token_have_rows_of_none(stride: int):
     assert kernels.combine(inner, weights, rows.positions, count).shape == (0, 512)
 
 
-def test_between_the_products_rows_are_activated():
+@pytest.mark.parametrize("is_up_first", [False, True])
+def test_between_the_products_rows_are_activated(is_up_first: bool):
     ids = torch.randint(0, 5, (9, 2), device=DEVICE)
     rows = kernels.sort(ids, 5)
     gate, up = torch.randn(2, 18, 256, device=DEVICE)
-    inner = torch.cat((gate, up), 1)
-    q, scales = kernels.activate(inner, rows.positions, kernels.Rows(18))
+    inner = torch.cat((up, gate) if is_up_first else (gate, up), 1)
+    q, scales = kernels.activate(inner, rows.positions, kernels.Rows(18), is_up_first)
     wanted = quantised(torch.nn.functional.silu(gate) * up, Scales.FLOAT32)
     torch.testing.assert_close(scales, wanted[1], rtol=1e-5, atol=0)
     held = q.float().view(18, 2, 128) * scales[..., None]

@@ -11,6 +11,7 @@ from vllm.kernels.evidence.importing.derive import Provenance, derive, labels
 from vllm.kernels.evidence.importing.sources import SYSTEMS, Source, commit_of, find_sources
 from vllm.kernels.evidence.importing.text import FAMILIES, check_lines, label_lines
 from vllm.kernels.evidence.tables import find_tables, user_folder
+from vllm.kernels.report.question import libs_of
 from vllm.utils.files import write_atomically
 
 
@@ -111,7 +112,8 @@ def _check(systems: list[str]) -> None:
     for name in systems:
         system = SYSTEMS[name]
         ours = [table for table in find_tables(system.chip) if not table.is_near]
+        libs = libs_of("all", system.chip.device)
         for family in FAMILIES:
             tables = imported.find_imported(system.chip, family)
             for table in (table for table in tables if not table.is_near):
-                print("\n".join(check_lines(table, ours)), end="\n\n")
+                print("\n".join(check_lines(table, ours, libs)), end="\n\n")

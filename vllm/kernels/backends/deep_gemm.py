@@ -9,7 +9,7 @@ from vllm.kernels.backends import shared
 from vllm.kernels.jit.compiled_call import CompiledCall
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.select.spec import STORED, UP_FIRST, KernelSpec
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 from vllm.platforms.libraries import LibraryTrial
@@ -40,11 +40,13 @@ _Spec = partial(
 LINEAR = _Spec(family="linear", n_align=64)
 SPECS = (
     LINEAR,
-    # Rows are sorted and quantised by Triton kernels.
+    # Rows are sorted and quantised by Triton kernels, and so is what is between the products: it
+    # takes gate and up in either order.
     _Spec(
         family="moe",
         libs=(("deep_gemm", ""), ("triton", "3.2")),
         layouts=frozenset({"standard", "batched"}),
+        weight_layouts=(STORED, UP_FIRST),
     ),
 )
 
@@ -113,19 +115,21 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
 
         tensors = padded_experts(tensors)
     gate_up, down = (prepare(stack, winner) for stack in tensors.all_experts())
-    return Experts(gate_up, down, winner.scales)
+    return Experts(gate_up, down, winner.scales, tensors.is_up_first)
 
 
 @dataclass(frozen=True)
 class Experts:
     """Two grouped GEMMs over the rows of pairs of token and expert, sorted by expert: padded to
     whole tiles, or for few tokens in a block for each expert, of which the library reads the rows
-    that are there. scales: the form that it takes, of weights and inputs.
+    that are there. scales: the form that it takes, of weights and inputs. is_up_first: as of
+    `MoETensors`.
     """
 
     gate_up: "Weight"
     down: "Weight"
     scales: str
+    is_up_first: bool = False
 
     def __call__(self, x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
         return self.unadded(x, weights, ids).total() if len(x) else x.clone()
@@ -149,7 +153,9 @@ class Experts:
             layout = moe_rows.Rows(rows.num_blocks * tile, scales=self.scales)
             multiply = partial(_contiguous, expert_of_row=rows.expert_of_row)
         between = multiply(*moe_rows.spread(x, rows.positions, layout), self.gate_up)
-        out = multiply(*moe_rows.activate(between, rows.positions, layout), self.down)
+        out = multiply(
+            *moe_rows.activate(between, rows.positions, layout, self.is_up_first), self.down
+        )
         return moe_rows.ExpertRows(out, weights, rows.positions, num_experts)
 
     def from_quantized(
@@ -164,7 +170,8 @@ class Experts:
         multiply = partial(_masked, counts=counts, expected_m=expected_m)
         layout = moe_rows.Rows(num_experts * size, size, self.scales)
         between = multiply(q, scales, self.gate_up)
-        inner = moe_rows.activate(between, moe_rows.taken_rows(counts, size), layout)
+        taken = moe_rows.taken_rows(counts, size)
+        inner = moe_rows.activate(between, taken, layout, self.is_up_first)
         return multiply(*inner, self.down).view(num_experts, size, hidden)
 
 

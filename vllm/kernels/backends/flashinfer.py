@@ -4,8 +4,7 @@
 functions of version 0.6.13 and were not run on hardware; their tests are
 tests/kernels/gpu/test_flashinfer_kernels.py and test_moe_backends_on_gpu.py. A start compares each
 with a reference before it serves.
-Not supported: experts with one FP8 scale per tensor, since gate and up would have to share theirs,
-and TensorRT-LLM's experts in NVFP4, which take tokens of one scale for all experts.
+Not supported: experts with one FP8 scale per tensor, since gate and up would have to share theirs.
 """
 
 from functools import partial
@@ -15,7 +14,7 @@ from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
 from vllm.kernels.select.reason import Reason
-from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.select.spec import UP_FIRST, KernelSpec
 
 if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
@@ -46,6 +45,8 @@ _MOE_BLACKWELL = (
     ("sm_103", "flashinfer", "fused_moe_103"),
     ("sm_12x", "flashinfer", "fused_moe_120"),
 )
+# TensorRT-LLM's rows of NVFP4 weights, in the order of the tiles that its kernels write.
+_SHUFFLED = "trtllm-shuffled"
 _HEAD_SIZES = (64, 128, 256)
 _TRTLLM_MOST_EXPERTS_OF_A_TOKEN = 32
 
@@ -62,14 +63,22 @@ def _least_k(problem: Problem) -> list[Reason]:
 
 
 def _routing(problem: Problem) -> list[Reason]:
-    """What TensorRT-LLM's routing kernels ask of numbers, on each rank."""
+    """What TensorRT-LLM's routing kernels ask of numbers, those of all ranks."""
     assert isinstance(problem, MoEProblem)
-    num_experts, top_k = problem.num_experts // problem.cut_experts, problem.top_k
+    num_experts, top_k = problem.num_experts, problem.top_k
     most = min(num_experts - 1, _TRTLLM_MOST_EXPERTS_OF_A_TOKEN)
     return shared.shape_reasons(
         (num_experts % 4 > 0, f"{num_experts} experts are not a multiple of 4"),
         (top_k > most, f"a token has {top_k} experts, and it takes up to {most}"),
     )
+
+
+def _shuffled_experts(problem: Problem) -> list[Reason]:
+    """Besides, weights are whole tiles of rows: those of up and gate together."""
+    assert isinstance(problem, MoEProblem)
+    hidden = problem.hidden
+    text = f"hidden = {hidden} is not a multiple of 128"
+    return [*_routing(problem), *shared.shape_reasons((hidden % 128 > 0, text))]
 
 
 SPECS = (
@@ -92,22 +101,38 @@ SPECS = (
         dtypes=frozenset({"bf16"}),
         n_align=128,
         k_align=64,
-        repacks=True,
+        weight_layouts=(_SHUFFLED,),
         check=partial(shared.nvfp4_parts, 128),
         **_BY_TRTLLM,
     ),
     # cutlass_fused_moe: block scales on Hopper only
-    _Block(backend=_CUTLASS, family="moe", devices=_SM90, prebuilt=_MOE_SM90, repacks=True),
+    _Block(
+        backend=_CUTLASS,
+        family="moe",
+        devices=_SM90,
+        prebuilt=_MOE_SM90,
+        weight_layouts=(UP_FIRST,),
+    ),
     _Nvfp4(
         backend=_CUTLASS,
         family="moe",
         devices=_SM100 | _SM12X,
         prebuilt=_MOE_BLACKWELL,
         k_align=64,
-        repacks=True,
+        weight_layouts=(UP_FIRST,),
     ),
     # trtllm_fp8_block_scale_routed_moe
-    _Block(family="moe", repacks=True, check=_routing, **_BY_TRTLLM),
+    _Block(family="moe", weight_layouts=(UP_FIRST,), check=_routing, **_BY_TRTLLM),
+    # trtllm_fp4_block_scale_routed_moe
+    _Nvfp4(
+        family="moe",
+        dtypes=frozenset({"bf16"}),
+        k_align=64,
+        weight_layouts=(_SHUFFLED,),
+        has_one_input_scale=True,
+        check=_shuffled_experts,
+        **_BY_TRTLLM,
+    ),
     # Batch{Prefill,Decode}WithPagedKVCacheWrapper: FlashAttention 3 for prompts, 2 for the rest.
     # Heads of 64 and of 256 were not run (tests/kernels/gpu/test_flashinfer_attention.py).
     _Spec(
@@ -147,7 +172,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     if winner.fit is not None:
         tensors = padded_experts(tensors)
     if winner.backend == _TRTLLM:
-        return moe.TrtllmBlockExperts(tensors)
+        is_nvfp4 = problem.format == "nvfp4"
+        make = moe.TrtllmNvfp4Experts if is_nvfp4 else moe.TrtllmBlockExperts
+        return make(tensors, problem.num_experts)
     device = installed_device()
     chips = {device.family, device.arch}
     (module,) = (name for chip, _, name in (*_MOE_SM90, *_MOE_BLACKWELL) if chip in chips)

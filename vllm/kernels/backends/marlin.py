@@ -68,7 +68,7 @@ _Spec = partial(
     native=("marlin_gemm",),
     native_archs=shared.NATIVE_FROM_SM80,
     k_align=16,
-    repacks=True,
+    weight_layouts=("marlin",),
     check=_columns_per_scale,
 )
 
@@ -79,6 +79,7 @@ _W4A8 = partial(
     formats=frozenset({"int4-group"}),
     act=frozenset({ActScheme.DYNAMIC_TOKEN}),
     native=("marlin_w4a8_gemm",),
+    weight_layouts=("marlin-w4a8",),
     native_archs=frozenset({"89", "120", "120a", "120f", "121a"}),
 )
 

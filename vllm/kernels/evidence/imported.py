@@ -43,7 +43,7 @@ ByName = tuple[tuple[str, tuple[float | None, ...]], ...]
 
 
 @lru_cache(maxsize=1)
-def _formats() -> dict[str, tuple[str, list[str]]]:
+def formats() -> dict[str, tuple[str, list[str]]]:
     """By the text of a WeightFormat: the format's name in the tables, and the activation schemes of
     which the problem must allow one."""
     found: dict[str, tuple[str, list[str]]] = json.loads(_FORMATS_FILE.read_text())
@@ -377,7 +377,7 @@ class ImportedTable:
         self, problem: LinearProblem | MoEProblem, routing: str = BALANCED
     ) -> ImportedTimes | None:
         """See `imported_times`."""
-        asked = _place_in_tables(problem, routing)
+        asked = place_in_tables(problem, routing)
         kind = self.kind(*asked[0]) if asked else None
         times = kind.at(asked[1]) if asked and kind else None
         if times is None:
@@ -388,11 +388,11 @@ class ImportedTable:
         return replace(times, source=source)
 
 
-def _place_in_tables(
+def place_in_tables(
     problem: LinearProblem | MoEProblem, routing: str
 ) -> tuple[tuple[str, str, str], Size] | None:
     """The kind's key and the size; None for a problem that others did not measure."""
-    known = _formats().get(str(problem.weight))
+    known = formats().get(str(problem.weight))
     if known is None or problem.dtype != "bf16" or set(problem.act).isdisjoint(known[1]):
         return None
     if problem.block_fit(takes_any_block=False) is not None:

@@ -5,10 +5,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from vllm.kernels.evidence import imported
+from vllm.kernels.evidence.bf16 import faster_in_bf16
 from vllm.kernels.evidence.cost_model import path_of_fitted
 from vllm.kernels.evidence.estimates import Costs, estimate_of, find_fitted
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
+from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 from vllm.utils.dataclasses import dataclass
@@ -46,10 +48,13 @@ class Known:
         if not isinstance(problem, LinearProblem | MoEProblem):
             return None
         times = imported.first_times(_imported_tables(self, problem.family), problem)
-        if times is None:
+        return None if times is None else as_evidence(times)
+
+    def faster_in_bf16(self, problem: Problem, parts: Parts) -> FasterInBf16 | None:
+        """What others measured where choices follow them; see `evidence/bf16.py`."""
+        if self.chip is None or self.tables:
             return None
-        error = tuple((backend, times.error) for backend, _ in times.us)
-        return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
+        return faster_in_bf16(self.chip, problem, parts)
 
     def digests(self) -> Iterator[str]:
         """Names of the tables, with what they hold, and of the user's other files."""
@@ -66,6 +71,14 @@ class Known:
 def _imported_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
     assert known.chip is not None
     return imported.tables_that_rank(known.chip, family)
+
+
+def as_evidence(times: imported.ImportedTimes) -> Timings | None:
+    """For the selector; None where there are not two kernels to compare."""
+    if len(times.us) < 2:
+        return None
+    error = tuple((backend, times.error) for backend, _ in times.us)
+    return Timings(times.source, times.tokens, times.us, (), Grade.IMPORTED, error)
 
 
 def _digest(content: bytes) -> str:

@@ -9,7 +9,8 @@ from math import exp, inf, log
 from operator import itemgetter
 
 from vllm.kernels.evidence.steps import is_telling
-from vllm.kernels.select.decision import Able, Evidence, Parts
+from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts
+from vllm.kernels.select.spec import STORED
 from vllm.utils.dataclasses import dataclass
 
 MAX_PARTS = 5
@@ -41,7 +42,7 @@ class Timings(Evidence):
         able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
-        alone: tuple[str, ...] = (),
+        layouts: Layouts = (),
         roundings: tuple[tuple[str, int], ...] = (),
     ) -> Parts:
         """At most MAX_PARTS ranges of M with the least regret; () where too little was measured.
@@ -50,8 +51,8 @@ class Timings(Evidence):
         fewest parts win, then the fewest roundings, then the earlier in `able`. The last range has
         no limit, so its backend takes any number of tokens. compiling: backends that compile at run
         time, the dearest first: each is left out where that costs little (MEAN_COST_OF_LEAVING_OUT,
-        WORST_COST_OF_LEAVING_OUT). alone: backends with a layout of their own: one serves all M or
-        none, since a part of it beside a part of another would hold the weight twice. roundings: by
+        WORST_COST_OF_LEAVING_OUT). layouts: of the weight, where a backend does not take the stored
+        one alone: parts share one layout, since two would hold the weight twice. roundings: by
         backend how often it rounds activations and the weight; one that compiles is left out for
         others that all round more only where it is no faster (TOLERANCE). Where times are not
         measured here, the first of the default order yields only to a kernel whose gain exceeds the
@@ -61,14 +62,14 @@ class Timings(Evidence):
             return _best_for_all(self, able)
         if self.error:
             first = next((backend for backend, limit in able if limit is None), "")
-            return _cautious(self, first).best_split(able, m_range, compiling, alone)
+            return _cautious(self, first).best_split(able, m_range, compiling, layouts)
         counts = dict(roundings)
-        parts = _fastest_split(self, able, m_range, alone, counts)
+        parts = _fastest_split(self, able, m_range, layouts, counts)
         names = [name for name, _ in able]
         left = able
         for name in compiling:
             fewer = tuple(one for one in left if one[0] != name)
-            others = _fastest_split(self, fewer, m_range, alone, counts)
+            others = _fastest_split(self, fewer, m_range, layouts, counts)
             spares = all(counts.get(name, 0) < counts.get(other, 0) for _, other in others)
             mean, worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
             cost = expected(self, others, names, m_range) if others else None
@@ -119,7 +120,7 @@ def _fastest_split(
     timings: Evidence,
     able: Able,
     m_range: tuple[int, int],
-    alone: Collection[str],
+    layouts: Layouts,
     roundings: Mapping[str, int],
 ) -> Parts:
     if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
@@ -137,7 +138,7 @@ def _fastest_split(
     if not columns:
         return ()
     paths = []
-    for group in _groups([backend for backend, _ in limits], alone):
+    for group in _groups([backend for backend, _ in limits], layouts):
         counts = [roundings.get(limits[j][0], 0) for j in group]
         # Of those that are fast somewhere: where all round alike, nothing is added.
         least = min((count for j, count in zip(group, counts) if 0.0 in costs[j]), default=0)
@@ -154,11 +155,13 @@ def _rounded(costs: Sequence[float], more: int) -> Sequence[float]:
     return [cost + more * ROUNDING_COST for cost in costs] if more > 0 else costs
 
 
-def _groups(backends: Sequence[str], alone: Collection[str]) -> list[list[int]]:
-    """Places of backends that may be parts of one split, in order of each group's first."""
+def _groups(backends: Sequence[str], layouts: Layouts) -> list[list[int]]:
+    """Places of backends that share a layout of the weight, in order of each group's first."""
     groups: dict[str, list[int]] = {}
+    taken = dict(layouts)
     for place, backend in enumerate(backends):
-        groups.setdefault(backend if backend in alone else "", []).append(place)
+        for layout in taken.get(backend, (STORED,)):
+            groups.setdefault(layout, []).append(place)
     return list(groups.values())
 
 

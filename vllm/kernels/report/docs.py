@@ -185,6 +185,11 @@ models known to lose accuracy by it; for others a warning tells the estimated lo
 (never), `allow` (always). `--max-requant-error 0.01` sets a budget: a kernel whose re-quantisation
 exceeds it for a layer, measured or estimated, is rejected (`numerics`), and the next one serves the
 layer.
+
+NVFP4 checkpoints have an input scale for each expert. TensorRT-LLM's experts (`flashinfer-trtllm`)
+quantise a token once, by the largest of them; those between the products stay. The weights are as
+stored. Where the scales differ the ledger says by how much (`of_inputs`), which is no error of a
+weight: no budget counts it. The other kernels quantise for each expert.
 """
 
 _CUTS = """

@@ -34,6 +34,7 @@ from vllm.kernels.report.text_report import (
     KINDS,
     WIDTH,
     asks,
+    bf16_line,
     expected_line,
     how,
     notes,
@@ -317,8 +318,7 @@ def _decision(row: _Row) -> str:
     if decision.chosen is not None:
         rows["how"] = ", ".join(how(decision.winner, decision))
         grade = f"{grade_mark(decision.winner.grade)} {graded(decision.winner.grade)}"
-    if line := expected_line(decision):
-        rows["expected"] = line
+    rows["expected"], rows["bf16"] = expected_line(decision), bf16_line(decision)
     rows["event"] = side_effect(decision)
     name = f"<strong>{_NO_KERNEL}</strong>"
     if decision.chosen is not None:

@@ -18,7 +18,14 @@ from vllm.kernels.report.question import parse_lib
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.report.side_effects import side_effect
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select.decision import ByBackend, Candidate, Decision, Parts, Record
+from vllm.kernels.select.decision import (
+    ByBackend,
+    Candidate,
+    Decision,
+    FasterInBf16,
+    Parts,
+    Record,
+)
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Why
@@ -105,6 +112,8 @@ def _decision_json(decision: Decision, layers: list[str]) -> dict[str, Any]:
             key: {name: list(row) for name, row in rows} for key, rows in by_backend.items()
         }
         content["expected"] = _plain(expectation_of(decision))
+    if decision.faster_in_bf16 is not None:
+        content["faster_in_bf16"] = _plain(decision.faster_in_bf16)
     return content
 
 
@@ -290,7 +299,7 @@ def _ledger(node: _Node) -> Ledger:
 def _decision(node: _Node, device: Device) -> Decision:
     node.allow(
         *("layers", "problem", "chosen", "emulated", "origin", "event", "candidates", "timings"),
-        *("expected", "calls"),
+        *("expected", "calls", "faster_in_bf16"),
     )
     is_emulated = "emulated" in node.fields()
     if is_emulated:
@@ -302,7 +311,9 @@ def _decision(node: _Node, device: Device) -> Decision:
     origin = _read(node["origin"], Origin)
     timings = _timings(node["timings"]) if "timings" in node.fields() else None
     problem = _problem(node["problem"])
-    return Decision(problem, device, chosen, origin, candidates, timings, is_emulated)
+    has_bf16 = "faster_in_bf16" in node.fields()
+    bf16 = _read(node["faster_in_bf16"], FasterInBf16) if has_bf16 else None
+    return Decision(problem, device, chosen, origin, candidates, timings, is_emulated, bf16)
 
 
 def _timings(node: _Node) -> Timings:

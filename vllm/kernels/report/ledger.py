@@ -11,8 +11,9 @@ class Entry:
     """One transform of one layer.
 
     transform: such as `fp8-block float32 -> ue8m0`. relative_error: Frobenius norm of the change
-    over that of the stored weight; max_error: greatest change of an element. is_exact: no value
-    changed.
+    over that of the stored weight, or of the scales of inputs; max_error: greatest change of an
+    element. is_exact: no value changed. of_inputs: what changed are scales of inputs, by which
+    activations are quantised; the weight is as stored.
     """
 
     layer: str
@@ -20,6 +21,7 @@ class Entry:
     relative_error: float
     max_error: float
     is_exact: bool
+    of_inputs: bool = False
 
 
 @dataclass()
@@ -29,21 +31,30 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
 
     def record(
-        self, layer: str, transform: str, relative_error: float, max_error: float, is_exact: bool
+        self,
+        layer: str,
+        transform: str,
+        relative_error: float,
+        max_error: float,
+        is_exact: bool,
+        of_inputs: bool = False,
     ) -> None:
         """Adds what `Entry` describes."""
-        self.entries.append(Entry(layer, transform, relative_error, max_error, is_exact))
+        entry = Entry(layer, transform, relative_error, max_error, is_exact, of_inputs)
+        self.entries.append(entry)
 
     def to_json(self) -> dict[str, Any]:
         return {"summary": self.summary(), "entries": [asdict(entry) for entry in self.entries]}
 
     def summary(self) -> str:
         """One line: how many layers lost what, and how many transforms were exact."""
-        lossy = [entry for entry in self.entries if not entry.is_exact]
-        num_exact = len(self.entries) - len(lossy)
+        lossy = [entry for entry in self.entries if not entry.is_exact and not entry.of_inputs]
+        num_exact = sum(entry.is_exact for entry in self.entries)
         exact = f"{counted(num_exact, 'transform')} exact"
+        if num_inputs := len(self.entries) - len(lossy) - num_exact:
+            exact += f"; {counted(num_inputs, 'layer')} with other scales of inputs"
         if not lossy:
-            return f"no lossy transform, {exact}" if num_exact else "no lossy transform"
+            return f"no lossy transform, {exact}" if self.entries else "no lossy transform"
         worst = max(lossy, key=lambda entry: entry.relative_error)
         from statistics import median
 

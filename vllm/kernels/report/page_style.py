@@ -147,7 +147,9 @@ td.none strong { color: var(--numerics-text) }
 td a i[class^=grade-] { font-size: 10px }
 td:not(.kernel) a small { font-size: 10.5px }
 td:not(.kernel) a small:not(.is-chosen) { color: inherit }
-a.split { text-align: left }
+td a.split { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5.8rem }
+td a.split .part { font-size: 11px }
+td a.split .part i { display: block; min-width: 0; line-height: 1.1 }
 a.split + a.split { margin-top: .3rem }
 @media (max-width: 60rem) { :root { --layers: 12rem; --kernel: 9.5rem } }
 @media (max-width: 36rem) {

@@ -18,11 +18,32 @@ from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
 
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
-# GPUs of one architecture that measurements tell apart; the architecture alone means the first.
+# GPUs of one architecture that measurements tell apart: multiprocessors, and GB/s or 0 where that
+# does not matter. The architecture alone means the first. Of a series the model without a suffix.
+_NUMBERS = {
+    "sm_89": {
+        "l40s": (142, 864),
+        "l20": (92, 864),
+        "l4": (58, 300),
+        "6000ada": (142, 960),
+        "4090": (128, 1008),
+        "4080": (76, 717),
+        "4070": (46, 504),
+        "4060": (24, 272),
+    },
+    "sm_90": {"h100": (132, 3352), "h200": (132, 4814), "h20": (78, 0)},
+    "sm_120": {
+        "pro6000": (188, 0),
+        "5090": (170, 0),
+        "5080": (84, 0),
+        "5070": (48, 0),
+        "5060": (30, 0),
+    },
+}
 GPUS = {
-    "h100": Chip(Device.parse("sm_90"), 132, 3352),
-    "h200": Chip(Device.parse("sm_90"), 132, 4814),
-    "h20": Chip(Device.parse("sm_90"), 78),
+    gpu: Chip(Device.parse(arch), *numbers)
+    for arch, gpus in _NUMBERS.items()
+    for gpu, numbers in gpus.items()
 }
 
 _SERIES = tuple(f"{number}0" for number in range(1, 10))

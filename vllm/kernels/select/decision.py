@@ -20,6 +20,11 @@ Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
 
+Layouts = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of backends that do not take the weight as it is stored, or not only so, the layouts that they
+take (`KernelSpec.weight_layouts`)."""
+
+
 ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
@@ -57,10 +62,23 @@ class Evidence(ABC):
         able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
-        alone: tuple[str, ...],
+        layouts: "Layouts",
         roundings: tuple[tuple[str, int], ...],
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
+
+
+@dataclass(frozen=True, compiled=True)
+class FasterInBf16:
+    """Numbers of tokens for which others measured the same layer in bf16 to be faster than the
+    chosen kernel. ratio: the largest of its time over that of bf16, for `worst_tokens`.
+    num_compared: numbers of tokens that were measured in both."""
+
+    ratio: float
+    worst_tokens: int
+    tokens: tuple[int, ...]
+    num_compared: int
+    source: str
 
 
 @dataclass(frozen=True, compiled=True)
@@ -105,6 +123,7 @@ class Decision:
 
     timings: measurements of this problem on this chip, None where there are none. is_emulated:
     `device` is not at hand; the numbers of the chosen kernel are computed on what is.
+    faster_in_bf16: None where nobody measured that.
     """
 
     problem: Problem
@@ -114,6 +133,7 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     timings: Evidence | None = None
     is_emulated: bool = False
+    faster_in_bf16: FasterInBf16 | None = None
 
     @property
     def kernel(self) -> str | None:

@@ -20,7 +20,7 @@ from vllm.kernels.select.reason import (
     Reason,
     Why,
 )
-from vllm.kernels.select.spec import COMPILERS, KernelSpec
+from vllm.kernels.select.spec import COMPILERS, STORED, KernelSpec
 from vllm.machine import Device, Libs
 from vllm.utils.dataclasses import replace
 
@@ -248,14 +248,18 @@ def _measured(
     may = [able for able in could if not judged[able[0]].reasons]
     compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
     compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
-    alone = tuple(backend for backend, _ in could if kernels[backend].spec.repacks)
+    layouts = tuple(
+        (backend, own)
+        for backend, _ in could
+        if (own := kernels[backend].spec.weight_layouts) != (STORED,)
+    )
     roundings = _roundings(evidence, judged.values())
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         if first in timed:
             m_range = case.problem.m_range
-            parts = evidence.best_split(tuple(able), m_range, compiling, alone, roundings)
+            parts = evidence.best_split(tuple(able), m_range, compiling, layouts, roundings)
             if parts:
                 found[parts] = _split(parts, judged)
     return found

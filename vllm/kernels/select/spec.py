@@ -13,6 +13,10 @@ COMPILERS = ("flashinfer", "humming", "nvcc", "triton")
 """Values of `KernelSpec.compiles`, the slowest first: tens of seconds for a kernel, several
 kernels of nvcc's for every weight size, three seconds, one second."""
 
+STORED, UP_FIRST = "stored", "up-first"
+"""Layouts of a weight that several kernels take: as the checkpoint has it, and of experts the rows
+of up before those of gate (`MoETensors.up_first`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
@@ -52,8 +56,12 @@ class KernelSpec:
     """Most tokens of a call; None for any number."""
     compiles: str = ""
     """Which of COMPILERS builds it at run time; "" for one that is built ahead of time."""
-    repacks: bool = False
-    """It keeps the weight in a layout of its own, which no other kernel can share."""
+    weight_layouts: tuple[str, ...] = (STORED,)
+    """Layouts of the weight that it takes, the preferred one first: parts of a split share one.
+    Besides STORED and UP_FIRST each is of one backend alone."""
+    has_one_input_scale: bool = False
+    """Of experts with static activation scales: it quantises tokens once, by the largest input
+    scale of all experts (`MoETensors.with_one_input_scale`)."""
     waits: bool = False
     """On a GPU the host waits for it in each call: no CUDA graph can hold a step with it."""
     layouts: frozenset[str] = frozenset({"standard"})

@@ -189,11 +189,16 @@ def spread(x: Tensor, positions: Tensor | None, layout: Rows) -> tuple[Tensor, T
     return q, scales
 
 
-def activate(x: Tensor, positions: Tensor, layout: Rows) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up of rows x [num_rows, 2 K], quantised. Rows of no pair are not read."""
+def activate(
+    x: Tensor, positions: Tensor, layout: Rows, is_up_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up of rows x [num_rows, 2 K], quantised. Rows of no pair are not read.
+    is_up_first: the columns of up come before those of gate."""
     assert x.is_contiguous()
     q, scales, arguments = layout.empty(x.shape[-1] // 2, x.device)
-    activate_kernel[(positions.numel(),)](x, positions=positions, **arguments)
+    activate_kernel[(positions.numel(),)](
+        x, positions=positions, IS_UP_FIRST=is_up_first, **arguments
+    )
     return q, scales
 
 

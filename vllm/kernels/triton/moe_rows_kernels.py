@@ -177,14 +177,15 @@ def spread_kernel(
 @triton.jit(do_not_specialize=["block_rows", "row_stride", "group_stride"])
 def activate_kernel(
     x, q, scales, positions, block_rows, row_stride, group_stride,
-    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr,
+    K: tl.constexpr, G_PAD: tl.constexpr, FORM: tl.constexpr, IS_UP_FIRST: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a pair's row [2 K], quantised."""
     row = tl.load(positions + tl.program_id(0))
     if row < 0:
         return
     start = x + row.to(tl.int64) * (2 * K)
-    inner = silu_mul(_load_groups(start, K, G_PAD), _load_groups(start + K, K, G_PAD))
+    gate, up = start + IS_UP_FIRST * K, start + (1 - IS_UP_FIRST) * K
+    inner = silu_mul(_load_groups(gate, K, G_PAD), _load_groups(up, K, G_PAD))
     values, scale, exponent = _quantise(inner, FORM)
     _write_row(values, scale, exponent, q, scales, row, block_rows, row_stride, group_stride,
                K, G_PAD, FORM)  # fmt: skip

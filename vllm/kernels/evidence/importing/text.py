@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from vllm.kernels.evidence.imported import BALANCED, BANDS, ImportedTable, Kind, band_of, size_text
 from vllm.kernels.evidence.importing.check import (
     Compared,
-    HeldOut,
     Slower,
     against_ours,
     compared,
-    held_out,
     num_shapes,
     slower_than_bf16,
 )
 from vllm.kernels.evidence.importing.derive import Found
+from vllm.kernels.evidence.importing.held_out import GOAL, Chooser, HeldOut, held_out
 from vllm.kernels.evidence.tables import Table
+from vllm.machine import Libs
 
 FAMILIES = {"linear": "linear layers", "moe": "experts"}
 _BANDS = "".join(f"<= {limit:<7}" for limit in BANDS) + "tokens"
@@ -35,13 +35,14 @@ def label_lines(found: Iterable[Found]) -> Iterator[str]:
         yield f"      {what}"
 
 
-def check_lines(table: ImportedTable, ours: Sequence[Table] = ()) -> Iterator[str]:
-    """All of one table. ours: tables of the same chip that we measured."""
+def check_lines(table: ImportedTable, ours: Sequence[Table], libs: Libs) -> Iterator[str]:
+    """All of one table. ours: tables of the same chip that we measured. libs: with which the
+    selector chooses."""
     yield f"{table.name}, {FAMILIES[table.family]}: {table.project} {table.commit}, {table.licence}"
     for weight_format in dict.fromkeys(kind.format for kind in table.kinds):
         yield from _compared_lines(table, weight_format)
     for kind in table.kinds:
-        yield from _kind_lines(kind)
+        yield from _kind_lines(table, kind, Chooser(table.chip.device, libs, kind))
     yield from _slower_lines(table)
     for own in ours:
         yield from _ours_lines(against_ours(table, own), own)
@@ -68,7 +69,7 @@ def _ratios(ratios: Iterable[float | None]) -> str:
     return "".join(f"{'-' if ratio is None else f'{ratio:.2f}':<10}" for ratio in ratios)
 
 
-def _kind_lines(kind: Kind) -> Iterator[str]:
+def _kind_lines(table: ImportedTable, kind: Kind, chooser: Chooser) -> Iterator[str]:
     if not kind.by_backend:
         return
     name = " ".join(filter(None, (kind.format, kind.activation, kind.routing)))
@@ -77,7 +78,10 @@ def _kind_lines(kind: Kind) -> Iterator[str]:
     yield f"  error by tokens       {_shares(kind.error)}"
     if kind.interpolation:
         yield f"  error of an estimate  {_shares(kind.interpolation)}"
-    yield from (_held_out_line(one) for one in held_out(kind))
+    found = held_out(kind, chooser)
+    yield from map(_held_out_line, found)
+    if found and table.ranks:
+        yield f"  goal, chosen / fastest at most {GOAL} in the mean: {_reached(found[0])}"
 
 
 def _shares(errors: Iterable[float]) -> str:
@@ -85,8 +89,17 @@ def _shares(errors: Iterable[float]) -> str:
 
 
 def _held_out_line(one: HeldOut) -> str:
-    unknown = f", {one.num_unknown} have nothing near" if one.num_unknown else ""
-    return f"  chosen / fastest {one.mean:.3f}, worst {one.worst:.2f}: {one.how}{unknown}"
+    unknown = f"chosen for {one.num_unknown} sizes, not measured: {', '.join(one.chosen)}"
+    if not one.is_known:
+        return f"  {unknown}"
+    others = f"; {unknown}" if one.num_unknown else ""
+    return f"  chosen / fastest {one.mean:.3f}, worst {one.worst:.2f}: {one.how}{others}"
+
+
+def _reached(chosen: HeldOut) -> str:
+    if not chosen.is_known:
+        return "not known"
+    return f"{'reached' if chosen.reaches_goal else 'missed'} by {chosen.mean:.3f}"
 
 
 def _slower_lines(table: ImportedTable) -> Iterator[str]:

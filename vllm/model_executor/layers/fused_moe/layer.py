@@ -12,7 +12,7 @@ from vllm.distributed.groups import Addend, Group
 from vllm.distributed.make_all2all import make_all2all
 from vllm.kernels.activations import Activation, InputQuant, input_quant
 from vllm.kernels.interface import MoEKernel, MoETensors
-from vllm.kernels.make_kernel import make_moe
+from vllm.kernels.make_kernel import has_one_input_scale, make_moe
 from vllm.kernels.problems import moe_problem
 from vllm.kernels.select.problem import MoEProblem
 from vllm.model_executor.context import ModelContext
@@ -133,11 +133,31 @@ class FusedMoE(nn.Module, ChosenKernel):
         parts = zip(self.stacks, tensors.all_experts())
         weights = {f"{self.prefix}.{stack}": part for stack, part in parts}
         self.decision = decision = self.final_decision(weights, self.ranks)
+        self._record_input_scales(tensors)
         for name in list(self._parameters):
             delattr(self, name)
         self.kernel = make_moe(decision, tensors)
         experts = Experts(self.experts, self.problem.num_experts, self.problem.hidden)
         self.all2all = make_all2all(self.parallel, experts)
+
+    def _record_input_scales(self, tensors: MoETensors) -> None:
+        """In the ledger, where the kernel quantises tokens by one scale for all experts."""
+        stored = tensors.gate_up_input_scales
+        if stored is None or not has_one_input_scale(self.decision):
+            return
+        used = tensors.with_one_input_scale().gate_up_input_scales
+        assert used is not None
+        # As of `MoETensors.expert`: gate and up share their input.
+        wanted = stored.float().amax(1)
+        change = used[:, 0].float() - wanted
+        self.selection.ledger.record(
+            f"{self.prefix}.gate_up",
+            f"{self.problem.weight} input scales of experts -> the largest",
+            float(change.norm() / wanted.norm()),
+            float(change.max()),
+            not bool(change.any()),
+            of_inputs=True,
+        )
 
     def _tensors(self) -> MoETensors:
         """The loaded weights, as backends take them."""
