@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.errors import CheckpointError
@@ -11,6 +10,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
 from vllm.formats.readers.layer_names import LayerNames, layers_listed
 from vllm.formats.weight_format import WeightFormat
+from vllm.utils.dataclasses import dataclass
 
 WHOLE_ROW = -1
 """Of group_size: one scale for each row."""
@@ -20,7 +20,7 @@ _GROUP_SIZES = (*int4.GROUPS, WHOLE_ROW)
 _PACKINGS = ("gptq", "gptq_v2")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Scheme:
     """How one layer is quantised: fields of quantization_config, which `dynamic` may override."""
 
