@@ -97,12 +97,8 @@ class Policy:
 
     def exclusion_of(self, backend: str, family: str, is_exact: bool) -> Preference | None:
         """is_exact: it would take the weight unrounded."""
-        held = [
-            one
-            for one in self.exclusions
-            if one.backend == backend and not (is_exact and one.spares_exact)
-        ]
-        return _strongest(held, backend, family) if held else None
+        held = (e for e in self.exclusions if not (is_exact and e.spares_exact))
+        return _strongest(held, backend, family)
 
     def preference_of(self, backend: str, family: str) -> Preference | None:
         return _strongest(self.preferred, backend, family)

@@ -47,7 +47,8 @@ def select(
     padded = problem.block_fit(False)
     fits = padded, None if padded is None else problem.block_fit(True)
     grades = _grades(evidence) if evidence else {}
-    case = _Case(problem, fits, device, libs, policy, override, grades)
+    excluded = {one.backend for one in policy.exclusions}
+    case = _Case(problem, fits, device, libs, policy, excluded, override, grades)
     candidates = [_candidate(kernel, case) for kernel in kernels.values()]
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
@@ -70,7 +71,7 @@ class _Case(NamedTuple):
     """What every candidate is judged by; what is the same for all is computed once.
 
     fits: how partial scale blocks are taken by a kernel of fixed blocks, and by one of any blocks.
-    grades: by backend, where there are times.
+    excluded: backends that the policy's exclusions name. grades: by backend, where there are times.
     """
 
     problem: Problem
@@ -78,6 +79,7 @@ class _Case(NamedTuple):
     device: Device
     libs: Libs
     policy: Policy
+    excluded: set[str]
     override: Override | None
     grades: Mapping[str, Grade]
 
@@ -153,7 +155,7 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         how = "an emulation" if spec.is_emulation else "weight-only"
         reasons.append(Reason(Why.POLICY, f"{_NATIVE.text}, and this is {how}", _NATIVE))
     # An override outranks exclusions.
-    if policy.exclusions and (override is None or override.backend != spec.backend):
+    if spec.backend in case.excluded and (override is None or override.backend != spec.backend):
         is_exact = requant is None or requant.error == 0
         exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
@@ -194,7 +196,7 @@ def _best(
     """Where no override speaks: the first that can run, the fastest of those measured first."""
     measured = _measured(evidence, candidates, kernels, case) if evidence else {}
     moved = set(map(id, measured.values()))
-    ordered = (*measured.values(), *(c for c in candidates if id(c) not in moved))
+    ordered = (*measured.values(), *[c for c in candidates if id(c) not in moved])
     winner = next((c for c in ordered if not c.reasons), None)
     chosen = winner.backend if winner else None
     origin = _excluding_origin(chosen, ordered)
@@ -238,21 +240,22 @@ def _measured(
     timed = {backend for backend, _ in evidence.us}
     judged: dict[str, Candidate] = {}
     could: list[tuple[str, int | None]] = []
+    may: list[tuple[str, int | None]] = []
     for candidate in candidates:
-        limit = None
-        if candidate.reasons and candidate.backend in timed:
-            candidate, limit = _for_few_tokens(candidate, kernels[candidate.backend], case)
-        if all(reason.origin for reason in candidate.reasons):
-            could.append((candidate.backend, limit))
-            judged[candidate.backend] = candidate
-    may = [able for able in could if not judged[able[0]].reasons]
-    compilers = {backend: kernels[backend].spec.compiles for backend, _ in could}
-    compiling = tuple(name for cost in COMPILERS for name in compilers if compilers[name] == cost)
-    layouts = tuple(
-        (backend, own)
-        for backend, _ in could
-        if (own := kernels[backend].spec.weight_layouts) != (STORED,)
-    )
+        backend, limit = candidate.backend, None
+        if candidate.reasons:
+            if backend in timed:
+                candidate, limit = _for_few_tokens(candidate, kernels[backend], case)
+            if not all(reason.origin for reason in candidate.reasons):
+                continue
+        could.append((backend, limit))
+        judged[backend] = candidate
+        if not candidate.reasons:
+            may.append((backend, limit))
+    specs = [kernels[backend].spec for backend in judged]
+    costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in specs if spec.compiles}
+    compiling = tuple(sorted(costs, key=costs.__getitem__))
+    layouts = tuple([(s.backend, s.weight_layouts) for s in specs if s.weight_layouts != (STORED,)])
     roundings = _roundings(evidence, judged.values())
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
@@ -270,7 +273,7 @@ def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> tuple[tup
     Empty where times are not measured here, since those know nothing of equals."""
     if evidence.grade is not Grade.MEASURED:
         return ()
-    return tuple((one.backend, one.roundings) for one in candidates if one.roundings)
+    return tuple([(one.backend, count) for one in candidates if (count := one.roundings)])
 
 
 def _for_few_tokens(
