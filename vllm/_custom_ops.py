@@ -14,7 +14,10 @@ def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
     """Whether `cutlass_scaled_mm` takes scales per tensor and channel on a chip, such as 90: by
     torch's GEMM, whatever this build holds."""
     device = Device("cuda", DeviceCapability.parse(cuda_device_capability))
-    return any({device.family, device.arch} & spec.devices for spec in _specs("scaled_mm"))
+    return any(
+        {device.family, device.arch} & spec.devices and "fp8-tensor" in spec.formats
+        for spec in _specs("scaled_mm")
+    )
 
 
 def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:

@@ -37,7 +37,7 @@ from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.kernels.evidence.estimates import find_fitted
 from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.splits import TOLERANCE
-from vllm.kernels.evidence.tables import Chip, Table, find_tables, read_table
+from vllm.kernels.evidence.tables import Chip, Table, find_tables, is_of_attention, read_table
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import question
 from vllm.kernels.report.curves import kernel_for
@@ -359,7 +359,7 @@ def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]
     """Counts and shares of choices, and keys of sizes that no problem is known for."""
     device = first.chip.device
     libs = question.libs_of("all", device)
-    shared = [key for key in first.rows if key in second.rows]
+    shared = [key for key in first.rows if key in second.rows and not is_of_attention(key)]
     partial = _partial_problems(device) if any(", padded to " in key for key in shared) else {}
     layers: dict[KernelProblem, None] = {}
     left_out = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.tables import Chip, Entry, Table
-from vllm.kernels.tuning import trials, tune
+from vllm.kernels.tuning import clocks, trials, tune
 from vllm.kernels.tuning.clocks import median_and_noise, sample_in_turns
 from vllm.kernels.tuning.jobs import Job, Measured, Turns
 from vllm.kernels.tuning.progress import Progress
@@ -37,9 +37,9 @@ class Series(NamedTuple):
 def serve(channel: Connection, device_kind: str) -> None:
     kept: dict[tuple[str, str], list[float]] = {}
 
-    def sample(clocks: Mapping[Any, Any], samples: dict[Any, list[float]]) -> Iterator[None]:
+    def sample(timed: Mapping[Any, Any], samples: dict[Any, list[float]]) -> Iterator[None]:
         kept.clear()
-        yield from sample_in_turns(clocks, samples)
+        yield from sample_in_turns(timed, samples)
         kept.update(samples)
 
     timed = trials.timed
@@ -51,7 +51,7 @@ def serve(channel: Connection, device_kind: str) -> None:
                 _append(turns.problem.size_key, found.backend, num_tokens, own)
             yield num_tokens, found
 
-    trials.sample_in_turns, trials.timed = sample, recorded
+    clocks.sample_in_turns, trials.timed = sample, recorded
     trials.serve(channel, device_kind)
 
 

@@ -112,8 +112,10 @@ def test_experts_that_deep_gemm_would_not_have_served_are_no_reason_to_speak(
         write_package(packages, name)
         write_distribution(packages, package, "0.6.13")
     with machine(Gpu(100), packages):
-        dense = KernelConfig(linear_backend="triton")
-        assert decided(config(kernels=dense)) == (False, True)
+        # Without a wish DeepGEMM would serve the experts of many tokens.
+        experts = "flashinfer-trtllm" if has_trtllm else None
+        wishes = KernelConfig(linear_backend="triton", moe_backend=experts)
+        assert decided(config(kernels=wishes)) == (False, True)
     assert len(caplog.records) == (not has_trtllm)
 
 

@@ -43,7 +43,7 @@ STORIES = [
     # device, libraries, who serves linear layers, who serves experts, whether it is native
     ("sm_90", "all", "marlin", "marlin", False),
     ("sm_90", "none", "marlin", "marlin", False),
-    ("sm_100", "all", "cutlass", "flashinfer-cutlass", True),
+    ("sm_100", "all", "cutlass", "flashinfer-trtllm", True),
     ("sm_103", "none", "cutlass", "cutlass", True),
     ("sm_120", "all", "cutlass", "cutlass", True),
     ("sm_121", "all", "cutlass", "cutlass", True),

@@ -5,12 +5,13 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from compilers import Compiler, Library
 from machines import STAND_INS, Gpu, machine
-from selection_cases import ask, linear, moe, timed
+from selection_cases import LIBS, ask, linear, moe, timed
 
 from vllm.kernels.activations import KernelWhenReady
 from vllm.kernels.jit.compiled_call import CompiledCall
@@ -25,6 +26,7 @@ from vllm.kernels.jit.ready import (
     ready_sizes,
     stand_in,
 )
+from vllm.machine import Libs
 from vllm.worker.first_calls import token_counts
 
 SIZES = (16, 32, 64, 128, 192)
@@ -228,7 +230,9 @@ def test_the_first_kernel_built_ahead_of_time_stands_in():
 
 
 def test_nothing_stands_in_that_would_keep_the_weight_widened():
-    decision = ask(linear(), "90", "no native", timings=timed(**BEST))
+    without_blocks = Libs.of(replace(lib, archs=()) if lib.name == "torch" else lib
+                             for lib in LIBS["no native"].libs)  # fmt: skip
+    decision = ask(linear(), "90", without_blocks, timings=timed(**BEST))
     assert decision.chosen == "deep_gemm" and stand_in(decision, "deep_gemm") is None
     others = [c.backend for c in decision.candidates if not c.reasons]
     assert "torch" in others

@@ -240,10 +240,10 @@ def test_rows_are_filtered_by_the_kind_of_any_reason(page_of, tmp_path):
         page_of(RULED), tmp_path, *asked
     )
     assert "lm_head" not in policy and "model.layers.{0-39}.mlp.experts" in policy
-    assert said == f"{len(policy)} of 11" and len(policy) == 6
+    assert said == f"{len(policy)} of 12" and len(policy) == 6
     assert both == ["model.layers.{0-39}.mlp.experts"]
     assert numerics, "a reason that is not the first"
-    assert len(unfiltered[0]) == 11 and unfiltered[1] == ""
+    assert len(unfiltered[0]) == 12 and unfiltered[1] == ""
 
 
 def test_a_difference_is_filtered_by_layer(difference, tmp_path):

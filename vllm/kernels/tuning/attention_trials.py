@@ -8,6 +8,7 @@ and what goes to the device for that is not in them. The cache is not written.
 
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,9 +121,11 @@ class StepCase:
             kernel.k_cache, kernel.v_cache = k_cache, v_cache
             made.append(kernel)
         given = self._q, self._kv, self._kv, self._batch
-        planner = made[0].planner
+        planner: Any = made[0].planner
         if planner is not None and self._batch.host is None:
-            made[0](*given)  # makes the plan of a graph, of one key for each request
+            # Makes the graph's buffers. It is not run by the plan of an earlier step of this size,
+            # whose pages are gone.
+            planner.runner(self._batch, BLOCK_SIZE)
             assert self._host is not None
             planner.plan_graph((*self._batch.block_tables.shape, BLOCK_SIZE), self._host)
         calls = [partial(kernel, *given) for kernel in made]
