@@ -1,7 +1,7 @@
 """Whether the kernels that are chosen are the fastest when they are measured again.
 
     python benchmarks/kernels/bench_choice.py choice [MODEL ...] [--layer SIZE ...] [--tp 4]
-        [--ep 1] [--tokens 1,16,64,512,4096] [--table FILE ...] [--out DIR]
+        [--ep 1] [--tokens 1,16,64,512,4096] [--table FILE ...] [--fresh FILE] [--out DIR]
     python benchmarks/kernels/bench_choice.py agreement A.json B.json [--out DIR]
 
 `choice` times every kernel that can run a linear layer or experts of MODEL (default
@@ -9,7 +9,8 @@ Qwen3.5-35B-A3B-FP8, sizes of a rank) on this machine, by the trials of `vllm ke
 compares what the selector takes by the committed tables (or by --table) with the fastest: regret is
 how much longer it takes, whole the same over all layers of a rank. Then, for each kernel in turn,
 every replay of it is multiplied by a random number from 0.9 to 1.1, and the choices by such times
-are compared with those by the times as they are.
+are compared with those by the times as they are. With --fresh FILE nothing is timed: times are
+those of a table of `vllm kernels tune --output FILE`, of the same sizes.
 
 `agreement` compares the choices by two tables that were measured one after the other on one
 machine (`vllm kernels tune --output A.json`), for each size and number of tokens that both have:
@@ -73,6 +74,7 @@ def main() -> int:
     choice.add_argument("--tokens", type=_numbers, default=MAIN_TOKENS)
     choice.add_argument("--seconds-per-kernel", type=float, default=10.0)
     choice.add_argument("--table", type=Path, action="append", default=[])
+    choice.add_argument("--fresh", type=Path)
     choice.set_defaults(run=run_choice)
     both = kinds.add_parser("agreement", help="compare the choices by two tables")
     both.add_argument("tables", type=Path, nargs=2, metavar="TABLE")
@@ -114,6 +116,8 @@ Layers = dict[KernelProblem, tuple[int, Decision]]
 
 
 def run_choice(args: argparse.Namespace) -> int:
+    if args.fresh:
+        return _compare_with(read_table(args.fresh), args)
     chip, libs, name = probe_chip(), probe_libs(), device_name()
     if chip.device.kind == "cuda":
         use_caches()
@@ -141,6 +145,23 @@ def run_choice(args: argparse.Namespace) -> int:
         content |= {"rows": [asdict(row) | {"regret": row.regret} for row in rows]}
         write_results(args.out, "choice.json", **content, noisy=[asdict(one) for one in noisy])
     return 0
+
+
+def _compare_with(fresh: Table, args: argparse.Namespace) -> int:
+    """Choices against times that `vllm kernels tune --output` measured, on any machine."""
+    device = fresh.chip.device
+    facts = Facts(device, question.libs_of("all", device), _known(args.table, fresh.chip))
+    rows = list(compared(_layers(args, facts), fresh, args.tokens))
+    print(text_of_rows(rows))
+    summary = summary_of(rows) if rows else {}
+    for what, value in summary.items():
+        print(f"{what}: {value}")
+    if args.out and rows:
+        content = {"models": _models(args), "tp": args.tp, "ep": args.ep, "fresh": fresh.source}
+        write_results(
+            args.out, "choice.json", **content, summary=summary, rows=list(map(asdict, rows))
+        )
+    return 0 if rows else 1
 
 
 def _known(tables: Sequence[Path], chip: Chip) -> Known:
