@@ -35,6 +35,7 @@ from gpu_results import write_results
 from vllm.config.kernel import KernelConfig
 from vllm.config.selection import Facts, selection_for
 from vllm.entrypoints.cli.kernels_explain import asked_model
+from vllm.errors import VllmError
 from vllm.kernels.evidence.estimates import find_fitted
 from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.splits import TOLERANCE
@@ -82,11 +83,17 @@ def main() -> int:
     for one in (choice, both):
         one.add_argument("--out", type=Path)
     args = parser.parse_args()
-    return args.run(args)
+    try:
+        return args.run(args)
+    except VllmError as error:
+        parser.error(str(error))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: it takes numbers, as 1,16,64") from None
 
 
 # ---------------------------------------------------------------- choices and fresh times
@@ -157,7 +164,7 @@ def _compare_with(fresh: Table, args: argparse.Namespace) -> int:
     for what, value in summary.items():
         print(f"{what}: {value}")
     if args.out and rows:
-        content = {"models": _models(args), "tp": args.tp, "ep": args.ep, "fresh": fresh.source}
+        content = {"device": fresh.name, "models": _models(args), "tp": args.tp, "ep": args.ep}
         write_results(
             args.out, "choice.json", **content, summary=summary, rows=list(map(asdict, rows))
         )
@@ -372,7 +379,8 @@ def run_agreement(args: argparse.Namespace) -> int:
         print(f"left out: {size_key}: no built-in model has it")
     if args.out:
         names = [table.source for table in (first, second)]
-        write_results(args.out, "agreement.json", tables=names, left_out=left_out, **found)
+        content = {"device": first.name, "tables": names, "left_out": left_out} | found
+        write_results(args.out, "agreement.json", **content)
     return 0
 
 
@@ -399,7 +407,8 @@ def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]
         is_close = all(_is_within_noise(table, place, a, b) for table in (first, second))
         close += is_close
         if not is_close:
-            different.append(f"{place[0]}, M = {place[1]}: {a}, {b}")
+            floats = "" if place[0].comes_quantised else " of floats"
+            different.append(f"{place[0]}{floats}, M = {place[1]}: {a}, {b}")
         regrets += [*_slower(first, place, b, a), *_slower(second, place, a, b)]
     total = len(places)
     return {

@@ -3,8 +3,7 @@
     python benchmarks/kernels/bench_delta_rule.py [--prompts COUNTxTOKENS ...]
 
 Medians of CUDA-graph replays over several layers' inputs, so that caches are cold: microseconds of
-a layer. `error`: of the outputs, beside those of the launch that the engine uses. Not run on a GPU
-yet.
+a layer. `error`: of the outputs, beside those of the launch that the engine uses.
 """
 
 import argparse

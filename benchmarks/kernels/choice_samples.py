@@ -2,7 +2,7 @@
 with the sample of every replay.
 
 `serve` is what the tuner's child processes run: the trials, which also write their samples to the
-file that VLLM_BENCH_SAMPLES names.
+file that BENCH_SAMPLES names.
 """
 
 import json
@@ -20,7 +20,7 @@ from vllm.kernels.tuning.clocks import median_and_noise, sample_in_turns
 from vllm.kernels.tuning.jobs import Job, Measured, Turns
 from vllm.kernels.tuning.progress import Progress
 
-VARIABLE = "VLLM_BENCH_SAMPLES"
+VARIABLE = "BENCH_SAMPLES"
 SERVE = "choice_samples:serve"
 
 

@@ -15,6 +15,8 @@ from vllm.kernels.jit import ready
 from vllm.kernels.numerics import random_tensors, reference
 from vllm.ops.fp8_quant import ScaleLayout
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def told(monkeypatch):
@@ -39,14 +41,15 @@ def test_of_a_split_each_range_has_its_kernel(told):
     for problem, make in ((linear(), make_kernel.make_linear), (moe(), make_kernel.make_moe)):
         decision = ask(problem, "90", timings=timings)
         assert decision.chosen == "triton<=64|cutlass"
-        kernel = make(decision, None)
+        is_linear = make is make_kernel.make_linear
+        kernel = make(decision, random_tensors(problem, CPU) if is_linear else None)
         found = [kernel(torch.zeros(m, 8)) for m in (1, 64, 65)]
         assert found == ["triton", "triton", "cutlass"]
 
 
 def test_another_kernel_stands_in_until_one_is_compiled(told):
     decision = ask(linear(), "90", timings=timed(deep_gemm=(1, 8192), cutlass=(1, 0)))
-    kernel = make_kernel.make_linear(decision, None)
+    kernel = make_kernel.make_linear(decision, random_tensors(linear(), CPU))
     assert kernel(torch.zeros(16, 8)) == "deep_gemm"  # nothing was planned: the first call compiles
     ready.is_ready(decision, "deep_gemm").set((16, 32), (16,))
     assert [kernel(torch.zeros(m, 8)) for m in (16, 17)] == ["deep_gemm", "cutlass"]

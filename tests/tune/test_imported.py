@@ -40,10 +40,12 @@ from vllm.kernels.evidence.importing.held_out import GOAL, Chooser, held_out
 from vllm.kernels.evidence.importing.kernels import KERNELS
 from vllm.kernels.evidence.importing.sources import SYSTEMS
 from vllm.kernels.evidence.importing.text import check_lines
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import SHIPPED as OURS
 from vllm.kernels.evidence.tables import Chip, Entry, Table, read_table
 from vllm.kernels.report.question import libs_of
+from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
 
 B200, B300 = SYSTEMS["b200_sxm"].chip, SYSTEMS["b300_sxm"].chip
@@ -268,6 +270,14 @@ def test_nothing_ranks_by_them_where_we_measure(system):
     chip = SYSTEMS[system].chip
     assert imported_times(chip, moe(**MEASURED)) is None
     assert table(chip).times(moe(**MEASURED)) is not None
+
+
+def test_a_measurement_of_another_size_takes_nothing_from_the_imported_ones():
+    problem = moe(**MEASURED)
+    entry = Entry("torch 2.13.0", "2026-11-24", ((1, 3.0), (8192, 9.0)))
+    own = Table(B200, "B200").with_entry(linear("bf16", n=8, k=8).size_key, "torch", entry)
+    assert Known((own,), (), B200).evidence(problem) == Known((), (), B200).evidence(problem)
+    assert Known((own,), (), B200).evidence(problem).grade is Grade.IMPORTED
 
 
 def test_chips_are_told_apart():

@@ -14,7 +14,7 @@ from vllm.kernels.evidence.quarantine import read_failures
 from vllm.kernels.evidence.tables import Chip, Table, read_table
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.tuning.clocks import median_and_noise, sample_in_turns
-from vllm.kernels.tuning.jobs import Job
+from vllm.kernels.tuning.jobs import Job, Turns
 from vllm.kernels.tuning.plan import in_turns, plan, without_done
 from vllm.kernels.tuning.progress import Progress
 from vllm.kernels.tuning.tune import Limits, Run
@@ -87,6 +87,12 @@ def test_more_samples_and_steadier_ones_have_less_noise():
 
 
 # ---------------------------------------------------------------- failures
+
+
+def test_in_turns_is_timed_what_any_of_the_kernels_lacks():
+    """As left by runs for different backends and numbers of tokens."""
+    turns = Turns((job("a", tokens=(64, 4096)), job("b", tokens=(1, 16, 4096))))
+    assert sorted(turns.tokens) == [1, 16, 64, 4096]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A split of experts holds one weight: TensorRT-LLM's kernels for few tokens and DeepGEMM for more,
-both with up before gate. Not run on hardware: in Triton's interpreter, with stand-ins for both
-libraries. On a GPU DeepGEMM alone, with gate and up in either order.
+both with up before gate. In Triton's interpreter, with stand-ins for both libraries; the split was
+not run on hardware. On a GPU DeepGEMM alone, with gate and up in either order.
 """
 
 from collections.abc import Iterator

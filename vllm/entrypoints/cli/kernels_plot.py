@@ -48,6 +48,8 @@ def run_plot(args: argparse.Namespace) -> None:
     libs = question.libs_of(args.libs, device) if args.libs else installed_kernel_libs(device)
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     asked = asked_model(args.model, args, device)
+    if asked.refusal:
+        raise ConfigError(f"{args.model}: {asked.refusal}")
     preferences = KernelConfig().preferences(asked.quant_config)
     selection = selection_for(Facts.of(chip, libs), preferences, asked.model_type)
     for name, problem in asked.problems:

@@ -91,6 +91,9 @@ def run_tune(args: argparse.Namespace) -> int:
 
     if not args.models and not args.layer and args.url is None:
         raise ConfigError("give a MODEL, --layer or --from; see vllm kernels tune --help")
+    if args.api_key is not None and args.url is None:
+        raise ConfigError("--api-key is of the server that --from names")
+    _check_limits(args)
     device = probe_device()
     if device.kind == "cuda":
         use_caches()  # an engine finds there what compiles here
@@ -185,11 +188,14 @@ def _table(output: Path | None) -> tuple[Table, Path]:
     return table, path
 
 
-def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
+def _check_limits(args: argparse.Namespace) -> None:
     for flag in ("seconds_per_kernel", "timeout", "jobs"):
         value = getattr(args, flag)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: it takes a number above 0")
+
+
+def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
     memory = gpu_memory_bytes() if device.kind == "cuda" else None
     jobs = args.jobs or tune.num_checkers(num_cores(), memory_limit(), memory)
     return tune.Limits(args.seconds_per_kernel, args.budget, args.timeout, jobs, memory)
@@ -209,7 +215,7 @@ def _known_backend(name: str, families: Sequence[str]) -> str:
     found = next(filter(None, (registry.find_backend(family, name) for family in families)), None)
     if found is None:
         known = tuple(dict.fromkeys(chain(*map(registry.backend_names, families))))
-        raise registry.unknown_backend(f"--backend {name!r}", name, known)
+        raise registry.unknown_backend("--backend", name, known)
     return found
 
 

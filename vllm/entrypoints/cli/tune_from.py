@@ -32,8 +32,11 @@ def add_from(parser: argparse.ArgumentParser) -> None:
 def ask_server(args: argparse.Namespace, device: Device) -> Traffic:
     """Prints what is asked of it. ConfigError, HttpError: there is no such server, or another model
     is meant. device: this machine's."""
-    given = {"--tp": args.tp != "1", "--ep": args.ep != "1", "--dtype": args.dtype != "auto",
-             "--layer": bool(args.layer), "a second MODEL": len(args.models) > 1}  # fmt: skip
+    usual = {"tp": "1", "ep": "1", "dtype": "auto", "kv_cache_dtype": "auto", "layer": []}
+    given = {
+        f"--{name.replace('_', '-')}": getattr(args, name) != value for name, value in usual.items()
+    }
+    given["a second MODEL"] = len(args.models) > 1
     if refused := [name for name, is_given in given.items() if is_given]:
         raise ConfigError(
             f"--from {args.url}: layers and their sizes are the server's; leave out {refused[0]}"

@@ -2,7 +2,7 @@
 
 `scaled_mm`: FP8 with scales per tensor and channel by `torch._scaled_mm`, cuBLASLt where one scale
 serves each side, else a CUTLASS kernel. int8 with a scale per row by `torch._int_mm`, summed
-exactly in int32 and scaled in float32; cuBLASLt on a GPU, oneDNN on a CPU,
+exactly in int32 and scaled in float32; cuBLASLt on a GPU (run on Hopper), oneDNN on a CPU,
 where the weight-only kernels come first: they are faster for few tokens.
 MXFP8 by `torch.nn.functional.scaled_mm` on sm_10x (not run on hardware).
 `scaled_mm-blockwise`: `torch.nn.functional.scaled_mm` for 128x128 blocks, cuBLASLt on Hopper.

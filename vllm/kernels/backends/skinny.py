@@ -1,6 +1,7 @@
 """Our GEMMs for few tokens, limited by memory: of FP8 with block scales, whose activations it
 quantises itself, or a scale for each row; and, in Triton, of small weights in half precision.
-`skinny-w4a16`: of NVFP4 by activations as they are, in Triton; not run on hardware.
+`skinny-w4a16`: of NVFP4 by activations as they are, in Triton; compared on an H100, not run on the
+chips that it is for.
 
 They serve at most 16 tokens, so they run as the first part of a split.
 """

@@ -33,8 +33,9 @@ class Known:
     def evidence(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
-        """What was measured here, else by others, else what the cost model says; None where nothing
-        is known. versions: by backend, what is here."""
+        """What was measured of this problem here, of another version or on a chip of other memory
+        too, else by others, else what the cost model says; None where nothing is known. versions:
+        by backend, what is here."""
         measured = timings_of(self.tables, problem, versions)
         if measured is not None and measured.grade is Grade.MEASURED:
             return measured
@@ -42,17 +43,16 @@ class Known:
         return measured or self._imported(problem) or estimated
 
     def _imported(self, problem: Problem) -> Timings | None:
-        """None where others measured no two kernels that a backend here calls too."""
-        if self.chip is None or self.tables:
-            return None
-        if not isinstance(problem, LinearProblem | MoEProblem):
+        """None where others measured no two kernels that a backend here calls too, or their tables
+        of this chip are a cross-check of ours alone."""
+        if self.chip is None or not isinstance(problem, LinearProblem | MoEProblem):
             return None
         times = imported.first_times(_imported_tables(self, problem.family), problem)
         return None if times is None else as_evidence(times)
 
     def faster_in_bf16(self, problem: Problem, parts: Parts) -> FasterInBf16 | None:
-        """What others measured where choices follow them; see `evidence/bf16.py`."""
-        if self.chip is None or self.tables:
+        """What others measured where choices may follow them; see `evidence/bf16.py`."""
+        if self.chip is None or not _imported_tables(self, problem.family):
             return None
         return faster_in_bf16(self.chip, problem, parts)
 

@@ -154,7 +154,7 @@ def expectation_of(decision: Decision) -> Expected | None:
 
 def expectation_text(choice: Expected, timings: Evidence) -> str:
     """`8.2 us for M = 1, 291 for 4096; 0.4% over the fastest measured, at most 2.1% (cutlass for
-    M = 96)`; where times are not measured here, with their error: `estimated to 6% to 15%`. Of
+    M = 96)`; where times are not measured here, with their error: `estimated (+-6% to 15%)`. Of
     attention: `8.2 us for decode 1x1024, 291 for prompt 4096; ...`."""
     shown = [pair for pair in choice.us if pair[0] in _SHOWN] or [choice.us[0]]
     times = ", ".join(
@@ -169,7 +169,7 @@ def expectation_text(choice: Expected, timings: Evidence) -> str:
 
 
 def error_text(timings: Evidence) -> str:
-    """` +-6% to 15%`: the least and the largest error of a time; "" of what was measured here."""
+    """` (+-6% to 15%)`: the least and the largest error of a time; "" of what was measured here."""
     errors = [error for _, own in timings.error for error in own if error]
     return f" (+-{min(errors):.0%} to {max(errors):.0%})" if errors else ""
 

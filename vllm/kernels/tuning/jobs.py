@@ -56,8 +56,8 @@ class Turns:
 
     @property
     def tokens(self) -> tuple[Column, ...]:
-        """In the order of the job that has most."""
-        return max((job.tokens for job in self.jobs), key=len)
+        """What any of the jobs is timed for."""
+        return tuple(dict.fromkeys(column for job in self.jobs for column in job.tokens))
 
     def __str__(self) -> str:
         return f"{self.problem.size_key}  {', '.join(job.backend for job in self.jobs)}"
