@@ -6,7 +6,7 @@ from typing import Any
 from vllm.errors import CheckpointError
 from vllm.formats import int4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
 from vllm.formats.weight_format import WeightFormat
 
 _NAMES = TensorNames("qweight", "scales", zero_point="qzeros", packing="awq")
@@ -22,6 +22,7 @@ class AwqConfig(QuantizationConfig):
     def __init__(self, group_size: int, modules_to_not_convert: Sequence[str] = ()):
         self.group_size = group_size
         self._ignored = LayerNames(["lm_head", *modules_to_not_convert])
+        self.tells_layers_apart = tell_layers_apart(modules_to_not_convert)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "AwqConfig":

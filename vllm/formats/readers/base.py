@@ -113,8 +113,8 @@ class QuantizationConfig(ABC):
     model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
     exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
-    quantized_layers: those that it names one by one, each of which the model must have. is_mixed:
-    quantised layers have more than one format.
+    quantized_layers: entries of its lists of those, each of which the model must have a layer for.
+    tells_layers_apart: by name, so that experts of one layer might differ.
     """
 
     name: str
@@ -125,7 +125,7 @@ class QuantizationConfig(ABC):
     exact_scales: str = ""
     has_cache_scales: bool = True
     quantized_layers: tuple[str, ...] = ()
-    is_mixed: bool = False
+    tells_layers_apart: bool = True
 
     @classmethod
     @abstractmethod

@@ -8,7 +8,12 @@ from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
-from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.readers.layer_names import (
+    EVERY_LINEAR,
+    LayerNames,
+    layers_listed,
+    tell_layers_apart,
+)
 from vllm.formats.weight_format import WeightFormat
 
 _FORMATS = (
@@ -18,7 +23,6 @@ _FORMATS = (
     "int-quantized",
     "pack-quantized",
 )
-_EVERY_LINEAR = "Linear"
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
 # By the strategy of scales, and whether they are computed when inputs are there.
@@ -51,7 +55,7 @@ class Target(NamedTuple):
     def order(self) -> tuple[int, str]:
         """Names come before regular expressions, and these before classes; of two alike the one
         that sorts first. So does the library of the format (0.20)."""
-        is_regex, is_class = self.text.startswith("re:"), self.text == _EVERY_LINEAR
+        is_regex, is_class = self.text.startswith("re:"), self.text == EVERY_LINEAR
         return 2 * is_class + is_regex, self.text
 
 
@@ -69,15 +73,13 @@ class CompressedTensorsConfig(QuantizationConfig):
     ):
         self.targets = tuple(sorted(targets, key=lambda target: target.order))
         self._layers = [
-            None if target.text == _EVERY_LINEAR else LayerNames([target.text])
+            None if target.text == EVERY_LINEAR else LayerNames([target.text])
             for target in self.targets
         ]
         self._ignored = LayerNames(ignore)
         texts = [target.text for target in self.targets]
-        self.quantized_layers = tuple(
-            text for text in texts if text != _EVERY_LINEAR and not text.startswith("re:")
-        )
-        self.is_mixed = len({target.scheme for target in self.targets}) > 1
+        self.quantized_layers = tuple(text for text in texts if text != EVERY_LINEAR)
+        self.tells_layers_apart = tell_layers_apart(texts, ignore)
         self.can_use_deep_gemm = any(
             target.scheme.weight.kind == fp8_block.FORMAT.kind for target in self.targets
         )
