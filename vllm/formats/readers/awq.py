@@ -34,7 +34,7 @@ class AwqConfig(QuantizationConfig):
             "zero_point": (config.get("zero_point", True), (True,)),
         }
         for field, (given, accepted) in fields.items():
-            if given not in accepted:
+            if given not in accepted or type(given) is not type(accepted[0]):
                 raise CheckpointError(
                     f"AWQ {field} {given!r} is not supported: it takes "
                     f"{', '.join(map(str, accepted))}"

@@ -157,6 +157,11 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"takes {', '.join(_FORMATS)}"
         )
     targets = layers_listed(group, "targets")
+    if not targets:
+        raise CheckpointError(
+            f"compressed-tensors config_groups.{name} has no targets: it takes names of layers, "
+            f"re: expressions or {EVERY_LINEAR}"
+        )
     LayerNames(targets)  # refuses what is no name
     parse = _PARSERS[stored]
     inputs = group.get("input_activations")

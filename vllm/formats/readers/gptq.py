@@ -40,7 +40,7 @@ class _Scheme:
         }
         for field, values in accepted.items():
             given = fields.get(field)
-            if given not in values or isinstance(given, bool) is not isinstance(values[0], bool):
+            if given not in values or type(given) is not type(values[0]):
                 raise CheckpointError(
                     f"GPTQ {field} {given!r}{place} is not supported: it takes "
                     f"{', '.join(map(str, values))}"
