@@ -211,6 +211,15 @@ NAMED = {
         (changed("ct-nvfp4", "sparsity_config", value={"format": "sparse-24-bitmask"}), "dense"),
         (changed("ct-nvfp4", "ignore", value=["re:("]), r"re:\(: .*unterminated"),
         (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
+        *(
+            (changed(layout, *WEIGHTS, "dynamic", value=True), "'dynamic': True.*it takes NVFP4")
+            for layout in ("ct-nvfp4", "ct-fp8-channel", "ct-mxfp8", "ct-int8", "ct-int4-128")
+        ),
+        *(
+            (changed(layout, *place, "symmetric", value=False), "'symmetric': False.*it takes NV")
+            for layout in ("ct-fp8-channel", "ct-mxfp8", "ct-int8")
+            for place in (WEIGHTS, INPUTS)
+        ),
         (changed("ct-mxfp8", *WEIGHTS, "group_size", value=64), "'group_size': 64.*MXFP8"),
         (changed("ct-mxfp8", *WEIGHTS, "type", value="int"), "'type': 'int'.*it takes NVFP4, FP8"),
         (changed("ct-mxfp8", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP8"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.errors import CheckpointError
 from vllm.formats import int4
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
 from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
 from vllm.formats.weight_format import WeightFormat
@@ -29,7 +30,7 @@ class AwqConfig(QuantizationConfig):
         """The older names of llm-awq are taken too."""
         fields = {
             "bits": (config.get("bits", config.get("w_bit")), (4,)),
-            "group_size": (config.get("group_size", config.get("q_group_size")), int4.GROUPS),
+            "group_size": (config.get("group_size", config.get("q_group_size")), INTEGER_GROUPS),
             "version": (str(config.get("version", "gemm")).lower(), ("gemm",)),
             "zero_point": (config.get("zero_point", True), (True,)),
         }

@@ -19,7 +19,8 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 preference."""
 
 
-_PACKED = 8  # codes of 4 bits in a number of 32 bits
+# Codes of 4 bits in an int32. Of GPTQ with 8 bits it holds 4; columns are held to the same.
+_PACKED = 8
 _KEEP = "; list the layer as not quantised"
 _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
@@ -28,8 +29,9 @@ _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TE
 class TensorNames:
     """The last parts of the names of a quantised layer's tensors in a checkpoint.
 
-    is_divisor: global scales and input scales divide instead of multiplying. packing: of codes and
-    zero points in int32, a layout of `vllm/ops/packed_weights.py`; "" for two codes a byte.
+    is_divisor: global scales and input scales divide instead of multiplying. packing: the layout in
+    which codes and zero points are packed into int32; "" for those that are not: codes of 8 bits,
+    and two codes of 4 bits a byte.
     """
 
     weight: str = "weight"

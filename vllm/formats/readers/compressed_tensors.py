@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
 from vllm.formats.readers.layer_names import (
@@ -166,7 +167,8 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
     parse = _PARSERS[stored]
     inputs = group.get("input_activations")
     is_known = inputs is None or isinstance(inputs, dict)
-    scheme = parse(group["weights"], inputs) if is_known else None
+    is_static = not group["weights"].get("dynamic")
+    scheme = parse(group["weights"], inputs) if is_known and is_static else None
     if scheme is None or group.get("output_activations"):
         raise CheckpointError(
             f"compressed-tensors scheme of config_groups.{name} is not supported: {stored} with "
@@ -175,7 +177,7 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
             f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
             f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
-            f"quantised, and int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with "
+            f"quantised, and int4 in groups of {', '.join(map(str, INTEGER_GROUPS))} columns with "
             f"activations in FP8 per token or not quantised"
         )
     return [Target(text, name, scheme) for text in targets]
@@ -189,12 +191,16 @@ def _is(args: _Args, num_bits: int, kind: str, *strategies: str) -> bool:
     return is_type and args.get("strategy") in strategies
 
 
+def _is_symmetric(args: _Args, num_bits: int, kind: str, *strategies: str) -> bool:
+    return _is(args, num_bits, kind, *strategies) and bool(args.get("symmetric", True))
+
+
 def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     def is_fp4(args: _Args) -> bool:
         is_group = _is(args, 4, "float", "tensor_group", "group")
         return is_group and args.get("group_size") == nvfp4.GROUP
 
-    if not is_fp4(weights) or weights.get("dynamic"):
+    if not is_fp4(weights):
         return None
     weight = WeightFormat.of(nvfp4.FORMAT.kind)
     if inputs is None:
@@ -205,8 +211,7 @@ def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
 
 
 def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
-    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
-    if not is_plain or not _is(weights, 8, "float", "block", *_FP8):
+    if not _is_symmetric(weights, 8, "float", "block", *_FP8):
         return None
     if weights["strategy"] == "block":
         block = fp8_block.as_block(weights.get("block_structure"))
@@ -223,7 +228,7 @@ def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
 def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
     """() for those that are not supported."""
     strategy, is_dynamic = str(inputs.get("strategy")), bool(inputs.get("dynamic"))
-    if not _is(inputs, 8, "float", strategy) or not inputs.get("symmetric", True):
+    if not _is_symmetric(inputs, 8, "float", strategy):
         return ()
     if weight.scale == "block":
         is_group = strategy == "group" and inputs.get("group_size") == _DYNAMIC_GROUP
@@ -232,24 +237,23 @@ def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
 
 
 def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
-    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
-    if not is_plain or not _is(weights, 8, "int", "channel"):
+    if not _is_symmetric(weights, 8, "int", "channel"):
         return None
     weight = WeightFormat.of(int8.CHANNEL.kind)
     if inputs is None:
         return StoredLayer(weight, (ActScheme.NONE,))
     strategy = str(inputs.get("strategy"))
     scheme = _INT8_INPUTS.get((strategy, bool(inputs.get("dynamic"))))
-    is_symmetric = _is(inputs, 8, "int", strategy) and inputs.get("symmetric", True)
-    return StoredLayer(weight, (scheme, ActScheme.NONE)) if scheme and is_symmetric else None
+    if scheme is None or not _is_symmetric(inputs, 8, "int", strategy):
+        return None
+    return StoredLayer(weight, (scheme, ActScheme.NONE))
 
 
 def _mxfp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     def is_mx(args: _Args) -> bool:
-        is_group = _is(args, 8, "float", "group") and args.get("symmetric", True)
-        return bool(is_group) and args.get("group_size") == mxfp8.GROUP
+        return _is_symmetric(args, 8, "float", "group") and args.get("group_size") == mxfp8.GROUP
 
-    if not is_mx(weights) or weights.get("dynamic"):
+    if not is_mx(weights):
         return None
     weight = WeightFormat.of(mxfp8.FORMAT.kind)
     if inputs is None:
@@ -262,8 +266,8 @@ def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
     # Activation order within groups only: others shuffle the columns.
     is_ordered = weights.get("actorder") in (None, False, "weight", "static")
-    is_grouped = _is(weights, 4, "int", "group") and group in int4.GROUPS
-    if not is_grouped or not is_ordered or weights.get("dynamic"):
+    is_grouped = _is(weights, 4, "int", "group") and group in INTEGER_GROUPS
+    if not is_grouped or not is_ordered:
         return None
     weight = WeightFormat.of(int4.FORMAT.kind, (1, int(group)))
     quantised = () if inputs is None else _fp8_inputs(weight, inputs)

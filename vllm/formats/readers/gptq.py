@@ -7,6 +7,7 @@ from typing import Any
 from vllm.errors import CheckpointError
 from vllm.formats import int4, int8
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
 from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
 from vllm.formats.weight_format import WeightFormat
@@ -15,7 +16,7 @@ from vllm.utils.dataclasses import dataclass
 WHOLE_ROW = -1
 """Of group_size: one scale for each row."""
 _BITS = {4: (int4.FORMAT, int4.CHANNEL), 8: (int8.GROUP, int8.CHANNEL)}
-_GROUP_SIZES = (*int4.GROUPS, WHOLE_ROW)
+_GROUP_SIZES = (*INTEGER_GROUPS, WHOLE_ROW)
 # Values of checkpoint_format and `TensorNames.packing`: zero points are stored less 1, or whole.
 _PACKINGS = ("gptq", "gptq_v2")
 
