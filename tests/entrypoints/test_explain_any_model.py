@@ -159,11 +159,30 @@ def test_quantisation_that_is_not_read_leaves_its_layers_out_and_says_which(run,
     content = TINY | {"model_type": "llama", "quantization_config": quantization}
     code, out, err = run(folder_of(tmp_path, content), *SM_100, "--json")
     model = json.loads(out)["model"]
-    assert code == 1 and "3 layers are stored as hqq, which is not read here" in err
+    assert code == 1
+    assert "3 layers are stored as hqq, and there is no kernel for them: " in err
+    assert "quant_method 'hqq' is not supported; it takes fp8" in err
     assert model["served"] is False
     assert "model.layers.0.mlp.gate_up_proj" in model["notes"][0]
     layers = {layer for d in json.loads(out)["decisions"] for layer in d["layers"]}
     assert layers == {"model.layers.0.self_attn.attn", "model.layers.0.mlp.down_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "why"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ bits 3 is not supported: it takes 4, 8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "MIXED_PRECISION needs quantized_layers",
+        ),
+        ({"quant_method": "bitsandbytes"}, "take the model as it was before and quantise it with"),
+    ],
+)
+def test_the_last_word_on_what_is_not_read_is_the_readers(run, tmp_path, quantization, why):
+    content = TINY | {"model_type": "llama", "quantization_config": quantization}
+    code, _, err = run(folder_of(tmp_path, content), *SM_100)
+    assert code == 1 and why in err.splitlines()[-1]
 
 
 def test_a_merged_layer_of_which_a_part_is_quantised_is_told_part_by_part(run, tmp_path):

@@ -123,11 +123,17 @@ def test_a_format_is_read_from_its_text(kind, sizes):
 def test_wrong_sizes_are_refused_with_every_format(kind):
     known = description(kind)
     wrong = [f"{kind}[1x2x3]", f"{kind}[0]", f"{kind}[x]"]
-    wrong += [f"{kind}[128]"] if known.num_sizes != 1 else [kind]
+    wrong += [f"{kind}[128]"] if known.num_sizes != 1 else []
     for text in wrong:
         with pytest.raises(ConfigError, match="unknown weight format") as caught:
             WeightFormat.parse(text)
         assert all(other.example in str(caught.value) for other in formats().values())
+
+
+@pytest.mark.parametrize("kind", ["int4-group", "int8-group"])
+def test_a_format_without_its_size_is_refused_with_one(kind):
+    with pytest.raises(ConfigError, match=rf"{kind} needs a size, such as {kind}\[128\]$"):
+        WeightFormat.parse(kind)
 
 
 @pytest.mark.parametrize("known", formats().values(), ids=KINDS)

@@ -2,9 +2,10 @@
 config_groups of compressed-tensors."""
 
 import json
+import re
 
 import pytest
-from checkpoint_layouts import CT, LAYOUTS, is_expert, is_projection, store, store_each
+from checkpoint_layouts import CT, LAYOUTS, gptq_config, is_expert, is_projection, store, store_each
 from safetensors.torch import load_file
 from test_qwen3_moe import (
     PROMPT,
@@ -304,6 +305,54 @@ def test_a_wrong_table_of_layers_is_refused_before_a_weight_is_read(stored, tmp_
     refused(write(source, tmp_path, tensors, quantization_config=config), says)
 
 
+EXPERT = r"model\.layers\.0\.mlp\.experts\."
+CT_INT4 = LAYOUTS["ct-int4-128"][1]
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        ({"quantized_layers": {"model.layers.0.mlp.experts.0.*": entry("FP8")}}, "1"),
+        (LAYOUTS["modelopt-fp8"][1] | {"ignore": ["model.layers.0.mlp.experts.3"]}, "3"),
+        (CT_INT4 | {"ignore": ["lm_head", "re:.*experts.0.*"]}, "1"),
+        (grouped({"group_0": ("ct-nvfp4", ["re:.*experts.[012].*"])}), "3"),
+        (gptq_config(dynamic={"-:.*experts\\.3\\.": {}}), "3"),
+        (LAYOUTS["awq-128"][1] | {"modules_to_not_convert": ["experts.3"]}, "3"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["experts.3"]}, "3"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["experts.3"]}, "3"),
+    ],
+    ids=["mixed", "modelopt", "ct-ignore", "ct-targets", "gptq", "awq", "fp8", "mxfp4"],
+)
+def test_experts_that_are_quantised_in_part_are_refused(stored, tmp_path, capsys, config, others):
+    source, folder, _ = stored("qwen3_moe")
+    config = config if "quant_method" in config else mixed(source, **config)
+    write(source, tmp_path, load_file(folder / "model.safetensors"), quantization_config=config)
+    says = rf"{EXPERT}0\.gate_proj as .*{EXPERT}{others}\.gate_proj as .*must be stored alike"
+    refused(tmp_path, says)
+    main(["kernels", "explain", str(tmp_path), "--device", "cpu", "--libs", "none"])
+    assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantized_layers": {"model.layers.9.*": entry("FP8"), "*.mlp.*": entry("MXFP8")}},
+        {"quantized_layers": {"*.self_attn.qkv": entry("FP8"), "*.mlp.*": entry("MXFP8")}},
+        grouped({"group_0": ("ct-nvfp4", ["Linear", r"re:model\.layers\.9\..*"])}),
+    ],
+    ids=["layer", "part", "expression"],
+)
+def test_a_pattern_of_quantised_layers_that_matches_none_is_refused(stored, tmp_path, config):
+    source, folder, _ = stored("llama")
+    config = config if "quant_method" in config else mixed(source, **config)
+    tensors = load_file(folder / "model.safetensors")
+    refused(
+        write(source, tmp_path, tensors, quantization_config=config),
+        r"stores (model.layers.9.\*|\*.self_attn.qkv|re:model.*) quantised, but this model has no "
+        r"linear layer or expert of that name$",
+    )
+
+
 def test_a_group_that_names_a_layer_that_is_not_there_is_refused(stored, tmp_path, capsys):
     source, folder, _ = stored("llama")
     config = grouped({"group_0": ("ct-nvfp4", ["Linear", "model.layers.0.mlp.up_pro"])})
@@ -319,6 +368,7 @@ def test_layers_outside_of_the_text_model_may_be_listed(stored, checkpoint, tmp_
     layers = {
         "model.visual.blocks.0.attn.qkv": entry("FP8"),
         "mtp.layers.0.mlp.up_proj": entry("FP8"),
+        "model.visual.merger.*": entry("FP8"),
         "model.language_model.layers.2.self_attn": entry("FP8"),
     }
     build = LAYOUTS["modelopt-fp8"][0]

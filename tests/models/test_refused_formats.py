@@ -197,14 +197,29 @@ NAMED = {
         (changed("modelopt-nvfp4", "group_size", value=32), "group_size 32.*takes 16"),
         (changed("awq-128", "bits", value=8), "AWQ bits 8.*takes 4"),
         (changed("awq-128", "group_size", value=100), "AWQ group_size 100.*32, 64, 128"),
+        (changed("awq-128", "group_size", value=128.0), "AWQ group_size 128.0.*32, 64, 128"),
+        (changed("gptq-128", "group_size", value=128.0), "GPTQ group_size 128.0.*32, 64, 128"),
         (changed("awq-128", "group_size", value=-1), "AWQ group_size -1.*32, 64, 128"),
         (changed("awq-128", "version", value="gemv"), "AWQ version 'gemv'.*takes gemm"),
         (changed("awq-128", "zero_point", value=False), "AWQ zero_point False.*takes True"),
         (changed("ct-nvfp4", "format", value="marlin-24"), "format 'marlin-24'.*pack-quantized"),
+        (
+            changed("ct-nvfp4", "config_groups", "group_0", "targets", value=[]),
+            "config_groups.group_0 has no targets: it takes names of layers, re: expr.*or Linear",
+        ),
         (changed("ct-nvfp4", "quantization_status", value="frozen"), "'frozen'.*takes compressed"),
         (changed("ct-nvfp4", "sparsity_config", value={"format": "sparse-24-bitmask"}), "dense"),
         (changed("ct-nvfp4", "ignore", value=["re:("]), r"re:\(: .*unterminated"),
         (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
+        *(
+            (changed(layout, *WEIGHTS, "dynamic", value=True), "'dynamic': True.*it takes NVFP4")
+            for layout in ("ct-nvfp4", "ct-fp8-channel", "ct-mxfp8", "ct-int8", "ct-int4-128")
+        ),
+        *(
+            (changed(layout, *place, "symmetric", value=False), "'symmetric': False.*it takes NV")
+            for layout in ("ct-fp8-channel", "ct-mxfp8", "ct-int8")
+            for place in (WEIGHTS, INPUTS)
+        ),
         (changed("ct-mxfp8", *WEIGHTS, "group_size", value=64), "'group_size': 64.*MXFP8"),
         (changed("ct-mxfp8", *WEIGHTS, "type", value="int"), "'type': 'int'.*it takes NVFP4, FP8"),
         (changed("ct-mxfp8", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP8"),

@@ -102,7 +102,7 @@ def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
     config = builtin_config("Qwen3-8B-FP8") | {"quantization_config": {"quant_method": "hqq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["kernels", "tune", str(tmp_path), "--plan"]) == 2
-    assert "layers are stored as hqq, which is not read here" in capsys.readouterr().err
+    assert "quant_method 'hqq' is not supported; it takes fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ WHOLE = -1
 """Of `per_scale`: the whole dimension of a shard shares one scale."""
 OF_TEXT = 0
 """Of `per_scale`: the size that the format's text names in brackets."""
+INTEGER_GROUPS = (32, 64, 128)
+"""Columns that share a scale, of integers in groups."""
 
 
 @dataclass(frozen=True)

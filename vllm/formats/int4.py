@@ -2,6 +2,7 @@
 one scale for each row."""
 
 from vllm.formats.description import (
+    INTEGER_GROUPS,
     OF_TEXT,
     WHOLE,
     FormatDescription,
@@ -9,8 +10,6 @@ from vllm.formats.description import (
     StoredTensor,
 )
 from vllm.formats.scales import Scales
-
-GROUPS = (32, 64, 128)
 
 _TENSORS = (
     StoredTensor("weight", "uint8", "code"),
@@ -23,13 +22,13 @@ FORMAT = FormatDescription(
     scale="group",
     tensors=_TENSORS,
     per_scale=(1, OF_TEXT),
-    sizes=tuple((1, group) for group in GROUPS),
+    sizes=tuple((1, group) for group in INTEGER_GROUPS),
     codes_per_byte=2,
     rounded_scales=Scales.ACTIVATION,
     quantize=QuantizeOption(
         "w4a16",
         "symmetric int4 in groups of 128 columns (or 64 or 32), weight-only",
-        sizes=tuple((1, group) for group in reversed(GROUPS)),
+        sizes=tuple((1, group) for group in reversed(INTEGER_GROUPS)),
         is_whole=True,
     ),
 )

@@ -6,6 +6,7 @@ w = (code - zero point) * scale; both are signed. Without zero points those are 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.description import (
     INPUT_SCALE,
+    INTEGER_GROUPS,
     OF_TEXT,
     WHOLE,
     FormatDescription,
@@ -13,8 +14,6 @@ from vllm.formats.description import (
     StoredTensor,
 )
 from vllm.formats.scales import Scales
-
-GROUPS = (32, 64, 128)
 
 _TENSORS = (
     StoredTensor("weight", "int8", "code"),
@@ -37,6 +36,6 @@ GROUP = FormatDescription(
     scale="group",
     tensors=_TENSORS,
     per_scale=(1, OF_TEXT),
-    sizes=tuple((1, group) for group in GROUPS),
+    sizes=tuple((1, group) for group in INTEGER_GROUPS),
     rounded_scales=Scales.ACTIVATION,
 )

@@ -2,6 +2,7 @@
 
 import re
 
+from vllm.errors import ConfigError
 from vllm.formats import registry
 from vllm.formats.description import OF_TEXT, WHOLE, FormatDescription
 from vllm.utils.dataclasses import dataclass
@@ -48,6 +49,8 @@ class WeightFormat:
         sizes = tuple(int(size) for size in (match.groups()[1:] if match else ()) if size)
         if not sizes and known.default_size is not None:
             return cls.of(known.kind, known.default_size)
+        if not sizes and known.num_sizes:
+            raise ConfigError(f"weight format {known.kind} needs a size, such as {known.example}")
         if len(sizes) != known.num_sizes:
             raise registry.unknown(text)
         rows, columns = (1, *sizes)[-2:] if sizes else (0, 0)

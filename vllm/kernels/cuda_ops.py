@@ -1,11 +1,11 @@
 """Model operations on the native CUDA kernels (contract: `vllm.ops`).
 
-The functions of `torch_ops` but those of attention and the KV cache, which its backends own, and
-three more. Tensors are on one GPU. Every call is one launch on torch's current stream, waits for
-nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the first tensor
-at every call. The router, gates and the gated delta-net are Triton kernels, the first two launches,
-the last several for steps with more than one token of a request; without Triton they are those of
-`torch_ops`, of which such steps wait for the device.
+The functions of `torch_ops` but those of attention, the KV cache and the delta rule, which backends
+own, and three more. Tensors are on one GPU. Every call is one launch on torch's current stream,
+waits for nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the
+first tensor at every call. The router, gates and the convolution are Triton kernels, the first two
+launches, the last several for steps with more than one token of a request; without Triton they are
+those of `torch_ops`, of which such steps wait for the device.
 
 Importing this module loads the library and raises `NativeLibraryError` if it cannot. Wrong
 arguments raise ValueError naming the argument, what was given and what is accepted; values on the
@@ -20,19 +20,13 @@ from vllm.ops.paged_attention import CacheTarget
 from vllm.platforms import native
 
 try:
-    from vllm.kernels.triton.delta_rule import causal_conv1d, gated_delta_rule
+    from vllm.kernels.triton.delta_rule import causal_conv1d
     from vllm.kernels.triton.gates import mul_sigmoid, rms_norm_gated
     from vllm.kernels.triton.moe_router import choose_experts
 except ImportError:
-    from vllm.ops.torch_ops import (
-        causal_conv1d,
-        choose_experts,
-        gated_delta_rule,
-        mul_sigmoid,
-        rms_norm_gated,
-    )
+    from vllm.ops.torch_ops import causal_conv1d, choose_experts, mul_sigmoid, rms_norm_gated
 
-__all__ = ["causal_conv1d", "choose_experts", "gated_delta_rule", "mul_sigmoid", "rms_norm_gated"]
+__all__ = ["causal_conv1d", "choose_experts", "mul_sigmoid", "rms_norm_gated"]
 
 _ops = NativeOps("cuda_")
 rms_norm, fused_add_rms_norm = _ops.rms_norm, _ops.fused_add_rms_norm

@@ -39,7 +39,7 @@ class Quantization(Protocol):
     where it is not quantised. As QuantizationConfig."""
 
     quantized_layers: tuple[str, ...]
-    is_mixed: bool
+    tells_layers_apart: bool
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
     def misfit(
@@ -212,25 +212,13 @@ def named_wrongly(
     quant_config: Quantization,
     slot_name: Callable[[str], str | None],
 ) -> str:
-    """Which layer a config names that the model does not have, or which experts of a layer it
-    stores differently; "" for none. slot_name: our name for that of a checkpoint tensor, None for
-    one that is not needed."""
-    if not (quant_config.quantized_layers or quant_config.is_mixed):
-        return ""
-    names = [name for prefix, item in items for name in _weights(prefix, item)]
-    known = {name[:end] for name in names for end in _ends(name)}
-    for listed in quant_config.quantized_layers:
-        ours = slot_name(f"{listed}.weight")
-        if ours is None or ours.removesuffix(".weight") in known:
-            continue
-        one = LayerNames([listed])
-        if not any(name in one for name in names):
-            return (
-                f"quantization_config stores {listed} quantised, but this model has no linear "
-                f"layer or expert of that name{did_you_mean(listed, known)}"
-            )
+    """Which quantised layer a config lists that the model does not have, or which experts of a
+    layer it stores differently; "" for none. slot_name: our name for that of a checkpoint tensor,
+    None for one that is not needed."""
+    if quant_config.quantized_layers and (text := _not_there(items, quant_config, slot_name)):
+        return text
     experts = [one for one in items if isinstance(one[1], ExpertsSpec)]
-    for prefix, item in experts if quant_config.is_mixed else ():
+    for prefix, item in experts if quant_config.tells_layers_apart else ():
         assert isinstance(item, ExpertsSpec)
         found: dict[Any, str] = {}
         for expert in _experts(prefix, item):
@@ -241,6 +229,30 @@ def named_wrongly(
             return (
                 f"quantization_config stores {', '.join(texts)}: the experts of a layer must be "
                 f"stored alike"
+            )
+    return ""
+
+
+def _not_there(
+    items: Sequence[tuple[str, Item]],
+    quant_config: Quantization,
+    slot_name: Callable[[str], str | None],
+) -> str:
+    """The first half of `named_wrongly`."""
+    names = [name for prefix, item in items for name in _weights(prefix, item)]
+    known = {name[:end] for name in names for end in _ends(name)}
+    for listed in quant_config.quantized_layers:
+        # Of a pattern, what it begins with tells whether it is for layers outside the text model.
+        bare = listed.removeprefix("re:").replace("\\", "").lstrip("^.*")
+        ours = slot_name(f"{bare}.weight")
+        if ours is None or ours.removesuffix(".weight") in known:
+            continue
+        one = LayerNames([listed])
+        if not any(name in one for name in names):
+            hint = "" if one.is_pattern else did_you_mean(listed, known)
+            return (
+                f"quantization_config stores {listed} quantised, but this model has no linear "
+                f"layer or expert of that name{hint}"
             )
     return ""
 

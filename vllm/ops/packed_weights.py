@@ -1,5 +1,5 @@
-"""Weights of two codes a byte (nvfp4, int4-group): from the layouts of checkpoints, and widened;
-int8 ones likewise.
+"""Weights of 4 bits, two codes a byte (nvfp4, int4), and of int8: widened; int4 from the layouts of
+checkpoints too.
 
 int4 values are (code - zero point) * scale with codes and zero points of 0 to 15; 8 is the zero
 point of symmetric weights. compressed-tensors packs eight codes into an int32, the first column

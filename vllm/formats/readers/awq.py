@@ -5,8 +5,9 @@ from typing import Any
 
 from vllm.errors import CheckpointError
 from vllm.formats import int4
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
 from vllm.formats.weight_format import WeightFormat
 
 _NAMES = TensorNames("qweight", "scales", zero_point="qzeros", packing="awq")
@@ -22,18 +23,19 @@ class AwqConfig(QuantizationConfig):
     def __init__(self, group_size: int, modules_to_not_convert: Sequence[str] = ()):
         self.group_size = group_size
         self._ignored = LayerNames(["lm_head", *modules_to_not_convert])
+        self.tells_layers_apart = tell_layers_apart(modules_to_not_convert)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "AwqConfig":
         """The older names of llm-awq are taken too."""
         fields = {
             "bits": (config.get("bits", config.get("w_bit")), (4,)),
-            "group_size": (config.get("group_size", config.get("q_group_size")), int4.GROUPS),
+            "group_size": (config.get("group_size", config.get("q_group_size")), INTEGER_GROUPS),
             "version": (str(config.get("version", "gemm")).lower(), ("gemm",)),
             "zero_point": (config.get("zero_point", True), (True,)),
         }
         for field, (given, accepted) in fields.items():
-            if given not in accepted:
+            if given not in accepted or type(given) is not type(accepted[0]):
                 raise CheckpointError(
                     f"AWQ {field} {given!r} is not supported: it takes "
                     f"{', '.join(map(str, accepted))}"

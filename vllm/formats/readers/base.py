@@ -19,7 +19,8 @@ LayerFormat = tuple[WeightFormat, tuple[ActScheme, ...]]
 preference."""
 
 
-_PACKED = 8  # codes of 4 bits in a number of 32 bits
+# Codes of 4 bits in an int32. Of GPTQ with 8 bits it holds 4; columns are held to the same.
+_PACKED = 8
 _KEEP = "; list the layer as not quantised"
 _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TENSOR_INT8}
 
@@ -28,8 +29,9 @@ _STATIC = {ActScheme.STATIC_TENSOR, ActScheme.NVFP4_GROUP16, ActScheme.STATIC_TE
 class TensorNames:
     """The last parts of the names of a quantised layer's tensors in a checkpoint.
 
-    is_divisor: global scales and input scales divide instead of multiplying. packing: of codes and
-    zero points in int32, a layout of `vllm/ops/packed_weights.py`; "" for two codes a byte.
+    is_divisor: global scales and input scales divide instead of multiplying. packing: the layout in
+    which codes and zero points are packed into int32; "" for those that are not: codes of 8 bits,
+    and two codes of 4 bits a byte.
     """
 
     weight: str = "weight"
@@ -113,8 +115,8 @@ class QuantizationConfig(ABC):
     model rule decided (VllmConfig). can_use_deep_gemm: its weights are of DeepGEMM's format.
     exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
-    quantized_layers: those that it names one by one, each of which the model must have. is_mixed:
-    quantised layers have more than one format.
+    quantized_layers: entries of its lists of those, each of which the model must have a layer for.
+    tells_layers_apart: by name, so that experts of one layer might differ.
     """
 
     name: str
@@ -125,7 +127,7 @@ class QuantizationConfig(ABC):
     exact_scales: str = ""
     has_cache_scales: bool = True
     quantized_layers: tuple[str, ...] = ()
-    is_mixed: bool = False
+    tells_layers_apart: bool = True
 
     @classmethod
     @abstractmethod

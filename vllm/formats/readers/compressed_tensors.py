@@ -6,9 +6,15 @@ from typing import Any, NamedTuple
 from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
-from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.readers.layer_names import (
+    EVERY_LINEAR,
+    LayerNames,
+    layers_listed,
+    tell_layers_apart,
+)
 from vllm.formats.weight_format import WeightFormat
 
 _FORMATS = (
@@ -18,7 +24,6 @@ _FORMATS = (
     "int-quantized",
     "pack-quantized",
 )
-_EVERY_LINEAR = "Linear"
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
 # By the strategy of scales, and whether they are computed when inputs are there.
@@ -51,7 +56,7 @@ class Target(NamedTuple):
     def order(self) -> tuple[int, str]:
         """Names come before regular expressions, and these before classes; of two alike the one
         that sorts first. So does the library of the format (0.20)."""
-        is_regex, is_class = self.text.startswith("re:"), self.text == _EVERY_LINEAR
+        is_regex, is_class = self.text.startswith("re:"), self.text == EVERY_LINEAR
         return 2 * is_class + is_regex, self.text
 
 
@@ -69,15 +74,13 @@ class CompressedTensorsConfig(QuantizationConfig):
     ):
         self.targets = tuple(sorted(targets, key=lambda target: target.order))
         self._layers = [
-            None if target.text == _EVERY_LINEAR else LayerNames([target.text])
+            None if target.text == EVERY_LINEAR else LayerNames([target.text])
             for target in self.targets
         ]
         self._ignored = LayerNames(ignore)
         texts = [target.text for target in self.targets]
-        self.quantized_layers = tuple(
-            text for text in texts if text != _EVERY_LINEAR and not text.startswith("re:")
-        )
-        self.is_mixed = len({target.scheme for target in self.targets}) > 1
+        self.quantized_layers = tuple(text for text in texts if text != EVERY_LINEAR)
+        self.tells_layers_apart = tell_layers_apart(texts, ignore)
         self.can_use_deep_gemm = any(
             target.scheme.weight.kind == fp8_block.FORMAT.kind for target in self.targets
         )
@@ -155,11 +158,17 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"takes {', '.join(_FORMATS)}"
         )
     targets = layers_listed(group, "targets")
+    if not targets:
+        raise CheckpointError(
+            f"compressed-tensors config_groups.{name} has no targets: it takes names of layers, "
+            f"re: expressions or {EVERY_LINEAR}"
+        )
     LayerNames(targets)  # refuses what is no name
     parse = _PARSERS[stored]
     inputs = group.get("input_activations")
     is_known = inputs is None or isinstance(inputs, dict)
-    scheme = parse(group["weights"], inputs) if is_known else None
+    is_static = not group["weights"].get("dynamic")
+    scheme = parse(group["weights"], inputs) if is_known and is_static else None
     if scheme is None or group.get("output_activations"):
         raise CheckpointError(
             f"compressed-tensors scheme of config_groups.{name} is not supported: {stored} with "
@@ -168,7 +177,7 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
             f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
             f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
-            f"quantised, and int4 in groups of {', '.join(map(str, int4.GROUPS))} columns with "
+            f"quantised, and int4 in groups of {', '.join(map(str, INTEGER_GROUPS))} columns with "
             f"activations in FP8 per token or not quantised"
         )
     return [Target(text, name, scheme) for text in targets]
@@ -182,12 +191,16 @@ def _is(args: _Args, num_bits: int, kind: str, *strategies: str) -> bool:
     return is_type and args.get("strategy") in strategies
 
 
+def _is_symmetric(args: _Args, num_bits: int, kind: str, *strategies: str) -> bool:
+    return _is(args, num_bits, kind, *strategies) and bool(args.get("symmetric", True))
+
+
 def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     def is_fp4(args: _Args) -> bool:
         is_group = _is(args, 4, "float", "tensor_group", "group")
         return is_group and args.get("group_size") == nvfp4.GROUP
 
-    if not is_fp4(weights) or weights.get("dynamic"):
+    if not is_fp4(weights):
         return None
     weight = WeightFormat.of(nvfp4.FORMAT.kind)
     if inputs is None:
@@ -198,8 +211,7 @@ def _nvfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
 
 
 def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
-    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
-    if not is_plain or not _is(weights, 8, "float", "block", *_FP8):
+    if not _is_symmetric(weights, 8, "float", "block", *_FP8):
         return None
     if weights["strategy"] == "block":
         block = fp8_block.as_block(weights.get("block_structure"))
@@ -216,7 +228,7 @@ def _fp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
 def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
     """() for those that are not supported."""
     strategy, is_dynamic = str(inputs.get("strategy")), bool(inputs.get("dynamic"))
-    if not _is(inputs, 8, "float", strategy) or not inputs.get("symmetric", True):
+    if not _is_symmetric(inputs, 8, "float", strategy):
         return ()
     if weight.scale == "block":
         is_group = strategy == "group" and inputs.get("group_size") == _DYNAMIC_GROUP
@@ -225,24 +237,23 @@ def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
 
 
 def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
-    is_plain = weights.get("symmetric", True) and not weights.get("dynamic")
-    if not is_plain or not _is(weights, 8, "int", "channel"):
+    if not _is_symmetric(weights, 8, "int", "channel"):
         return None
     weight = WeightFormat.of(int8.CHANNEL.kind)
     if inputs is None:
         return StoredLayer(weight, (ActScheme.NONE,))
     strategy = str(inputs.get("strategy"))
     scheme = _INT8_INPUTS.get((strategy, bool(inputs.get("dynamic"))))
-    is_symmetric = _is(inputs, 8, "int", strategy) and inputs.get("symmetric", True)
-    return StoredLayer(weight, (scheme, ActScheme.NONE)) if scheme and is_symmetric else None
+    if scheme is None or not _is_symmetric(inputs, 8, "int", strategy):
+        return None
+    return StoredLayer(weight, (scheme, ActScheme.NONE))
 
 
 def _mxfp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     def is_mx(args: _Args) -> bool:
-        is_group = _is(args, 8, "float", "group") and args.get("symmetric", True)
-        return bool(is_group) and args.get("group_size") == mxfp8.GROUP
+        return _is_symmetric(args, 8, "float", "group") and args.get("group_size") == mxfp8.GROUP
 
-    if not is_mx(weights) or weights.get("dynamic"):
+    if not is_mx(weights):
         return None
     weight = WeightFormat.of(mxfp8.FORMAT.kind)
     if inputs is None:
@@ -255,8 +266,8 @@ def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
     # Activation order within groups only: others shuffle the columns.
     is_ordered = weights.get("actorder") in (None, False, "weight", "static")
-    is_grouped = _is(weights, 4, "int", "group") and group in int4.GROUPS
-    if not is_grouped or not is_ordered or weights.get("dynamic"):
+    is_grouped = _is(weights, 4, "int", "group") and group in INTEGER_GROUPS
+    if not is_grouped or not is_ordered:
         return None
     weight = WeightFormat.of(int4.FORMAT.kind, (1, int(group)))
     quantised = () if inputs is None else _fp8_inputs(weight, inputs)

@@ -7,15 +7,16 @@ from typing import Any
 from vllm.errors import CheckpointError
 from vllm.formats import int4, int8
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
 from vllm.formats.weight_format import WeightFormat
 from vllm.utils.dataclasses import dataclass
 
 WHOLE_ROW = -1
 """Of group_size: one scale for each row."""
 _BITS = {4: (int4.FORMAT, int4.CHANNEL), 8: (int8.GROUP, int8.CHANNEL)}
-_GROUP_SIZES = (*int4.GROUPS, WHOLE_ROW)
+_GROUP_SIZES = (*INTEGER_GROUPS, WHOLE_ROW)
 # Values of checkpoint_format and `TensorNames.packing`: zero points are stored less 1, or whole.
 _PACKINGS = ("gptq", "gptq_v2")
 
@@ -40,7 +41,7 @@ class _Scheme:
         }
         for field, values in accepted.items():
             given = fields.get(field)
-            if given not in values or isinstance(given, bool) is not isinstance(values[0], bool):
+            if given not in values or type(given) is not type(values[0]):
                 raise CheckpointError(
                     f"GPTQ {field} {given!r}{place} is not supported: it takes "
                     f"{', '.join(map(str, values))}"
@@ -73,6 +74,7 @@ class GptqConfig(QuantizationConfig):
         self.has_static_groups = has_static_groups
         self._ignored = LayerNames(ignored)
         self._only = None if only is None else LayerNames(only)
+        self.tells_layers_apart = bool(dynamic) or tell_layers_apart(ignored, only or ())
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "GptqConfig":

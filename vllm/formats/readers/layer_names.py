@@ -1,11 +1,13 @@
 """Lists of layers in quantisation configs, most often of those that are not quantised."""
 
 import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import translate
 from typing import Any
 
 from vllm.errors import CheckpointError
+
+EVERY_LINEAR = "Linear"
 
 
 class LayerNames:
@@ -17,15 +19,21 @@ class LayerNames:
     """
 
     def __init__(self, entries: Sequence[str]):
+        """CheckpointError for entries that are no text, or no regular expression."""
         if not all(isinstance(entry, str) for entry in entries):
-            raise CheckpointError(
-                f"layers that are not quantised are listed by name, not as {list(entries)!r}"
-            )
+            raise CheckpointError(f"layers are listed by name, not as {list(entries)!r}")
         self._patterns = [_compiled(e[3:]) for e in entries if e.startswith("re:")]
         names = [_text_model_name(entry) for entry in entries if not entry.startswith("re:")]
         self._parts = {tuple(name.split(".")) for name in names if "*" not in name}
         self._lengths = sorted({len(parts) for parts in self._parts})
-        self._globs = [name for name in names if "*" in name]
+        globs = [translate(name) for name in names if "*" in name]
+        if globs:
+            self._patterns.append(re.compile("|".join(globs)))
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether an entry is a glob or a regular expression."""
+        return bool(self._patterns)
 
     def __contains__(self, layer: str) -> bool:
         parts = tuple(layer.split("."))
@@ -33,9 +41,7 @@ class LayerNames:
             starts = range(len(parts) - length + 1)
             if any(parts[i : i + length] in self._parts for i in starts):
                 return True
-        if any(pattern.match(layer) for pattern in self._patterns):
-            return True
-        return any(fnmatchcase(layer, glob) for glob in self._globs)
+        return any(pattern.match(layer) for pattern in self._patterns)
 
     def covers(self, layers: Sequence[str]) -> bool:
         """Whether all of `layers` are named; CheckpointError where some are and some are not."""
@@ -57,6 +63,12 @@ def _compiled(pattern: str) -> "re.Pattern[str]":
         return re.compile(pattern)
     except re.error as error:
         raise CheckpointError(f"layers are listed by re:{pattern}: {error}") from error
+
+
+def tell_layers_apart(*lists: Iterable[str]) -> bool:
+    """Whether lists of layers name more than the output projection and all linear layers."""
+    bare = (entry.removeprefix("re:").strip("^.*$") for entries in lists for entry in entries)
+    return any(name not in ("lm_head", EVERY_LINEAR) for name in bare)
 
 
 def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:

@@ -161,8 +161,8 @@ def taken_apart(items: Items, quantization: Quantization) -> Items:
 
 
 def without_unread(items: Items, quantization: "UnreadConfig") -> tuple[Items, str, str]:
-    """The layers that are not quantised; of those that are, why no kernel can be told, and which
-    they are."""
+    """The layers that are not quantised; of those that are, why no kernel can be told, with what
+    the reader said, and which they are."""
     is_unread = [
         bool(names := quantisable(prefix, item)) and quantization.is_quantised(names)
         for prefix, item in items
@@ -170,7 +170,7 @@ def without_unread(items: Items, quantization: "UnreadConfig") -> tuple[Items, s
     kept = tuple(one for one, unread in zip(items, is_unread) if not unread)
     layers = [prefix + item.name for (prefix, item), unread in zip(items, is_unread) if unread]
     text = (
-        f"{len(layers)} layers are stored as {quantization.format}, which is not read here, so "
-        f"there is no kernel for them"
+        f"{len(layers)} layers are stored as {quantization.format}, and there is no kernel for "
+        f"them: {quantization.why}"
     )
-    return kept, text, f"{', '.join(compress(layers))} ({quantization.why})"
+    return kept, text, ", ".join(compress(layers))
