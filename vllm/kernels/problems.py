@@ -39,7 +39,7 @@ class Quantization(Protocol):
     where it is not quantised. As QuantizationConfig."""
 
     quantized_layers: tuple[str, ...]
-    tells_layers_apart: bool
+    tells_experts_apart: bool
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
     def misfit(
@@ -218,7 +218,7 @@ def named_wrongly(
     if quant_config.quantized_layers and (text := _not_there(items, quant_config, slot_name)):
         return text
     experts = [one for one in items if isinstance(one[1], ExpertsSpec)]
-    for prefix, item in experts if quant_config.tells_layers_apart else ():
+    for prefix, item in experts if quant_config.tells_experts_apart else ():
         assert isinstance(item, ExpertsSpec)
         found: dict[Any, str] = {}
         for expert in _experts(prefix, item):

@@ -7,7 +7,7 @@ from vllm.errors import CheckpointError
 from vllm.formats import int4
 from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 
 _NAMES = TensorNames("qweight", "scales", zero_point="qzeros", packing="awq")
@@ -23,7 +23,7 @@ class AwqConfig(QuantizationConfig):
     def __init__(self, group_size: int, modules_to_not_convert: Sequence[str] = ()):
         self.group_size = group_size
         self._ignored = LayerNames(["lm_head", *modules_to_not_convert])
-        self.tells_layers_apart = tell_layers_apart(modules_to_not_convert)
+        self.tells_experts_apart = tell_experts_apart(modules_to_not_convert)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "AwqConfig":

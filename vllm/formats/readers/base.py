@@ -116,7 +116,7 @@ class QuantizationConfig(ABC):
     exact_scales: how it is known that their scales are powers of two; "" where it is not.
     has_cache_scales: calibrated scales of the KV cache, where there are any, are for an FP8 one.
     quantized_layers: entries of its lists of those, each of which the model must have a layer for.
-    tells_layers_apart: by name, so that experts of one layer might differ.
+    tells_experts_apart: by name, so that experts of one layer might differ.
     """
 
     name: str
@@ -127,7 +127,7 @@ class QuantizationConfig(ABC):
     exact_scales: str = ""
     has_cache_scales: bool = True
     quantized_layers: tuple[str, ...] = ()
-    tells_layers_apart: bool = True
+    tells_experts_apart: bool = True
 
     @classmethod
     @abstractmethod

@@ -13,7 +13,7 @@ from vllm.formats.readers.layer_names import (
     EVERY_LINEAR,
     LayerNames,
     layers_listed,
-    tell_layers_apart,
+    tell_experts_apart,
 )
 from vllm.formats.weight_format import WeightFormat
 
@@ -80,7 +80,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         self._ignored = LayerNames(ignore)
         texts = [target.text for target in self.targets]
         self.quantized_layers = tuple(text for text in texts if text != EVERY_LINEAR)
-        self.tells_layers_apart = tell_layers_apart(texts, ignore)
+        self.tells_experts_apart = tell_experts_apart(texts, ignore)
         self.can_use_deep_gemm = any(
             target.scheme.weight.kind == fp8_block.FORMAT.kind for target in self.targets
         )

@@ -7,7 +7,7 @@ from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_tensor
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 
 _ACT_SCHEMES = ("dynamic", "static")
@@ -43,7 +43,7 @@ class Fp8Config(QuantizationConfig):
         self.use_deep_gemm = use_deep_gemm
         self.ignored_layers = tuple(ignored_layers or ())
         self._ignored = LayerNames(self.ignored_layers)
-        self.tells_layers_apart = tell_layers_apart(self.ignored_layers)
+        self.tells_experts_apart = tell_experts_apart(self.ignored_layers)
         self.weight_block_size = fp8_block.as_block(weight_block_size)
         if weight_block_size is not None and self.weight_block_size is None:
             raise CheckpointError(

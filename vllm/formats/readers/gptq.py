@@ -9,7 +9,7 @@ from vllm.formats import int4, int8
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 from vllm.utils.dataclasses import dataclass
 
@@ -74,7 +74,7 @@ class GptqConfig(QuantizationConfig):
         self.has_static_groups = has_static_groups
         self._ignored = LayerNames(ignored)
         self._only = None if only is None else LayerNames(only)
-        self.tells_layers_apart = bool(dynamic) or tell_layers_apart(ignored, only or ())
+        self.tells_experts_apart = bool(dynamic) or tell_experts_apart(ignored, only or ())
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "GptqConfig":

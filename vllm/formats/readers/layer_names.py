@@ -8,6 +8,8 @@ from typing import Any
 from vllm.errors import CheckpointError
 
 EVERY_LINEAR = "Linear"
+_PART = r"(layers\.\d+|[A-Za-z_]\w*)"
+_OF_ALL_EXPERTS = re.compile(rf"({_PART}(\.{_PART})*)?")
 
 
 class LayerNames:
@@ -65,10 +67,12 @@ def _compiled(pattern: str) -> "re.Pattern[str]":
         raise CheckpointError(f"layers are listed by re:{pattern}: {error}") from error
 
 
-def tell_layers_apart(*lists: Iterable[str]) -> bool:
-    """Whether lists of layers name more than the output projection and all linear layers."""
-    bare = (entry.removeprefix("re:").strip("^.*$") for entries in lists for entry in entries)
-    return any(name not in ("lm_head", EVERY_LINEAR) for name in bare)
+def tell_experts_apart(*lists: Iterable[str]) -> bool:
+    """Whether an entry may name some experts of a layer and not others: by a number that is not a
+    layer's, or a pattern that is more than a part of a name."""
+    entries = (entry for own in lists for entry in own)
+    bare = (e.removeprefix("re:").replace("\\.", ".").strip("^.*$") for e in entries)
+    return not all(map(_OF_ALL_EXPERTS.fullmatch, bare))
 
 
 def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:

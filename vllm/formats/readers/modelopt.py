@@ -8,7 +8,7 @@ from vllm.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
-from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 
 MIXED = "MIXED_PRECISION"
@@ -39,7 +39,7 @@ class ModelOptConfig(QuantizationConfig):
     def __init__(self, quant_algo: str, exclude_modules: Sequence[str] = ()):
         self.exclude_modules = tuple(exclude_modules)
         self._excluded = LayerNames(["lm_head", *self.exclude_modules])
-        self.tells_layers_apart = tell_layers_apart(self.exclude_modules)
+        self.tells_experts_apart = tell_experts_apart(self.exclude_modules)
         self._scheme = _SCHEMES[quant_algo]
         self.can_use_deep_gemm = self._scheme is _FP8_BLOCK
 

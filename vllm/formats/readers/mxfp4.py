@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.formats import mxfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
-from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_layers_apart
+from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 
 _NAMES = TensorNames("weight_blocks", "weight_scales")
@@ -19,7 +19,7 @@ class Mxfp4Config(QuantizationConfig):
 
     def __init__(self, modules_to_not_convert: Sequence[str] = ()):
         self._ignored = LayerNames(modules_to_not_convert)
-        self.tells_layers_apart = tell_layers_apart(modules_to_not_convert)
+        self.tells_experts_apart = tell_experts_apart(modules_to_not_convert)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any]) -> "Mxfp4Config":

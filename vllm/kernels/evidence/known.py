@@ -52,7 +52,9 @@ class Known:
 
     def faster_in_bf16(self, problem: Problem, parts: Parts) -> FasterInBf16 | None:
         """What others measured where choices may follow them; see `evidence/bf16.py`."""
-        if self.chip is None or not _imported_tables(self, problem.family):
+        if self.chip is None:
+            return None
+        if not any(table.ranks for table in imported.find_imported(self.chip, problem.family)):
             return None
         return faster_in_bf16(self.chip, problem, parts)
 
