@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import (
@@ -69,6 +70,20 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.0 + 0.7 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+_WINDOWS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 24,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -116,6 +131,23 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    "phi3": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),
+    "phi3-window": ("phi3", {"sliding_window": 24}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        _WINDOWS | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("gemma3_text", _WINDOWS),
+    "gemma3-multimodal": ("gemma3", _WINDOWS),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
@@ -124,6 +156,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
     "mistral3": "mistral",
+    "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -142,6 +175,22 @@ def _mistral3_config(text: dict):
     return CONFIG_MAPPING["mistral3"](
         text_config=text | {"model_type": "mistral", "sliding_window": None},
         vision_config=vision | {"model_type": "pixtral"},
+        image_token_index=5,
+    )
+
+
+def _gemma3_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return CONFIG_MAPPING["gemma3"](
+        text_config=text | {"model_type": "gemma3_text"},
+        vision_config=vision | {"model_type": "siglip_vision_model"},
         image_token_index=5,
     )
 
@@ -168,13 +217,14 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
-    if model_type == "qwen2":
+    if model_type in ("qwen2", "phi3", "granite"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
     if model_type in _MULTIMODAL:
-        is_mistral = model_type == "mistral3"
-        config = _mistral3_config(fields) if is_mistral else _qwen3_5_config(model_type, fields)
+        makers = {"mistral3": _mistral3_config, "gemma3": _gemma3_config}
+        make = makers.get(model_type) or partial(_qwen3_5_config, model_type)
+        config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))

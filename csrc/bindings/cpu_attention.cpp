@@ -134,7 +134,7 @@ void clear_rows_without_keys(const cpu::AttentionArgs& args, TensorView out) {
 void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
                      TensorView block_tables, TensorView query_start_loc, TensorView seq_lens,
                      TensorView out, double scale, int64_t sliding_window, double k_scale,
-                     double v_scale) {
+                     double v_scale, double softcap) {
   cpu::AttentionArgs args;
   args.cache = cache_of(k_cache, v_cache, k_scale, v_scale);
   args.query = heads_of(query, "query");
@@ -165,6 +165,9 @@ void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
   args.seq_lens = static_cast<const int32_t*>(data_of(seq_lens));
   args.sliding_window = sliding_window;
   args.scale = static_cast<float>(scale);
+  VLLM_CHECK(std::isfinite(softcap) && softcap >= 0,
+             "softcap: given " << softcap << "; accepted: 0 (none) or more");
+  args.softcap = static_cast<float>(softcap);
   check_requests(args, query.size(0), block_tables.size(1));
   clear_rows_without_keys(args, out);
 

@@ -122,6 +122,32 @@ void silu_and_mul(TensorView x, TensorView out) {
   cpu::kernels().silu_and_mul(args);
 }
 
+// x [m, 2 n] -> out [m, n] = gelu(x[:, :n]) * x[:, n:]; is_tanh: by its approximation.
+void gelu_and_mul(TensorView x, TensorView out, bool is_tanh) {
+  cpu::GeluArgs args;
+  args.x = rows_of(x, "x");
+  args.out = rows_of(out, "out");
+  args.m = out.size(0);
+  args.n = out.size(1);
+  args.is_tanh = is_tanh;
+  check_size(x, "x", 0, args.m, "rows of out");
+  check_size(x, "x", 1, 2 * args.n, "twice the columns of out");
+  check_same_type(args.out.type, out, "out", args.x.type, "x");
+  cpu::kernels().gelu_and_mul(args);
+}
+
+// x [m, n] = softcap * tanh(x / softcap).
+void soft_cap(TensorView x, double softcap) {
+  VLLM_CHECK(std::isfinite(softcap) && softcap > 0,
+             "softcap: given " << softcap << "; accepted: a positive number");
+  cpu::SoftCapArgs args;
+  args.x = rows_of(x, "x");
+  args.m = x.size(0);
+  args.n = x.size(1);
+  args.softcap = static_cast<float>(softcap);
+  cpu::kernels().soft_cap(args);
+}
+
 // x [tokens, heads, dim] *= sigmoid(gate), gate of the same shape or [tokens, heads, 1].
 void mul_sigmoid(TensorView x, TensorView gate) {
   cpu::SigmoidArgs args;
@@ -147,6 +173,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm, fused_add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_embedding, rotary_embedding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_gated, rms_norm_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gelu_and_mul, gelu_and_mul);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(soft_cap, soft_cap);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mul_sigmoid, mul_sigmoid);
 
 }  // namespace vllm

@@ -133,6 +133,13 @@ SIMD_INLINE F32x16 exp(F32x16 v) {
   return select(less(x, set1(-86.0f)), zero(), add(scaled, scaled));
 }
 
+// softcap * tanh(v / softcap), with tanh(x) = 1 - 2 / (1 + e^2x).
+SIMD_INLINE F32x16 soft_cap(F32x16 v, float softcap) {
+  const F32x16 cap = set1(softcap);
+  const F32x16 grown = exp(mul(v, set1(2.0f / softcap)));
+  return sub(cap, div(add(cap, cap), add(set1(1.0f), grown)));
+}
+
 template <ElementType kType>
 struct Element;
 template <>

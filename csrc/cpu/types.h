@@ -73,6 +73,7 @@ struct AttentionArgs {
   int64_t num_requests, num_query_heads;
   int64_t sliding_window;  // 0: none
   float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: none
   // The plan; it decides who computes what, never a result.
   const QueryTile* query_tiles;
   int64_t num_query_tiles;
@@ -106,6 +107,19 @@ struct RotaryArgs {
 struct SiluArgs {
   Rows x, out;  // [m, 2 n] -> [m, n]
   int64_t m, n;
+};
+
+struct GeluArgs {
+  Rows x, out;  // [m, 2 n] -> [m, n]
+  int64_t m, n;
+  bool is_tanh;
+};
+
+// x = softcap * tanh(x / softcap).
+struct SoftCapArgs {
+  Rows x;  // [m, n]
+  int64_t m, n;
+  float softcap;
 };
 
 // x *= sigmoid(gate), with one gate for each element or for each head.
@@ -162,6 +176,8 @@ struct KernelTable {
   void (*rms_norm)(const NormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*silu_and_mul)(const SiluArgs&);
+  void (*gelu_and_mul)(const GeluArgs&);
+  void (*soft_cap)(const SoftCapArgs&);
   void (*mul_sigmoid)(const SigmoidArgs&);
   void (*causal_conv1d)(const ConvArgs&);
   void (*gated_delta_rule)(const DeltaRuleArgs&);

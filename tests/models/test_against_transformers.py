@@ -24,7 +24,7 @@ def as_inputs(token_lists):
 
 
 def reference(folder, name):
-    is_multimodal = name in ("mistral3", "qwen3_5-multimodal", "qwen3_5_moe-multimodal")
+    is_multimodal = name == "mistral3" or name.endswith("-multimodal")
     cls = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 

@@ -54,8 +54,11 @@ class Architecture(Checkpointed):
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
     field of one that lacks it; derives_layer_types: names of the fields it is derived from.
     renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
-    without any, of its other fields. ue8m0_requant_loses_accuracy: re-quantising its weights to
-    UE8M0 scales costs accuracy that was measured.
+    without any, of its other fields; rope: what transformers makes of the fields and of
+    rope_parameters as given; layer_ropes: of the fields, where each type of layers has its own.
+    omits_sizes: published configs lack sizes that the config class assumes.
+    ue8m0_requant_loses_accuracy: re-quantising its weights to UE8M0 scales costs accuracy that was
+    measured.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -65,7 +68,10 @@ class Architecture(Checkpointed):
     derives_layer_types: tuple[str, ...] = ()
     renamed_fields: Mapping[str, str] = field(default_factory=dict)
     rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    rope: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda fields, rope: rope
+    layer_ropes: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] | None = None
     partial_rotary_factor: float | None = None
+    omits_sizes: bool = False
     ue8m0_requant_loses_accuracy: bool = False
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +84,10 @@ class Architecture(Checkpointed):
 
     def decoder(self, config: Mapping[str, Any], source: str = "config.json") -> Decoder:
         """Of a text config. CheckpointError names the field that is wrong; source: of `config`."""
-        return self.describe(Fields(self.our_fields(config), self.defaults, source))
+        given = self.our_fields(config)
+        if self.omits_sizes:
+            given = {**self.defaults, **given}
+        return self.describe(Fields(given, self.defaults, source))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
+from vllm.architectures.activation import activation
 from vllm.architectures.decoder import (
+    SOFTCAP,
     Attention,
     CachedAttention,
     Decoder,
@@ -14,8 +16,9 @@ from vllm.architectures.decoder import (
     MoE,
     NormKind,
     QueryScaling,
+    Rope,
 )
-from vllm.architectures.fields import Fields
+from vllm.architectures.fields import ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
@@ -35,10 +38,15 @@ def decoder(
     rotary_head_dim: int | None = None,
 ) -> Decoder:
     """mixer, feed_forward: of layer i. rotary_head_dim: of its attention; None for head_dim."""
-    act = fields.get("hidden_act") or "silu"
-    if act not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {act!r} is not supported: it takes silu")
-    layers = range(fields.size("num_hidden_layers"))
+    layers = tuple(
+        DecoderLayer(mixer(fields, i), feed_forward(fields, i))
+        for i in range(fields.size("num_hidden_layers"))
+    )
+    if activation(fields) != "silu" and any(isinstance(one.feed_forward, MoE) for one in layers):
+        raise CheckpointError(
+            f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported: it takes "
+            f"silu in a model with experts"
+        )
     eps = fields.number("rms_norm_eps", 1e-6)
     if not 0 <= eps < 1:
         raise CheckpointError(
@@ -48,15 +56,38 @@ def decoder(
     hidden = dim(fields, "hidden_size")
     vocab = Dim("vocab_size", fields.size("vocab_size"), uneven="padded")
     return Decoder(
-        layers=tuple(DecoderLayer(mixer(fields, i), feed_forward(fields, i)) for i in layers),
+        layers=layers,
         hidden_size=hidden.size,
         lm_head=linear("lm_head", vocab, hidden, "column"),
         norm=norm,
         rms_norm_eps=eps,
         rotary_head_dim=rotary_head_dim or heads_of(fields)[2],
-        rope=fields.rope(),
+        ropes=ropes(fields, rotary_head_dim or heads_of(fields)[2]),
         max_position_embeddings=fields.optional("max_position_embeddings", 0, lowest=0),
     )
+
+
+def ropes(fields: Fields, head_dim: int, layer_types: tuple[str, ...] = ("",)) -> dict[str, Rope]:
+    """Of each type of layers. CheckpointError for lists of factors of the wrong length."""
+    found: dict[str, Rope] = {}
+    for layer_type in layer_types:
+        rope = found[layer_type] = fields.rope(layer_type)
+        num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        for name in ROPE_LISTS if rope.get("rope_type") == "longrope" else ():
+            factors = rope.get(name)
+            if not isinstance(factors, list) or not all(
+                type(one) in (int, float) and 0 < one < float("inf") for one in factors
+            ):
+                raise CheckpointError(
+                    f"{fields.source}: {name} = {str(factors)[:80]} in rope_parameters: it takes a "
+                    f"list of numbers above 0"
+                )
+            if len(factors) != num_pairs:
+                raise CheckpointError(
+                    f"{fields.source}: {name} in rope_parameters has {len(factors)} factors: "
+                    f"it takes {num_pairs}, one for each pair of the columns of a head that are rotated"
+                )
+    return found
 
 
 def heads_of(fields: Fields) -> tuple[int, int, int]:
@@ -78,7 +109,8 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """window: keys that each query sees, itself included; 0 for all. The rest as Attention has."""
+    """window: keys that each query sees, itself included; 0 for all. is_merged: whether checkpoints
+    hold the weights of q, k and v as one. The rest as Attention and CachedAttention have."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -86,6 +118,10 @@ class AttentionKind:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    rope: str | None = ""
+    scale: float | None = None
+    softcap: float = 0.0
+    is_merged: bool = False
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -98,11 +134,14 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     heads = Dim("num_attention_heads", num_heads, head_dim)
     queries = Dim("num_attention_heads", num_heads, head_dim * (1 + kind.is_gated))
     kv_heads = Dim("num_key_value_heads", num_kv_heads, head_dim, "repeated")
-    parts = (
+    parts: tuple[Part, ...] = (
         Part("q_proj", (queries,)),
         Part("k_proj", (kv_heads,)),
         Part("v_proj", (kv_heads,)),
     )
+    if kind.is_merged:
+        parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
+    variant = SOFTCAP if kind.softcap else ""
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
@@ -110,25 +149,38 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         name="self_attn",
         qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
         o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
-        attn=CachedAttention("self_attn.attn", heads, cache),
+        attn=CachedAttention("self_attn.attn", heads, cache, variant, kind.scale, kind.softcap),
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,
+        rope=kind.rope,
     )
 
 
-def gated_mlp(fields: Fields, layer: int = 0) -> GatedMLP:
+def gated_mlp(fields: Fields, layer: int = 0, is_merged: bool = False) -> GatedMLP:
+    """is_merged: whether checkpoints hold the weights of gate and up as one."""
     inner, bias = dim(fields, "intermediate_size"), fields.flag("mlp_bias")
-    return fields.once("mlp", lambda: gated_mlp_of(fields, "mlp", inner, bias))
+    act = activation(fields)
+    return fields.once("mlp", lambda: gated_mlp_of(fields, "mlp", inner, bias, is_merged, act))
 
 
-def gated_mlp_of(fields: Fields, name: str, inner: Dim, bias: bool = False) -> GatedMLP:
+def gated_mlp_of(
+    fields: Fields,
+    name: str,
+    inner: Dim,
+    bias: bool = False,
+    is_merged: bool = False,
+    act: str = "silu",
+) -> GatedMLP:
     hidden = dim(fields, "hidden_size")
-    parts = Part("gate_proj", (inner,)), Part("up_proj", (inner,))
+    parts: tuple[Part, ...] = (Part("gate_proj", (inner,)), Part("up_proj", (inner,)))
+    if is_merged:
+        parts = (Part("gate_up_proj", (inner, inner)),)
     return GatedMLP(
         name,
         LinearSpec(f"{name}.gate_up_proj", parts, hidden, "column", bias),
         linear(f"{name}.down_proj", hidden, inner, "row", bias),
+        act,
     )
 
 

@@ -17,6 +17,9 @@ from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec
 from vllm.utils.dataclasses import dataclass, replace
 
+SOFTCAP = "logit softcapping"
+"""The variant of attention whose scores have a bound."""
+
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
 
@@ -25,13 +28,17 @@ NormKind = Literal["rms", "rms_zero_centred"]
 class CachedAttention:
     """Attention over the paged cache, and the writing of that cache.
 
-    variant: what is computed besides or instead of plain attention, "" for that.
+    variant: what is computed besides or instead of plain attention, "" for that. scale: of scores
+    before the softmax, None for head_dim ** -0.5. softcap: of the variant SOFTCAP, whose scores
+    become softcap * tanh(score / softcap).
     """
 
     name: str
     heads: Dim
     cache: FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec
     variant: str = ""
+    scale: float | None = None
+    softcap: float = 0.0
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -90,7 +97,8 @@ class QueryScaling:
 @dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
-    output. qk_norm: over each head of q and k, before the rotation."""
+    output. qk_norm: over each head of q and k, before the rotation. rope: which of `Decoder.ropes`
+    rotates q and k; None for no rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -99,6 +107,7 @@ class Attention:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    rope: str | None = ""
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -148,9 +157,12 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class GatedMLP:
+    """activation: of the gate, a value of `activation.ACTIVATIONS`."""
+
     name: str
     gate_up_proj: LinearSpec
     down_proj: LinearSpec
+    activation: str = "silu"
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -190,8 +202,30 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True)
+class LayerNorms:
+    """Names of the norms of a decoder layer, "" for none: of what its mixer and its feed-forward
+    read, and of what they give before it is added to the residual."""
+
+    before_mixer: str = "input_layernorm"
+    after_mixer: str = ""
+    before_feed_forward: str = "post_attention_layernorm"
+    after_feed_forward: str = ""
+
+
+Rope = Mapping[str, Any]
+"""rope_parameters of a config, of one kind of layers."""
+
+
+@dataclass(frozen=True)
 class Decoder:
-    """rope: rope_parameters of the config, for heads of rotary_head_dim."""
+    """ropes: rotary embeddings by the names that attention layers give, for heads of
+    rotary_head_dim; the most have one, "". is_neox: whether they rotate pairs (i, i + rotary_dim /
+    2), or (2 i, 2 i + 1).
+
+    embedding_multiplier, residual_multiplier: of token embeddings, and of what a mixer or a
+    feed-forward adds to the residual. logits_scaling: what logits are divided by.
+    final_logit_softcapping: logits become softcap * tanh(logit / softcap); 0 for none.
+    """
 
     layers: tuple[DecoderLayer, ...]
     hidden_size: int
@@ -199,8 +233,14 @@ class Decoder:
     norm: NormKind
     rms_norm_eps: float
     rotary_head_dim: int
-    rope: Mapping[str, Any]
+    ropes: Mapping[str, Rope]
     max_position_embeddings: int
+    is_neox: bool = True
+    layer_norms: LayerNorms = LayerNorms()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    final_logit_softcapping: float = 0.0
 
     @property
     def vocab_size(self) -> int:

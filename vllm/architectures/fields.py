@@ -29,6 +29,7 @@ _LIMITS = {
     "linear_value_head_dim": 256,
     "linear_conv_kernel_dim": 8,
 }
+ROPE_LISTS = ("short_factor", "long_factor")
 ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",
                 "partial_rotary_factor", "low_freq_factor", "high_freq_factor")  # fmt: skip
 
@@ -108,9 +109,21 @@ class Fields:
             )
         return kinds[layer] if kinds else None
 
-    def rope(self) -> dict[str, Any]:
-        """rope_parameters; {} where there are none, or of a form that is not read here."""
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0; `default` where it is missing or null."""
+        value = self.number(name, default)
+        if value <= 0 and self.get(name) is not None:
+            raise CheckpointError(
+                f"{self.source}: {name} = {value!r}: it takes a number above 0, or null"
+            )
+        return value
+
+    def rope(self, layer_type: str = "") -> dict[str, Any]:
+        """rope_parameters, or those of a type of layers; {} where there are none, or of a form
+        that is not read here."""
         rope = self.get("rope_parameters")
+        if layer_type and isinstance(rope, dict):
+            rope = rope.get(layer_type)
         if not isinstance(rope, dict):
             return {}
         for name in ROPE_NUMBERS:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Composite
+from vllm.architectures.fields import ROPE_LISTS
 from vllm.architectures.registry import composite, text_architecture
 from vllm.errors import CheckpointError
 
@@ -18,8 +19,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ROPE_LISTS,
 }
 
 
@@ -128,6 +131,13 @@ def _rope(
 ) -> dict[str, Any]:
     """One flat dictionary of what older configs spread over rope_theta, rope_scaling and
     partial_rotary_factor."""
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    _require(head_dim % 2 == 0)
+    if architecture.layer_ropes is not None:
+        _require("rope_scaling" not in raw or isinstance(raw["rope_scaling"], dict | None))
+        ropes = architecture.layer_ropes(raw)
+        _require(isinstance(ropes, dict) and ropes.keys() <= _LAYER_TYPES)
+        return {kind: _one_rope(raw, fields, rope, architecture) for kind, rope in ropes.items()}
     given = raw.get("rope_scaling") or raw.get("rope_parameters")
     given = architecture.rope_defaults(fields) if given is None else given
     _require(isinstance(given, dict) and _LAYER_TYPES.isdisjoint(given))
@@ -135,16 +145,24 @@ def _rope(
     factor = raw.get("partial_rotary_factor", architecture.partial_rotary_factor)
     if factor is not None:
         rope.setdefault("partial_rotary_factor", factor)
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    _require(type(kind) is str and kind in ROPE_NEEDS and rope.keys() >= {*ROPE_NEEDS[kind]})
-    if kind in ("llama3", "yarn"):
-        _require("original_max_position_embeddings" not in raw)
+    return _one_rope(raw, fields, rope, architecture)
+
+
+def _one_rope(
+    raw: Mapping[str, Any], fields: Mapping[str, Any], rope: Any, architecture: Architecture
+) -> dict[str, Any]:
+    _require(isinstance(rope, dict))
+    _require(type(rope.setdefault("rope_type", rope.get("type", "default"))) is str)
+    rope = architecture.rope(fields, rope)
+    kind = rope["rope_type"]
+    _require(kind in ROPE_NEEDS and rope.keys() >= {*ROPE_NEEDS[kind]})
+    if kind in ("llama3", "yarn", "longrope"):
+        is_own = "original_max_position_embeddings" in architecture.defaults
+        _require(is_own or "original_max_position_embeddings" not in raw)
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    for name in ("rope_theta", "partial_rotary_factor", *ROPE_NEEDS[kind]):
+    for name in {"rope_theta", "partial_rotary_factor", *ROPE_NEEDS[kind]} - {*ROPE_LISTS}:
         value = rope.get(name, 1.0)
         _require(type(value) in (int, float) and value > 0)
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    _require(head_dim % 2 == 0)
     return rope
 
 

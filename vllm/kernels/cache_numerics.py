@@ -82,12 +82,22 @@ def _step_error(kernel: PagedAttention, pages: "_Pages", step: "Sequence[_Reques
     )
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """float32 [T, heads, head_dim] of the last T positions q [T, heads, head_dim], with float32 k
-    and v [keys, kv heads, head_dim] of all. window: 0 for none."""
+    and v [keys, kv heads, head_dim] of all. window, softcap: 0 for none. scale: None for
+    head_dim ** -0.5."""
     num_new, dim = len(q), q.shape[2]
     by_kv_head = q.float().view(num_new, k.shape[1], -1, dim)
-    scores = torch.einsum("qhgd,khd->hgqk", by_kv_head, k) * dim**-0.5
+    scores = torch.einsum("qhgd,khd->hgqk", by_kv_head, k) * (scale or dim**-0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(len(k), device=k.device)
     behind = position[len(k) - num_new :, None] - position
     is_seen = (behind >= 0) & ((behind < window) | (window == 0))
@@ -244,8 +254,11 @@ class _Pages:
             new.append(given[num_keys - num_new :])
             wide.append(stored.float() * scale)
         q = self._draw.queries(num_new, problem.num_heads)
+        # The same scores whatever they are scaled with.
+        q *= problem.head_dim**-0.5 / problem.softmax_scale
         k, v = wide
-        expected = attention_reference(q, k, v, problem.sliding_window)
+        options = problem.sliding_window, problem.softmax_scale, problem.softcap
+        expected = attention_reference(q, k, v, *options)
         return _Request(torch.cat([q, *new], 1), expected, pages, num_keys)
 
     def batch(self, requests: Sequence[_Request]) -> AttentionBatch:

@@ -17,16 +17,25 @@ from torch import Tensor
 
 from vllm.ops.native_ops import NativeOps
 from vllm.ops.paged_attention import CacheTarget
+from vllm.ops.torch_ops import soft_cap
 from vllm.platforms import native
 
 try:
     from vllm.kernels.triton.delta_rule import causal_conv1d
-    from vllm.kernels.triton.gates import mul_sigmoid, rms_norm_gated
+    from vllm.kernels.triton.gates import gelu_and_mul, mul_sigmoid, rms_norm_gated
     from vllm.kernels.triton.moe_router import choose_experts
 except ImportError:
-    from vllm.ops.torch_ops import causal_conv1d, choose_experts, mul_sigmoid, rms_norm_gated
+    from vllm.ops.torch_ops import (
+        causal_conv1d,
+        choose_experts,
+        gelu_and_mul,
+        mul_sigmoid,
+        rms_norm_gated,
+    )
 
-__all__ = ["causal_conv1d", "choose_experts", "mul_sigmoid", "rms_norm_gated"]
+__all__ = [
+    "causal_conv1d", "choose_experts", "gelu_and_mul", "mul_sigmoid", "rms_norm_gated", "soft_cap",
+]  # fmt: skip
 
 _ops = NativeOps("cuda_")
 rms_norm, fused_add_rms_norm = _ops.rms_norm, _ops.fused_add_rms_norm

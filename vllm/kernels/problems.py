@@ -111,8 +111,9 @@ def attention_problems(
     kv_heads, window = cache.kv_heads.per_rank(tp), getattr(cache, "window", 0)
     heads = spec.heads.per_rank(tp)
     cache_variant = spec.variant if isinstance(cache, MLAAttentionSpec) else ""
+    scores = window, spec.variant, spec.scale, spec.softcap
     return (
-        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window, spec.variant),
+        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, *scores),
         KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype, cache_variant),
     )
 

@@ -23,6 +23,8 @@ _linear_pack = _library.linear_pack
 _linear = _library.linear
 _rms_norm_gated = _library.rms_norm_gated
 _mul_sigmoid = _library.mul_sigmoid
+_gelu_and_mul = _library.gelu_and_mul
+_soft_cap = _library.soft_cap
 _causal_conv1d = _library.causal_conv1d
 _gated_delta_rule = _library.gated_delta_rule
 _reshape_and_cache = _library.reshape_and_cache
@@ -136,6 +138,20 @@ def qk_norm_rotary(
     rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
 
 
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n] = gelu(x[:, :n]) * x[:, n:]. approximate: `none`, to 1.5e-7 of
+    the gate, or `tanh`."""
+    if out is None:
+        out = x.new_empty((x.shape[0], x.shape[1] // 2))
+    _gelu_and_mul(x, out, approximate == "tanh")
+    return out
+
+
+def soft_cap(x: Tensor, softcap: float) -> None:
+    """In place: x [tokens, n] = softcap * tanh(x / softcap), in float32."""
+    _soft_cap(x, softcap)
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1].
 
@@ -208,6 +224,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache.
 
@@ -215,7 +232,8 @@ def paged_attention(
     the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
     block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
     (p - sliding_window, p], or [0, p] where the window is 0. Rows of requests of no keys, which
-    fill up a batch of a fixed size, become zeros.
+    fill up a batch of a fixed size, become zeros. `softcap`: scaled scores become softcap *
+    tanh(score / softcap); 0 for none.
     """
     if out is None:
         out = query.new_empty(query.shape)
@@ -223,7 +241,7 @@ def paged_attention(
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     batch = block_tables, query_start_loc, seq_lens
     scales = k_scale, v_scale
-    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales)
+    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, softcap)
     return out
 
 

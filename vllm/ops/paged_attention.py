@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class PagedAttention:
         self._write = write
         self.problem = problem
         self.dtype = dtype_of(problem.format)
-        self.scale = problem.head_dim**-0.5
+        self.scale = problem.softmax_scale
         self.k_scale = self.v_scale = 1.0
         self.k_cache = self.v_cache = torch.empty(0)
 
@@ -139,11 +139,13 @@ class PagedAttention:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]. What was
         written to `target` is not read here."""
         self.write(k, v, batch)
-        bounds = (
+        bounds: dict[str, Any] = (
             {"max_query_len": batch.max_query_len, "max_seq_len": batch.max_seq_len}
             if self.k_cache.is_cuda
             else {}
         )
+        if self.problem.softcap:
+            bounds["softcap"] = self.problem.softcap
         requests = batch.block_tables, batch.query_start_loc, batch.seq_lens
         options = self.scale, self.problem.sliding_window, self.k_scale, self.v_scale
         return self._attend(q, self.k_cache, self.v_cache, *requests, *options, **bounds)

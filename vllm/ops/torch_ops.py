@@ -122,6 +122,18 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _deliver((torch.nn.functional.silu(gate) * up).to(x.dtype), out)
 
 
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n] = gelu(x[:, :n]) * x[:, n:]; approximate: none or tanh."""
+    gate, up = x.float().chunk(2, -1)
+    gelu = torch.nn.functional.gelu(gate, approximate=approximate)
+    return _deliver((gelu * up).to(x.dtype), out)
+
+
+def soft_cap(x: Tensor, softcap: float) -> None:
+    """In place: x [tokens, n] = softcap * tanh(x / softcap), in float32."""
+    x.copy_(softcap * torch.tanh(x.float() / softcap))
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1]."""
     x.copy_(x.float() * torch.sigmoid(gate.float()))
@@ -178,8 +190,10 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache."""
+    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. softcap: scores
+    become softcap * tanh(score / softcap); 0 for none."""
     result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
@@ -195,6 +209,8 @@ def paged_attention(
         values = v_cache[blocks].float().transpose(0, 1).flatten(1, 2)[:, :seq_len] * v_scale
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         scores = query[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(seq_len, device=query.device)
         ahead = position[seq_len - query_len :, None] - position
         is_seen = ahead >= 0

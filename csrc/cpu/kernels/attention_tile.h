@@ -71,7 +71,8 @@ SIMD_INLINE const StorageOf<kType>* value_at(const TileWork& work, KeyPlace plac
 // Softmax numerators of one row in place of its scores over `range`: e^(score - max) where the
 // row sees the key, exactly 0 elsewhere. A stale key's score may be NaN: it is replaced, never
 // multiplied.
-inline void softmax_row(float* scores, KeyRange range, KeyRange seen, float* max, float* sum) {
+inline void softmax_row(float* scores, KeyRange range, KeyRange seen, float softcap, float* max,
+                        float* sum) {
   const int begin = range.begin / kLanes * kLanes;
   F32x16 largest = set1(kNegativeInfinity);
   for (int k = begin; k < range.end; k += kLanes) {
@@ -80,6 +81,10 @@ inline void softmax_row(float* scores, KeyRange range, KeyRange seen, float* max
       continue;
     }
     F32x16 score = load(scores + k);
+    if (softcap > 0.0f) {
+      score = soft_cap(score, softcap);
+      store(scores + k, score);
+    }
     if (k < seen.begin || k + kLanes > seen.end) {
       score = keep_lanes(score, seen.begin - k, seen.end - k, kNegativeInfinity);
       store(scores + k, score);
@@ -101,7 +106,7 @@ SIMD_INLINE void softmax_rows(const TileWork& work, int64_t first_key, int64_t r
                               int64_t row_end, KeyRange range) {
   for (int64_t r = row_begin; r < row_end; ++r) {
     softmax_row(work.scores + r * kKeyTile, range, visible_keys(work, first_key, r, r + 1),
-                work.tile_max + r, work.tile_sum + r);
+                work.args->softcap, work.tile_max + r, work.tile_sum + r);
   }
 }
 

@@ -1,5 +1,5 @@
-// Row-wise layers: RMS norm, rotary embedding, SiLU and sigmoid gates. Each row is computed alone,
-// its sums in one fixed order of sixteen-lane vectors.
+// Row-wise layers: RMS norm, rotary embedding, SiLU, GELU and sigmoid gates. Each row is computed
+// alone, its sums in one fixed order of sixteen-lane vectors.
 #include "parallel.h"
 
 namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
@@ -26,6 +26,25 @@ int lanes_left(int64_t size, int64_t at) {
 SIMD_INLINE F32x16 exp_of_minus_plus_1(F32x16 x) { return add(set1(1.0f), exp(sub(zero(), x))); }
 SIMD_INLINE F32x16 silu(F32x16 x) { return div(x, exp_of_minus_plus_1(x)); }
 SIMD_INLINE F32x16 sigmoid(F32x16 x) { return div(set1(1.0f), exp_of_minus_plus_1(x)); }
+
+// x * sigmoid(2 u) with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x / 2 * (1 + tanh(u)).
+SIMD_INLINE F32x16 gelu_tanh(F32x16 x) {
+  const F32x16 cubic = fma(mul(x, x), set1(0.044715f), set1(1.0f));
+  return div(x, exp_of_minus_plus_1(mul(mul(x, cubic), set1(1.5957691216f))));
+}
+
+// x * Phi(x); the normal distribution's tail by Abramowitz and Stegun 7.1.26, to 1.5e-7.
+SIMD_INLINE F32x16 gelu(F32x16 x) {
+  const F32x16 z = mul(max(x, sub(zero(), x)), set1(0.70710678f));
+  const F32x16 t = div(set1(1.0f), fma(z, set1(0.3275911f), set1(1.0f)));
+  F32x16 p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const F32x16 tail = mul(mul(mul(p, t), exp(sub(zero(), mul(z, z)))), set1(0.5f));
+  return mul(x, select(less(x, zero()), tail, sub(set1(1.0f), tail)));
+}
 
 template <ElementType kType>
 void norm_row(const NormArgs& args, int64_t token, int64_t head) {
@@ -160,6 +179,35 @@ void silu_and_mul(const SiluArgs& args) {
         const F32x16 gate = load_first<kType>(x + i, count);
         const F32x16 up = load_first<kType>(x + args.n + i, count);
         store_first<kType>(out + i, mul(silu(gate), up), count);
+      }
+    });
+  });
+}
+
+void gelu_and_mul(const GeluArgs& args) {
+  share_rows(args.m, args.n, [&](int64_t row) {
+    with_float_type(args.x.type, [&](auto tag) {
+      constexpr ElementType kType = decltype(tag)::value;
+      const auto* x = static_cast<const StorageOf<kType>*>(args.x.data) + row * args.x.stride;
+      auto* out = static_cast<StorageOf<kType>*>(args.out.data) + row * args.out.stride;
+      for (int64_t i = 0; i < args.n; i += kLanes) {
+        const int count = lanes_left(args.n, i);
+        const F32x16 gate = load_first<kType>(x + i, count);
+        const F32x16 up = load_first<kType>(x + args.n + i, count);
+        store_first<kType>(out + i, mul(args.is_tanh ? gelu_tanh(gate) : gelu(gate), up), count);
+      }
+    });
+  });
+}
+
+void soft_cap(const SoftCapArgs& args) {
+  share_rows(args.m, args.n, [&](int64_t row) {
+    with_float_type(args.x.type, [&](auto tag) {
+      constexpr ElementType kType = decltype(tag)::value;
+      auto* x = static_cast<StorageOf<kType>*>(args.x.data) + row * args.x.stride;
+      for (int64_t i = 0; i < args.n; i += kLanes) {
+        const int count = lanes_left(args.n, i);
+        store_first<kType>(x + i, soft_cap(load_first<kType>(x + i, count), args.softcap), count);
       }
     });
   });

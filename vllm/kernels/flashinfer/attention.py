@@ -204,7 +204,7 @@ def _plan_options(problem: AttentionProblem) -> dict[str, Any]:
         "window_left": problem.sliding_window - 1 if problem.sliding_window else -1,
         "q_data_type": dtype_of(problem.dtype),
         "kv_data_type": dtype_of(problem.format),
-        "sm_scale": problem.head_dim**-0.5,
+        "sm_scale": problem.softmax_scale,
     }
 
 

@@ -160,7 +160,9 @@ class _CacheProblem:
 class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
-    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention. scale:
+    of scores before the softmax, None for head_dim ** -0.5. softcap: scaled scores become softcap *
+    tanh(score / softcap), 0 for none; the variant says so too.
     """
 
     family: ClassVar[str] = "attention"
@@ -172,6 +174,12 @@ class AttentionProblem(_CacheProblem):
     dtype: str = "bf16"
     sliding_window: int = 0
     variant: str = ""
+    scale: float | None = None
+    softcap: float = 0.0
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"

@@ -123,6 +123,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
     *,
     max_query_len: int,
     max_seq_len: int,
@@ -133,7 +134,8 @@ def paged_attention(
     query_len of a request's seq_len keys belong to its new tokens. Rows of requests of no keys,
     and those past query_start_loc[R], become zeros. `max_query_len` and `max_seq_len` bound what
     is in these tensors and choose the grid; all else is read on the device, so that a captured
-    graph serves other lengths within the bounds. Memory for partial results comes from torch's
+    graph serves other lengths within the bounds. `softcap`: scaled scores become softcap *
+    tanh(score / softcap), 0 for none. Memory for partial results comes from torch's
     allocator at each call: a captured graph has its own.
     """
     out = torch.empty_like(query) if out is None else out
@@ -141,7 +143,7 @@ def paged_attention(
         return out
     call = _Call(
         out, query, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-        scale * k_scale * LOG2_E, v_scale, sliding_window,
+        *score_scales(scale * k_scale, softcap), v_scale, sliding_window,
     )  # fmt: skip
     has_others = seq_lens.shape[0] > 1
     if max_query_len > 1:
@@ -179,6 +181,14 @@ def reshape_and_cache(
     )  # fmt: skip
 
 
+def score_scales(scale: float, softcap: float) -> tuple[float, float | None]:
+    """What the kernels multiply a score with, and the bound that it then has, in powers of two: the
+    first brings it to twice the argument of the tanh where there is one."""
+    if not softcap:
+        return scale * LOG2_E, None
+    return 2 * scale / softcap * LOG2_E, softcap * LOG2_E
+
+
 class _Call(NamedTuple):
     out: Tensor
     query: Tensor
@@ -188,6 +198,7 @@ class _Call(NamedTuple):
     query_start_loc: Tensor
     seq_lens: Tensor
     qk_scale: float
+    softcap: float | None
     v_scale: float
     sliding_window: int
 
@@ -228,7 +239,8 @@ def _prefill(call: _Call, min_query_len: int) -> None:
         tile, other = few, many
         num_programs, values = arguments(few)
     prefill_kernel[(num_programs,)](*values, **sizes, **tile.options())
-    compiled_for = (query.dtype, call.k_cache.dtype, query.device, *sizes.values())
+    caps = call.softcap is not None
+    compiled_for = (query.dtype, call.k_cache.dtype, query.device, caps, *sizes.values())
     if few != many and query.is_cuda and compiled_for not in _compiled:
         _compiled.add(compiled_for)
         prefill_kernel.warmup(*arguments(other)[1], grid=(1,), **sizes, **other.options())

@@ -63,6 +63,15 @@ def _begin_softmax(BLOCK_M: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
+def _cap(scores, qk_scale, softcap):
+    """Scores, and what they are still to be multiplied with. With a cap they are bounded before
+    keys are masked: softcap * tanh(x), with tanh(x) = 1 - 2 / (1 + 2^(score * qk_scale))."""
+    if softcap is None:
+        return scores, qk_scale
+    return softcap - 2 * softcap / (1 + tl.exp2(scores * qk_scale)), 1.0
+
+
+@triton.jit
 def _add_tile(
     acc, row_max, row_sum, scores, v, qk_scale, DTYPE: tl.constexpr, MASKED: tl.constexpr
 ):
@@ -168,7 +177,7 @@ def _store_split(
 
 @triton.jit
 def _attend_split(
-    query, keys, values, table, begin, end, oldest, qk_scale,
+    query, keys, values, table, begin, end, oldest, qk_scale, softcap,
     ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -182,10 +191,11 @@ def _attend_split(
         v = _load_tile(values, blocks, first, end, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
         blocks = _load_blocks(table, columns + BLOCK_N, end, BLOCK_SIZE)
         scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        scores, factor = _cap(scores, qk_scale, softcap)
         is_seen = (columns >= oldest) & (columns < end)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         acc, row_max, row_sum = _add_tile(
-            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, True
+            acc, row_max, row_sum, scores, v, factor, query.dtype, True
         )
     return acc, row_max, row_sum
 
@@ -196,8 +206,8 @@ def _attend_split(
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, v_scale, sliding_window, partial, partial_lse, num_arrived, num_tokens, table_stride,
-    min_split, q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, partial, partial_lse, num_arrived, num_tokens,
+    table_stride, min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -236,7 +246,7 @@ def decode_kernel(
     acc, row_max, row_sum = _attend_split(
         query, k_cache + kv_head * DIM, v_cache + kv_head * DIM,
         block_tables + request * table_stride.to(tl.int64), begin,
-        tl.minimum(begin + length, seq_len), oldest, qk_scale,
+        tl.minimum(begin + length, seq_len), oldest, qk_scale, softcap,
         KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     result = _normalise(acc, row_sum, v_scale)
@@ -286,7 +296,7 @@ def _seen_tiles(first_position, last_position, sliding_window, BLOCK_N: tl.const
 
 @triton.jit
 def _attend_full_tiles(
-    acc, row_max, row_sum, query, keys, values, table, begin, end, qk_scale,
+    acc, row_max, row_sum, query, keys, values, table, begin, end, qk_scale, softcap,
     ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -301,8 +311,9 @@ def _attend_full_tiles(
         after = first + BLOCK_N + offsets
         blocks = tl.load(table + after // BLOCK_SIZE, index + 1 < end, 0)
         scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        scores, factor = _cap(scores, qk_scale, softcap)
         acc, row_max, row_sum = _add_tile(
-            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, False
+            acc, row_max, row_sum, scores, v, factor, query.dtype, False
         )
     return acc, row_max, row_sum
 
@@ -310,7 +321,7 @@ def _attend_full_tiles(
 @triton.jit
 def _attend_cut_tiles(
     acc, row_max, row_sum, query, keys, values, table, positions, tiles, seq_len, sliding_window,
-    qk_scale, ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    qk_scale, softcap, ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The tiles before and after the full ones: of the window's old edge, and of the diagonal."""
@@ -323,11 +334,12 @@ def _attend_cut_tiles(
         k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
         v = _load_tile(values, blocks, first, seq_len, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
         scores = tl.dot(query, tl.trans(k.to(query.dtype)))
+        scores, factor = _cap(scores, qk_scale, softcap)
         newest = (positions - first)[:, None]
         is_seen = (offsets[None, :] <= newest) & (offsets[None, :] > newest - sliding_window)
         scores = tl.where(is_seen, scores, float("-inf"))
         acc, row_max, row_sum = _add_tile(
-            acc, row_max, row_sum, scores, v, qk_scale, query.dtype, True
+            acc, row_max, row_sum, scores, v, factor, query.dtype, True
         )
     return acc, row_max, row_sum
 
@@ -341,7 +353,7 @@ def _attend_cut_tiles(
 )  # fmt: skip
 def prefill_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, v_scale, sliding_window, num_tokens, num_requests, num_tiles, table_stride,
+    qk_scale, softcap, v_scale, sliding_window, num_tokens, num_requests, num_tiles, table_stride,
     min_query_len, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -382,12 +394,12 @@ def prefill_kernel(
     keys, values = k_cache + kv_head * DIM, v_cache + kv_head * DIM
     acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
     acc, row_max, row_sum = _attend_full_tiles(
-        acc, row_max, row_sum, query, keys, values, table, tiles[1], tiles[2], qk_scale,
+        acc, row_max, row_sum, query, keys, values, table, tiles[1], tiles[2], qk_scale, softcap,
         KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     acc, row_max, row_sum = _attend_cut_tiles(
         acc, row_max, row_sum, query, keys, values, table, seq_len - query_len + tokens, tiles,
-        seq_len, window, qk_scale, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
+        seq_len, window, qk_scale, softcap, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     pointers = out + (token_rows * out_token + heads * out_head)[:, None] + dims[None, :]
     result = _normalise(acc, row_sum, v_scale)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Outputs of heads times a function of a gate, in Triton: one launch each (contract: `vllm.ops`).
+"""Values times a function of a gate, in Triton: one launch each (contract: `vllm.ops`).
 
 Names in capitals are compile-time constants.
 """
@@ -59,6 +59,42 @@ def _sigmoid_kernel(
         g = tl.load(own + at, mask=is_column, other=0.0).to(tl.float32)
     values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
     tl.store(place, (values / (1.0 + tl.exp(-g))).to(x.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _gelu_kernel(
+    x, out, x_stride, N: tl.constexpr, IS_TANH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of a token's columns). tanh(u) = 2 * sigmoid(2 u) - 1."""
+    begin_dependent(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < N
+    place = x + token * x_stride + column
+    gate = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(place + N, mask=is_column, other=0.0).to(tl.float32)
+    if IS_TANH:
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        share = 1.0 / (1.0 + tl.exp(-twice))
+    else:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    y = gate * share * up
+    tl.store(out + token * N + column, y.to(out.dtype.element_ty), mask=is_column)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [T, 2 n] -> [T, n] = gelu(x[:, :n]) * x[:, n:]. approximate: `none`, or `tanh`."""
+    num_tokens, n = x.shape[0], x.shape[1] // 2
+    result = x.new_empty((num_tokens, n)) if out is None else out
+    assert x.stride(1) == 1 and result.is_contiguous()
+    if num_tokens:
+        block = min(next_power_of_2(n), 512 if num_tokens < 64 else 2048)
+        _gelu_kernel[(num_tokens, cdiv(n, block))](
+            x, result, x.stride(0), N=n, IS_TANH=approximate == "tanh", BLOCK=block,
+            num_warps=NUM_WARPS, **launch_dependent(x.device),
+        )  # fmt: skip
+    return result
 
 
 def rms_norm_gated(

@@ -32,12 +32,15 @@ class Embedding(nn.Module):
 
 class LMHead(ColumnParallelLinear):
     """Logits [S, vocab] in the model's type, the same on all tensor-parallel ranks, each of which
-    computes some of the columns. Tied: takes the embedding's weight instead of a slot."""
+    computes some of the columns, scaled and soft-capped as the decoder says. Tied: takes the
+    embedding's weight instead of a slot."""
 
     def __init__(self, ctx: ModelContext, spec: LinearSpec, embedding: nn.Module):
         super().__init__(ctx, "", spec)
         self.vocab_size = spec.parts[0].num_rows
-        self.tied = ctx.ties_embeddings
+        self.tied, self.ops = ctx.ties_embeddings, ctx.ops
+        self.logits_scaling = ctx.decoder.logits_scaling
+        self.softcap = ctx.decoder.final_logit_softcapping
         if self.tied:
             self.weight = embedding.weight
 
@@ -58,5 +61,10 @@ class LMHead(ColumnParallelLinear):
         return nn.Parameter(own, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.group.gather_columns(self.multiply(x))
+        own = self.multiply(x)
+        if self.logits_scaling != 1:
+            own /= self.logits_scaling
+        if self.softcap:
+            self.ops.soft_cap(own, self.softcap)
+        logits = self.group.gather_columns(own)
         return logits[:, : self.vocab_size].contiguous()

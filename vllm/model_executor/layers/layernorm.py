@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import NormKind
-from vllm.distributed.groups import Addend, PartialSum, total
+from vllm.distributed.groups import Addend, PartialSum, own_part, total
 from vllm.kernels.activations import Activation, Reader, UnaddedRows
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
@@ -55,3 +55,28 @@ class ZeroCentredRMSNorm(RMSNorm):
 
 
 NORMS: dict[NormKind, type[RMSNorm]] = {"rms": RMSNorm, "rms_zero_centred": ZeroCentredRMSNorm}
+
+
+class ResidualNorms:
+    """The norms around a mixer or a feed-forward, None for none, and what its output is multiplied
+    by before it is added to the residual."""
+
+    def __init__(self, before: RMSNorm | None, after: RMSNorm | None, multiplier: float):
+        self._before, self._after, self._multiplier = before, after, multiplier
+
+    def read(self, x: Addend, residual: Tensor, reader: Reader) -> Activation:
+        """residual += x in place, and what `reader` reads of it."""
+        if self._before is not None:
+            return self._before.add(x, residual, reader)
+        residual += total(x)
+        quant = reader.input_quant(residual.shape[0])
+        return quant.quantise(residual) if quant else residual
+
+    def written(self, x: Addend) -> Addend:
+        """What is to be added to the residual, in place of x."""
+        if self._after is not None:
+            x = self._after(total(x))
+        if self._multiplier != 1:
+            x = x if isinstance(x, PartialSum) else total(x)
+            own_part(x).mul_(self._multiplier)
+        return x

@@ -1,29 +1,30 @@
 """Rotary position embedding, with the frequencies of each variant."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vllm.architectures.decoder import Decoder
+from vllm.architectures.decoder import Rope
 from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
 from vllm.ops.paged_attention import CacheTarget
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k in place. One per model, shared by its layers.
+    """Rotates q and k in place. One for each of the model's ropes, shared by its layers; rope None
+    leaves them as they are.
 
     cos_sin_cache: float32 [max_model_len, rotary_dim], cos in the first half. rotary_dim: how many
     columns of a head are rotated, the first ones (`partial_rotary_factor` of the config).
     """
 
-    def __init__(self, ctx: ModelContext):
+    def __init__(self, ctx: ModelContext, rope: Rope | None):
         super().__init__()
-        self.ops = ctx.ops
-        inv_freq, factor = _frequencies(ctx.decoder)
+        self.ops, self.is_neox = ctx.ops, ctx.decoder.is_neox
+        inv_freq, factor = _frequencies(ctx, rope)
         angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
         self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
@@ -33,14 +34,18 @@ class RotaryEmbedding(nn.Module):
         """q [T, heads, head_dim], k [T, kv heads, head_dim]; may be views with strides. With a
         target K goes there instead, and V too."""
         if target is None:
-            self.ops.rotary_embedding(positions, q, k, self.cos_sin_cache)
+            self.ops.rotary_embedding(positions, q, k, self.cos_sin_cache, self.is_neox)
         else:
-            self.ops.rotary_into_cache(positions, q, k, target, self.cos_sin_cache)
+            self.ops.rotary_into_cache(
+                positions, q, k, target, self.cos_sin_cache, is_neox=self.is_neox
+            )
 
 
-def _frequencies(decoder: Decoder) -> tuple[Tensor, float]:
+def _frequencies(ctx: ModelContext, rope: Rope | None) -> tuple[Tensor, float]:
     """float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
-    rope = decoder.rope
+    decoder = ctx.decoder
+    if rope is None:  # angles of 0: a kernel that rotates K into the cache serves all layers
+        return torch.zeros(decoder.rotary_head_dim // 2), 1.0
     kind = rope.get("rope_type", "default")
     if kind not in ("default", *_SCALED):
         raise CheckpointError(
@@ -52,19 +57,28 @@ def _frequencies(decoder: Decoder) -> tuple[Tensor, float]:
     wide = rope["rope_theta"] ** exponents
     if kind == "default":
         return 1.0 / wide, 1.0
-    original = rope.get("original_max_position_embeddings")
-    return _SCALED[kind](wide, rope, original or decoder.max_position_embeddings)
+    original = rope.get("original_max_position_embeddings") or decoder.max_position_embeddings
+    lengths = _Lengths(original, decoder.max_position_embeddings, ctx.max_model_len)
+    return _SCALED[kind](wide, rope, lengths)
 
 
-def _linear(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+class _Lengths(NamedTuple):
+    """Positions of pre-training, of the model, and to be served."""
+
+    original: int
+    trained: int
+    served: int
+
+
+def _linear(wide: Tensor, rope: Rope, lengths: _Lengths) -> tuple[Tensor, float]:
     return 1.0 / wide / rope["factor"], 1.0
 
 
-def _llama3(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+def _llama3(wide: Tensor, rope: Rope, lengths: _Lengths) -> tuple[Tensor, float]:
     """Llama 3.1: long waves are slowed down by `factor`, short ones are not, with a linear passage
     between them. https://github.com/meta-llama/llama-models, models/llama3/model.py"""
     low, high, factor = (rope[n] for n in ("low_freq_factor", "high_freq_factor", "factor"))
-    inv_freq = 1.0 / wide
+    inv_freq, original = 1.0 / wide, lengths.original
     wavelength = 2 * math.pi / inv_freq
     smooth = (original / wavelength - low) / (high - low)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
@@ -72,10 +86,10 @@ def _llama3(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tenso
     return torch.where(wavelength < original / high, inv_freq, slow), 1.0
 
 
-def _yarn(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor, float]:
+def _yarn(wide: Tensor, rope: Rope, lengths: _Lengths) -> tuple[Tensor, float]:
     """YaRN, https://arxiv.org/abs/2309.00071: dimensions that turn more than beta_fast times over
     `original` positions stay, those below beta_slow are slowed down by `factor`."""
-    factor, half = rope["factor"], len(wide)
+    factor, half, original = rope["factor"], len(wide), lengths.original
     dim = 2 * half
 
     def dimension(turns: float) -> float:
@@ -92,7 +106,7 @@ def _yarn(wide: Tensor, rope: Mapping[str, Any], original: int) -> tuple[Tensor,
     return inv_freq, _yarn_attention_factor(rope)
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any]) -> float:
+def _yarn_attention_factor(rope: Rope) -> float:
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
 
@@ -105,9 +119,36 @@ def _yarn_attention_factor(rope: Mapping[str, Any]) -> float:
     return temperature(1.0)
 
 
-# Variants whose frequencies do not change with the length of the sequence at hand.
-_SCALED: dict[str, Callable[[Tensor, Mapping[str, Any], int], tuple[Tensor, float]]] = {
+def _dynamic(wide: Tensor, rope: Rope, lengths: _Lengths) -> tuple[Tensor, float]:
+    """NTK-aware scaling by the length of the sequence. Keys are cached as they were rotated, so the
+    length is that of the longest request to serve, for all requests."""
+    if lengths.served <= lengths.trained or len(wide) < 2:
+        return 1.0 / wide, 1.0
+    factor, dim = rope["factor"], 2 * len(wide)
+    growth = (factor * lengths.served / lengths.trained - (factor - 1)) ** (dim / (dim - 2))
+    base = rope["rope_theta"] * growth
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return 1.0 / base**exponents, 1.0
+
+
+def _longrope(wide: Tensor, rope: Rope, lengths: _Lengths) -> tuple[Tensor, float]:
+    """LongRoPE, https://arxiv.org/abs/2402.13753: a factor for each frequency, `short_factor` up to
+    the original length and `long_factor` beyond. Keys are cached as they were rotated, so which of
+    them is decided by the longest request to serve, for all requests."""
+    name = "long_factor" if lengths.served > lengths.original else "short_factor"
+    inv_freq = 1.0 / (torch.tensor(rope[name], dtype=torch.float32) * wide)
+    if (given := rope.get("attention_factor")) is not None:
+        return inv_freq, float(given)
+    factor = rope.get("factor") or lengths.trained / lengths.original
+    if factor <= 1:
+        return inv_freq, 1.0
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(lengths.original))
+
+
+_SCALED: dict[str, Callable[[Tensor, Rope, _Lengths], tuple[Tensor, float]]] = {
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

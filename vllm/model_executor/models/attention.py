@@ -74,9 +74,9 @@ class SelfAttention(nn.Module):
         if not self.has_qk_norm:
             return self.rotary(positions, q, k, target)
         norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        cache = self.rotary.cos_sin_cache
+        cache, is_neox = self.rotary.cos_sin_cache, self.rotary.is_neox
         if target is None:
-            self.ops.qk_norm_rotary(positions, q, k, *norms, cache, eps)
+            self.ops.qk_norm_rotary(positions, q, k, *norms, cache, eps, is_neox)
         else:
-            self.ops.rotary_into_cache(positions, q, k, target, cache, norms, eps)
+            self.ops.rotary_into_cache(positions, q, k, target, cache, norms, eps, is_neox)
         return None

@@ -10,7 +10,7 @@ from vllm.distributed.groups import Addend
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.layers.embedding import Embedding, LMHead
-from vllm.model_executor.layers.layernorm import NORMS
+from vllm.model_executor.layers.layernorm import NORMS, ResidualNorms, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
 from vllm.model_executor.models.attention import SelfAttention
@@ -19,27 +19,46 @@ from vllm.model_executor.models.feed_forward import MLP, SparseMoE
 _FEED_FORWARDS: dict[type, Any] = {spec.GatedMLP: MLP, spec.MoE: SparseMoE}
 
 
-def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotary: RotaryEmbedding) -> nn.Module:
+Rotaries = dict[str | None, RotaryEmbedding]
+"""By the name that attention layers give."""
+
+
+def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries) -> nn.Module:
     """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
     if isinstance(mixer, spec.DeltaNet):
         return GatedDeltaNet(ctx, prefix, mixer)
     assert isinstance(mixer, spec.Attention), f"no model of {type(mixer).__name__}"
-    return SelfAttention(ctx, prefix, mixer, rotary)
+    if mixer.rope not in rotaries:
+        rope = None if mixer.rope is None else ctx.decoder.ropes[mixer.rope]
+        rotaries[mixer.rope] = RotaryEmbedding(ctx, rope)
+    return SelfAttention(ctx, prefix, mixer, rotaries[mixer.rope])
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, ctx: ModelContext, index: int, rotary: RotaryEmbedding):
+    def __init__(self, ctx: ModelContext, index: int, rotaries: Rotaries):
         super().__init__()
         layer, prefix = ctx.decoder.layers[index], spec.layer_prefix(index)
-        norm, hidden = NORMS[ctx.decoder.norm], ctx.decoder.hidden_size
-        self.input_layernorm = norm(ctx, f"{prefix}input_layernorm", hidden)
-        self.mixer = _mixer(ctx, prefix, layer.mixer, rotary)
-        post_attention = f"{prefix}post_attention_layernorm"
-        self.post_attention_layernorm = norm(ctx, post_attention, hidden)
+        norms, multiplier = ctx.decoder.layer_norms, ctx.decoder.residual_multiplier
+        own = (
+            self._norm(ctx, prefix, norms.before_mixer),
+            self._norm(ctx, prefix, norms.after_mixer),
+        )
+        self.mixer_norms = ResidualNorms(*own, multiplier)
+        self.mixer = _mixer(ctx, prefix, layer.mixer, rotaries)
+        names = norms.before_feed_forward, norms.after_feed_forward
+        self.mlp_norms = ResidualNorms(*(self._norm(ctx, prefix, n) for n in names), multiplier)
         self.mlp = _FEED_FORWARDS[type(layer.feed_forward)](ctx, prefix, layer.feed_forward)
         for part in (self.mixer, self.mlp):
             if (writer := getattr(part, "writer", None)) is not None:
                 writer.reduce_results = False  # the norm that comes next adds up
+
+    def _norm(self, ctx: ModelContext, prefix: str, name: str) -> RMSNorm | None:
+        """Also an attribute of its name in checkpoints. None for no name."""
+        if not name:
+            return None
+        norm = NORMS[ctx.decoder.norm](ctx, prefix + name, ctx.decoder.hidden_size)
+        self.add_module(name, norm)
+        return norm
 
     def forward(
         self, x: Addend, residual: Tensor, batch: ForwardBatch, rows: Tensor | None = None
@@ -49,11 +68,12 @@ class DecoderLayer(nn.Module):
         rows: those that go on once the tokens are mixed; None for all.
         """
         # A reader with layers besides that take floats has these kept beside what is quantised.
-        mixed = self.mixer(self.input_layernorm.add(x, residual, self.mixer.reader), batch)
+        mixed = self.mixer(self.mixer_norms.read(x, residual, self.mixer.reader), batch)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
-        x = self.mixer.writer(mixed)
-        return self.mlp(self.post_attention_layernorm.add(x, residual, self.mlp.reader)), residual
+        x = self.mixer_norms.written(self.mixer.writer(mixed))
+        x = self.mlp(self.mlp_norms.read(x, residual, self.mlp.reader))
+        return self.mlp_norms.written(x), residual
 
 
 class DecoderModel(nn.Module):
@@ -62,9 +82,12 @@ class DecoderModel(nn.Module):
     def __init__(self, ctx: ModelContext):
         super().__init__()
         decoder = ctx.decoder
-        rotary = RotaryEmbedding(ctx)
+        rotaries: Rotaries = {}
         self.pipeline, self.link = ctx.parallel.pipeline, StageLink(ctx)
         is_first, is_last = self.pipeline.is_first, self.pipeline.is_last
+        # As the embedding's own type holds it.
+        multiplier = torch.tensor(decoder.embedding_multiplier, dtype=ctx.dtype, device="cpu")
+        self.embedding_multiplier = multiplier.item()
         name = "model.embed_tokens"
         if is_first or (is_last and ctx.ties_embeddings):
             self.embed_tokens = Embedding(ctx, name, decoder.vocab_size, decoder.hidden_size)
@@ -73,7 +96,7 @@ class DecoderModel(nn.Module):
         num_layers = len(decoder.layers)
         self.own_layers = ctx.parallel.layers(num_layers)
         self.layers = nn.ModuleList(
-            DecoderLayer(ctx, i, rotary)
+            DecoderLayer(ctx, i, rotaries)
             if i in self.own_layers
             else PPMissingLayer(spec.layer_prefix(i).removesuffix("."))
             for i in range(num_layers)
@@ -87,6 +110,8 @@ class DecoderModel(nn.Module):
         on."""
         if self.pipeline.is_first:
             x = self.embed_tokens(batch.input_ids)
+            if self.embedding_multiplier != 1:
+                x *= self.embedding_multiplier
         else:
             x = self.link.receive(batch)
         residual = torch.zeros_like(x)

@@ -1,5 +1,9 @@
 """What follows attention in a decoder layer: a gated MLP, or a mixture of experts."""
 
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import GatedMLP, MoE
@@ -17,7 +21,8 @@ class MLP(nn.Module):
     def __init__(self, ctx: ModelContext, prefix: str, spec: GatedMLP):
         super().__init__()
         self.gate_up_proj = linear_layer(ctx, prefix, spec.gate_up_proj)
-        self.ops = ctx.ops
+        self.act_and_mul = _act_and_mul(ctx.ops, spec.activation)
+        self.is_silu = spec.activation == "silu"
         self.down_proj = linear_layer(ctx, prefix, spec.down_proj)
 
     @property
@@ -32,8 +37,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Activation) -> Addend:
         y = self.gate_up_proj(x)
-        quant = self.down_proj.input_quant(y.shape[0])  # which alone reads the product
-        return self.down_proj(quant.silu_and_mul(y) if quant else self.ops.silu_and_mul(y))
+        # Which alone reads the product. A layer that is given floats quantises them itself.
+        quant = self.down_proj.input_quant(y.shape[0]) if self.is_silu else None
+        return self.down_proj(quant.silu_and_mul(y) if quant else self.act_and_mul(y))
+
+
+def _act_and_mul(ops: ModuleType, activation: str) -> Callable[[Tensor], Tensor]:
+    """x [T, 2 n] -> [T, n]: the activation of the first half times the second."""
+    made: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": ops.silu_and_mul,
+        "gelu": ops.gelu_and_mul,
+        "gelu_tanh": partial(ops.gelu_and_mul, approximate="tanh"),
+    }
+    return made[activation]
 
 
 class SparseMoE(nn.Module):
