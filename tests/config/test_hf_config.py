@@ -15,8 +15,8 @@ from vllm.config.model import load_hf_config
 # What transformers' config classes have for training, labels and its own generation.
 NOT_OURS = {
     "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
-    "is_encoder_decoder", "label2id", "output_hidden_states", "output_router_logits",
-    "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
+    "embd_pdrop", "is_encoder_decoder", "label2id", "output_hidden_states", "output_router_logits",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef",
     "transformers_version", "use_cache",
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -58,6 +58,27 @@ PUBLISHED: dict[str, dict] = {
     "text of a type": {
         "model_type": "qwen3_5", "torch_dtype": "bfloat16", "tie_word_embeddings": True,
         "text_config": {"model_type": "qwen3_5_text", "dtype": "bfloat16"},
+    },
+    "dynamic": {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "phi-4-mini": {
+        "model_type": "phi3", "max_position_embeddings": 131072, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [*range(1, 49)],
+        },
+    },
+    "gemma-2-2b": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4},
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "rope_theta": 1000000, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3", "torch_dtype": "bfloat16",
+        "text_config": {
+            "hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
     },
     "text with experts": {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 16}},
 }  # fmt: skip
@@ -128,7 +149,8 @@ def test_what_transformers_writes_is_read_alike(name, checkpoint):
         {"num_hidden_layers": 10**9},
         {"tie_word_embeddings": 1},
         {"dtype": 16},
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64}},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": None}},
         {"rope_theta": 0},

@@ -129,6 +129,22 @@ def test_a_rank_may_read_for_longer_than_a_step_may_take(checkpoint, in_second_r
     load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0, **lossy)
 
 
+def test_merged_weights_are_cut_head_by_head(checkpoint):
+    """q, k and v are one tensor in the checkpoint, as are gate and up."""
+    llm = check(checkpoint("phi3", vocab_size=97), tensor_parallel_size=2)
+    assert llm.llm_engine.core.executor.kernels()["device"]
+
+
+def test_norms_before_the_residual_follow_the_sum_over_the_ranks(checkpoint):
+    check(checkpoint("gemma3"), tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_caps_and_multipliers_are_those_of_one_rank(checkpoint, name):
+    check(checkpoint(name), tensor_parallel_size=2)
+
+
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)

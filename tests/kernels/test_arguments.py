@@ -120,6 +120,25 @@ def test_rotary_embedding():
     )
 
 
+def test_gelu_and_mul_and_soft_cap():
+    expect_refusals(
+        cpu_ops.gelu_and_mul,
+        lambda: {"x": torch.randn(3, 64), "out": torch.empty(3, 32)},
+        [
+            ("x", lambda t: t[:, :62], r"x: .*must be 64 \(twice the columns of out\)"),
+            ("out", lambda t: t.half(), "out: given float16; accepted: the type of x"),
+        ],
+    )
+    expect_refusals(
+        cpu_ops.soft_cap,
+        lambda: {"x": torch.randn(3, 64), "softcap": 30.0},
+        [
+            ("x", lambda t: t.to(E4M3), "x: given float8_e4m3fn; accepted: float32"),
+            ("softcap", 0.0, "softcap: given 0; accepted: a positive number"),
+        ],
+    )
+
+
 def test_silu_and_mul():
     expect_refusals(
         cpu_ops.silu_and_mul,

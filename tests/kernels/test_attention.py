@@ -126,6 +126,34 @@ def test_a_window_of_one_returns_the_value_of_the_token_itself(isa):
     assert torch.equal(out, values.unsqueeze(1).expand_as(out))
 
 
+@pytest.mark.parametrize("window", (0, 5, 130))
+@pytest.mark.parametrize("group", (1, 3, 8))
+def test_scores_are_soft_capped(isa, group, window):
+    """Stale keys, whose scores may be anything, are still not seen."""
+    sequences = Sequences([400, 290, 1], 2 * group, 2)
+    arguments = sequences.arguments([(0, 250, 400), (1, 289, 290), (2, 0, 1)])
+    arguments |= {"sliding_window": window, "softcap": 1.5}
+    arguments["scale"] *= 4
+    given = cpu_ops.paged_attention(**arguments)
+    assert_close(given, torch_ops.paged_attention(**arguments))
+    without = cpu_ops.paged_attention(**arguments | {"softcap": 0.0})
+    assert not torch.allclose(given, without, atol=0.1)
+
+
+def test_a_cap_far_above_all_scores_changes_almost_nothing(isa):
+    sequences = Sequences([70], 4, 2)
+    torch.testing.assert_close(
+        sequences.whole(0, softcap=1000.0), sequences.whole(0), atol=2e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("softcap", (-1.0, float("inf"), float("nan")))
+def test_a_cap_that_is_none_is_refused(softcap):
+    sequences = Sequences([40], 2, 1)
+    with pytest.raises(ValueError, match="softcap"):
+        sequences.whole(0, softcap=softcap)
+
+
 CHUNKS = (1, 7, 64, 129)
 
 

@@ -81,6 +81,29 @@ def test_silu_and_mul_equals_the_reference(isa, num_tokens, dim, dtype):
     assert_close(cpu_ops.silu_and_mul(x), torch_ops.silu_and_mul(x))
 
 
+@pytest.mark.parametrize("approximate", ("none", "tanh"))
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens,dim", ((0, 8), (1, 1536), (3, 33), (65, 1536)))
+def test_gelu_and_mul_equals_the_reference(isa, num_tokens, dim, dtype, approximate):
+    x = (torch.randn(num_tokens, 2 * dim) * 5).to(dtype)
+    given = cpu_ops.gelu_and_mul(x, approximate)
+    expected = torch_ops.gelu_and_mul(x, approximate)
+    # The approximation of the tail is right to 1.5e-7 of the gate; up is up to about 20.
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(given, expected, atol=max(2e-5, eps), rtol=4 * eps)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows,dim", ((0, 8), (1, 1537), (5, 33)))
+def test_soft_cap_equals_the_reference(isa, num_rows, dim, dtype):
+    given = (torch.randn(num_rows, dim + 3) * 40).to(dtype)
+    expected = given.clone()
+    cpu_ops.soft_cap(given[:, 1:-2], 30.0)
+    torch_ops.soft_cap(expected[:, 1:-2], 30.0)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(given, expected, atol=max(1e-5, eps), rtol=2 * eps)
+
+
 def test_the_exponential_is_accurate_over_its_whole_range(isa):
     gate = torch.cat((torch.linspace(-85, 85, 200_001), torch.linspace(-1, 1, 100_001)))
     out = cpu_ops.silu_and_mul(torch.stack((gate, torch.ones_like(gate))).view(1, -1))[0]

@@ -66,7 +66,11 @@ def all_heads_to_one_cache_head(dim: int, cache: torch.dtype) -> None:
     attend(64, 1, dim, cache)
 
 
-def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype) -> None:
+def capped_scores(dim: int, cache: torch.dtype) -> None:
+    attend(8, 4, dim, cache, softcap=50.0)
+
+
+def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype, softcap: float = 0.0) -> None:
     """A long prompt, short ones, and decoding."""
     kv = empty(100, 16, kv_heads, dim, dtype=cache)
     for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 2, 33, 600),
@@ -74,7 +78,7 @@ def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype) -> None:
         attention.paged_attention(
             empty(num_tokens, heads, dim), kv, kv, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1,
-            max_query_len=most_new, max_seq_len=longest,
+            softcap=softcap, max_query_len=most_new, max_seq_len=longest,
         )  # fmt: skip
     new = empty(7, kv_heads, dim)
     attention.reshape_and_cache(new, new, kv, kv, empty(7, dtype=I64))
@@ -103,6 +107,8 @@ def recurrence(dtype: torch.dtype, dim: int) -> None:
 def gated_outputs() -> None:
     x = empty(100, 16, 256)
     gates.mul_sigmoid(x, x)
+    gates.gelu_and_mul(empty(100, 2 * 2048))
+    gates.gelu_and_mul(empty(100, 2 * 2048), "tanh")
     gates.mul_sigmoid(x, empty(100, 16, 1))
     gates.rms_norm_gated(empty(100, 32, 128), empty(100, 32, 128), empty(128, dtype=F32), 1e-6)
     skinny.product(empty(5, 2048), empty(64, 2048))
@@ -169,7 +175,7 @@ MORE = {
         f"attention of {dim}, {cache}, {name.__name__}": lambda d=dim, c=cache, f=name: f(d, c)
         for dim in (64, 96, 128, 256)
         for cache in (BF16, F8)
-        for name in (few_heads_to_one_cache_head, all_heads_to_one_cache_head)
+        for name in (few_heads_to_one_cache_head, all_heads_to_one_cache_head, capped_scores)
     },
     "block products of part of a block": lambda: block_products(4160),
     "recurrence of 256 in float32": lambda: recurrence(F32, 256),

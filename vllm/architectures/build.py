@@ -85,7 +85,7 @@ def ropes(fields: Fields, head_dim: int, layer_types: tuple[str, ...] = ("",)) -
             if len(factors) != num_pairs:
                 raise CheckpointError(
                     f"{fields.source}: {name} in rope_parameters has {len(factors)} factors: "
-                    f"it takes {num_pairs}, one for each pair of the columns of a head that are rotated"
+                    f"it takes {num_pairs}, one for each pair of rotated columns of a head"
                 )
     return found
 

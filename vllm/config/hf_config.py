@@ -100,7 +100,7 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
         _require(all(type(k) is str and k in _LAYER_TYPES for k in kinds) and len(kinds) == layers)
         fields["layer_types"] = kinds
     fields["rope_parameters"] = _rope(raw, fields, architecture)
-    for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+    for name in ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
         fields.pop(name, None)
     return HFConfig(**fields)
 

@@ -15,6 +15,7 @@ _ROPE_MAY_HAVE = {  # besides what it needs
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "attention_factor", "truncate", "llama_4_scaling_beta"),
+    "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
 }  # fmt: skip
 _EVERY_MODEL = ("model_type", "architectures", "quantization_config", "eos_token_id",
                 "tie_word_embeddings")  # fmt: skip
@@ -143,6 +144,12 @@ def _rope_with_overrides(
     Another rope_type replaces all parameters of the one before; rope_theta and
     partial_rotary_factor stay unless they are given.
     """
+    if architecture.layer_ropes is not None:
+        raise ConfigError(
+            f"--hf-overrides {at}{next(iter(given))}: each type of layers of model_type "
+            f"{architecture.model_type} has its own rotation, which cannot be overridden; change "
+            f"config.json in a copy of the checkpoint"
+        )
     own = _own_rope(raw, architecture)
     new = _given_rope(given, at)
     before = own.get("rope_type", "default")

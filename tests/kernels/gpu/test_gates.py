@@ -49,3 +49,14 @@ def test_a_head_is_multiplied_by_the_sigmoid_of_its_gate(size, is_one, dtype):
     wanted = x.double() * torch.sigmoid(gate.double())
     gates.mul_sigmoid(x, gate)
     assert_close(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("size", [(1, 128), (5, 20), (0, 64), (65, 3000)], ids=str)
+def test_columns_are_multiplied_by_the_gelu_of_their_gates(size, approximate, dtype):
+    num_tokens, n = size
+    x = random(num_tokens, 2 * n + 5, dtype=dtype)[:, 2:-3]
+    gate, up = x.double().chunk(2, -1)
+    wanted = torch.nn.functional.gelu(gate, approximate=approximate) * up
+    assert_close(gates.gelu_and_mul(x, approximate), wanted)

@@ -27,6 +27,8 @@ class Batch:
     `num_padding` rows follow the last request's, as in a captured graph with free places.
     """
 
+    softcap = 0.0
+
     def __init__(
         self,
         requests: Sequence[tuple[int, int]],
@@ -85,6 +87,7 @@ class Batch:
             self.window,
             *self.scales,
             out=out,
+            softcap=self.softcap,
             max_query_len=max(1, *(n for n, _ in self.requests)) if self.requests else 1,
             max_seq_len=max_seq_len or max(n for _, n in self.requests),
         )
@@ -104,6 +107,8 @@ class Batch:
             q = self.query[rows].double().transpose(0, 1)
             k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
             scores = q @ k.transpose(1, 2) * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
             position = torch.arange(seq_len, device=DEVICE)
             distance = position[seq_len - query_len :, None] - position
             is_seen = (distance >= 0) & ((distance < self.window) | (self.window == 0))
@@ -164,6 +169,17 @@ def test_heads_in_groups_of_any_size(num_heads: int, num_kv_heads: int, requests
 def test_a_sliding_window_hides_older_keys(window: int, requests: list) -> None:
     batch = Batch(requests, window=window)
     assert_close(batch.attend(), batch.expected())
+
+
+@pytest.mark.parametrize("requests", (DECODES, PROMPTS, CHUNKS), ids=("decode", "prompt", "mixed"))
+@pytest.mark.parametrize("window", (0, 64))
+def test_scores_are_soft_capped(window: int, requests: list) -> None:
+    batch = Batch(requests, window=window)
+    batch.softcap, batch.scale = 1.5, 4 * batch.scale
+    given = batch.attend()
+    assert_close(given, batch.expected())
+    batch.softcap = 0.0
+    assert not torch.allclose(given, batch.attend(), atol=0.1)
 
 
 # A type of the query, whether the cache is FP8, a block size: each pair of them is there.

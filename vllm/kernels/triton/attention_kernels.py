@@ -66,9 +66,11 @@ def _begin_softmax(BLOCK_M: tl.constexpr, DIM_PAD: tl.constexpr):
 def _cap(scores, qk_scale, softcap):
     """Scores, and what they are still to be multiplied with. With a cap they are bounded before
     keys are masked: softcap * tanh(x), with tanh(x) = 1 - 2 / (1 + 2^(score * qk_scale))."""
-    if softcap is None:
-        return scores, qk_scale
-    return softcap - 2 * softcap / (1 + tl.exp2(scores * qk_scale)), 1.0
+    factor = qk_scale
+    if softcap is not None:
+        scores = softcap - 2 * softcap / (1 + tl.exp2(scores * qk_scale))
+        factor = 1.0
+    return scores, factor
 
 
 @triton.jit
