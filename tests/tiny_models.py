@@ -142,6 +142,26 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "logits_scaling": 1.5,
         },
     ),
+    "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 20},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": (
+        "exaone4",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "exaone4-full": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
     "gemma2": (
         "gemma2",
         _WINDOWS | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
@@ -217,7 +237,7 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
-    if model_type in ("qwen2", "phi3", "granite"):
+    if model_type in ("qwen2", "phi3", "granite", "smollm3", "exaone4"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)

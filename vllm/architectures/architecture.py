@@ -52,13 +52,13 @@ class Architecture(Checkpointed):
 
     describe: its decoder. defaults: what transformers' config class assumes of each field that it
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
-    field of one that lacks it; derives_layer_types: names of the fields it is derived from.
-    renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
-    without any, of its other fields; rope: what transformers makes of the fields and of
-    rope_parameters as given; layer_ropes: of the fields, where each type of layers has its own.
-    omits_sizes: published configs lack sizes that the config class assumes.
-    ue8m0_requant_loses_accuracy: re-quantising its weights to UE8M0 scales costs accuracy that was
-    measured.
+    field of one that lacks it; derives_layer_types: names of the fields it is derived from;
+    derived_fields: others that transformers derives. renamed_fields: newer names of fields, and
+    ours. rope_defaults: rope_parameters of a config without any, of its other fields; rope_theta:
+    of one without that; rope: what transformers makes of the fields and of rope_parameters as
+    given; layer_ropes: of the fields, where each type of layers has its own. omits_sizes: published
+    configs lack sizes that the config class assumes. ue8m0_requant_loses_accuracy: re-quantising
+    its weights to UE8M0 scales costs accuracy that was measured.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -70,6 +70,8 @@ class Architecture(Checkpointed):
     rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     rope: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda fields, rope: rope
     layer_ropes: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] | None = None
+    derived_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    rope_theta: float = 10000.0
     partial_rotary_factor: float | None = None
     omits_sizes: bool = False
     ue8m0_requant_loses_accuracy: bool = False

@@ -13,7 +13,10 @@ from vllm.architectures.decoder import Decoder
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.utils.entry_points import extensions
 
-_BUILT_IN = ("llama", "mistral", "qwen", "qwen3_5", "deepseek_v3", "gemma", "granite", "phi3")
+_BUILT_IN = (
+    "llama", "mistral", "qwen", "qwen3_5", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "glm",
+    "granite", "phi3", "seed_oss", "smollm3",
+)  # fmt: skip
 ENTRY_POINTS = "vllm.architectures"
 
 

@@ -78,6 +78,7 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     for new, ours in architecture.renamed_fields.items():
         _require(not (new in raw and ours in raw))
     fields = _with_defaults(architecture.our_fields(raw), known, architecture.nullable)
+    fields |= architecture.derived_fields(fields)
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     _require(0 < layers <= 1024 and heads > 0)
     if fields["num_key_value_heads"] is None:
@@ -117,7 +118,7 @@ def _with_defaults(
         value = fields[name]
         if name in _TOKENS or name == "dtype":
             continue
-        if name in ("layer_types", "mlp_only_layers", "architectures"):
+        if name in ("layer_types", "mlp_only_layers", "no_rope_layers", "architectures"):
             _require(value is None or type(value) is list)
         elif value is None:
             _require(name in nullable)
@@ -141,7 +142,7 @@ def _rope(
     given = raw.get("rope_scaling") or raw.get("rope_parameters")
     given = architecture.rope_defaults(fields) if given is None else given
     _require(isinstance(given, dict) and _LAYER_TYPES.isdisjoint(given))
-    rope = {"rope_theta": raw.get("rope_theta", 10000.0), **given}
+    rope = {"rope_theta": raw.get("rope_theta", architecture.rope_theta), **given}
     factor = raw.get("partial_rotary_factor", architecture.partial_rotary_factor)
     if factor is not None:
         rope.setdefault("partial_rotary_factor", factor)
