@@ -300,7 +300,7 @@ def test_a_weight_of_a_delta_net_with_a_wrong_shape_is_named(
         ({"linear_key_head_dim": 512}, r"linear_key_head_dim = 512 is out of range \(1 to 256\)"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0 is out of range"),
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported: it takes silu"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_named(checkpoint, tmp_path, changes, says):

@@ -11,6 +11,7 @@ import pytest
 
 from vllm.architectures.decoder import CachedAttention, ExpertsSpec
 from vllm.architectures.explained import layers_of
+from vllm.architectures.registry import is_described
 from vllm.architectures.sharding import LinearSpec
 from vllm.entrypoints.cli.kernels_explain import asked_model
 from vllm.errors import CheckpointError, VllmError
@@ -157,7 +158,13 @@ def test_the_weights_add_up_to_the_published_size(name, least, most):
     assert least < total / 1e9 < most
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if is_described(c)])
+def test_models_that_have_a_description_since_are_served_and_nothing_is_left_out(name):
+    layers = layers_of(CONFIGS[name])
+    assert layers.is_served and layers.notes == ()
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if not is_described(c)])
 def test_it_is_said_that_they_are_not_served_and_what_is_left_out(name):
     layers = layers_of(CONFIGS[name])
     assert not layers.is_served
@@ -176,6 +183,7 @@ def test_it_is_said_that_they_are_not_served_and_what_is_left_out(name):
 
 def test_kinds_of_layers_that_are_not_known_are_counted():
     config = CONFIGS["phi-4-FP8-dynamic"] | {
+        "model_type": "unheard_of",
         "layer_types": ["full_attention", "lightning", "lightning", "conv"] * 10,
         "moe_shape_shift": 3,
     }
@@ -213,6 +221,7 @@ def test_windows_and_variants_of_attention_are_those_of_each_layer():
 )
 def test_which_layers_have_experts_is_read_as_families_write_it(changes, sparse):
     config = CONFIGS["phi-4-FP8-dynamic"] | {
+        "model_type": "unheard_of",
         "num_hidden_layers": 6,
         "num_experts": 8,
         "moe_topk": 2,
