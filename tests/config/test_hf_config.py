@@ -16,8 +16,8 @@ from vllm.config.model import load_hf_config
 NOT_OURS = {
     "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
     "embd_pdrop", "is_encoder_decoder", "label2id", "output_hidden_states", "output_router_logits",
-    "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef",
-    "transformers_version", "use_cache",
+    "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
+    "router_aux_loss_coef", "transformers_version", "use_cache",
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -150,9 +150,11 @@ def _rope(
 
 
 def _one_rope(
-    raw: Mapping[str, Any], fields: Mapping[str, Any], rope: Any, architecture: Architecture
+    raw: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    rope: dict[str, Any],
+    architecture: Architecture,
 ) -> dict[str, Any]:
-    _require(isinstance(rope, dict))
     _require(type(rope.setdefault("rope_type", rope.get("type", "default"))) is str)
     rope = architecture.rope(fields, rope)
     kind = rope["rope_type"]
