@@ -61,7 +61,7 @@ class Known:
     def digests(self) -> Iterator[str]:
         """Names of the tables, with what they hold, and of the user's other files."""
         for table in self.tables:
-            content = repr((table.chip, table.rows)).encode()
+            content = repr((table.chip, dict(table.rows))).encode()
             yield f"{Path(table.source).name} {_digest(content)}"
         folders = path_of_fitted(user_folder() / "_").parent, user_folder() / imported.FOLDER
         for folder in folders:
