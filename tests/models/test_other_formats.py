@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from checkpoint_layouts import (
     store_each,
 )
 from safetensors.torch import load_file, save_file
+from slow import quick
 from test_fp8 import PROMPT, logprobs, reference_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -50,9 +52,13 @@ def stored(source, tmp_path_factory):
 # ---------------------------------------------------------------- what loads
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored, layout, backend):
+CASES = [*product(LAYOUTS, [None, "torch"])]
+QUICK = {*product(LAYOUTS, [None]), *product([*LAYOUTS][::4], ["torch"])}
+
+
+@pytest.mark.parametrize("case", quick(CASES, QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored, case):
+    layout, backend = case
     folder, weights = stored(layout)
     assert len(weights) == 2 * 7
     wanted = reference_logprobs(source, weights)

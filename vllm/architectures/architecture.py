@@ -25,13 +25,15 @@ class Checkpointed:
     """What checkpoints of a model_type look like.
 
     hf_architectures: what config.json calls its classes (`architectures`). is_served: whether the
-    engine runs it; `explain` lists the kernels of all. skipped_tensors: how names of tensors that
+    engine runs it; `explain` lists the kernels of all. family: the name of its models in
+    docs/models.md, where "" stands for the model_type. skipped_tensors: how names of tensors that
     are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
     """
 
     model_type: str
     hf_architectures: tuple[str, ...]
     is_served: bool = field(default=True, kw_only=True)
+    family: str = field(default="", kw_only=True)
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 

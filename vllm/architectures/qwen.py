@@ -90,6 +90,7 @@ ARCHITECTURES = (
         ("Qwen2ForCausalLM",),
         partial(decoder, mixer=_qwen2_attention, feed_forward=gated_mlp),
         _DENSE,
+        family="Qwen2",
         **_DERIVED,
     ),
     Architecture(
@@ -97,6 +98,7 @@ ARCHITECTURES = (
         ("Qwen3ForCausalLM",),
         partial(decoder, mixer=_qwen3_attention, feed_forward=gated_mlp),
         _DENSE | {"head_dim": 128, "attention_bias": False},
+        family="Qwen3",
         **_DERIVED,
     ),
     Architecture(
@@ -120,5 +122,6 @@ ARCHITECTURES = (
         nullable=frozenset({"sliding_window", "mlp_only_layers"}),
         # Published configs have the name that transformers had before version 5.
         renamed_fields={"num_local_experts": "num_experts"},
+        family="Qwen3 mixture of experts",
     ),
 )

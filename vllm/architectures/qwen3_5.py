@@ -119,9 +119,13 @@ _CHECKPOINTS: dict[str, Any] = {
 
 
 def _models(
-    name: str, hf_name: str, feed_forward: Callable[[Fields, int], FeedForward], defaults: Any
+    names: tuple[str, str, str],
+    feed_forward: Callable[[Fields, int], FeedForward],
+    defaults: Any,
 ) -> tuple[Checkpointed, ...]:
-    """The text model, and the multimodal one around it."""
+    """The text model, and the multimodal one around it. names: model_type, the start of its
+    classes, family."""
+    name, hf_name, family = names
     text = Architecture(
         f"{name}_text",
         (f"{hf_name}ForCausalLM",),
@@ -135,6 +139,7 @@ def _models(
         # DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319 questions,
         # 5-shot).
         ue8m0_requant_loses_accuracy=True,
+        family=family,
         **_CHECKPOINTS,
     )
     whole = Composite(
@@ -143,6 +148,7 @@ def _models(
         (text.model_type,),
         notice="Qwen3.5: serving the text model; images are not supported, and weights for vision "
         "and for multi-token prediction are skipped",
+        family=family,
         **_CHECKPOINTS,
     )
     return text, whole
@@ -163,9 +169,9 @@ _MOE = {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
-
+_MOE_FAMILY = "Qwen3.5 mixture of experts"
 
 ARCHITECTURES = (
-    *_models("qwen3_5", "Qwen3_5", gated_mlp, _DENSE),
-    *_models("qwen3_5_moe", "Qwen3_5Moe", _feed_forward, _MOE),
+    *_models(("qwen3_5", "Qwen3_5", "Qwen3.5"), gated_mlp, _DENSE),
+    *_models(("qwen3_5_moe", "Qwen3_5Moe", _MOE_FAMILY), _feed_forward, _MOE),
 )
