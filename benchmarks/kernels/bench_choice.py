@@ -14,7 +14,8 @@ those of a table of `vllm kernels tune --output FILE`, of the same sizes.
 
 `agreement` compares the choices by two tables that were measured one after the other on one
 machine (`vllm kernels tune --output A.json`), for each size and number of tokens that both have:
-the same kernel, or two whose times differ by less than their noise in both tables. Needs no GPU.
+the same kernel, or two whose times differ by less than their noise in both tables. Each is taken as
+a start takes it, over the committed tables (or --table), and by itself. Needs no GPU.
 
 --out: writes choice.json or agreement.json to DIR, such as benchmarks/results/h100.
 """
@@ -79,6 +80,7 @@ def main() -> int:
     choice.set_defaults(run=run_choice)
     both = kinds.add_parser("agreement", help="compare the choices by two tables")
     both.add_argument("tables", type=Path, nargs=2, metavar="TABLE")
+    both.add_argument("--table", dest="committed", type=Path, action="append", default=[])
     both.set_defaults(run=run_agreement)
     for one in (choice, both):
         one.add_argument("--out", type=Path)
@@ -144,7 +146,7 @@ def run_choice(args: argparse.Namespace) -> int:
     summary = summary_of(rows)
     for what, value in summary.items():
         print(f"{what}: {value}")
-    noisy = noisy_choices(layers, series, chip, libs)
+    noisy = noisy_choices(layers, series, chip, libs, known.tables)
     print(text_of_noisy(noisy))
     if args.out:
         content = {"models": _models(args), "layers": args.layer, "tp": args.tp, "ep": args.ep}
@@ -289,9 +291,16 @@ class Noisy:
     worst: float
 
 
-def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Libs) -> list[Noisy]:
+def noisy_choices(
+    layers: Layers,
+    series: Sequence[Series],
+    chip: Chip,
+    libs: Libs,
+    committed: Sequence[Table] = (),
+) -> list[Noisy]:
+    """committed: what the times are measured over, as a user's are."""
     clean = table_of(series, chip, "clean")
-    before = _choices(layers, clean, libs)
+    before = _choices(layers, clean, libs, committed)
     found = []
     for backend in sorted({one.backend for one in series}):
         num, changed = 0, 0
@@ -304,7 +313,7 @@ def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Li
                 return [us * draw.uniform(LOW, HIGH) for us in one.samples] if is_meant else one[4]
 
             table = table_of(series, chip, "shaken", shaken)
-            for place, name in _choices(layers, table, libs).items():
+            for place, name in _choices(layers, table, libs, committed).items():
                 if not _is_timed(clean, place[0], backend):
                     continue
                 num += 1
@@ -319,9 +328,11 @@ def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Li
 _Place = tuple[KernelProblem, int]
 
 
-def _choices(layers: Layers, table: Table, libs: Libs) -> dict[_Place, str]:
-    """The kernel for each problem and number of tokens, by the table alone."""
-    selection = Selection(table.chip.device, libs, Policy(), Known((table,)))
+def _choices(
+    layers: Iterable[KernelProblem], table: Table, libs: Libs, committed: Sequence[Table]
+) -> dict[_Place, str]:
+    """The kernel for each problem and number of tokens of the table, over those committed."""
+    selection = Selection(table.chip.device, libs, Policy(), Known((table, *committed)))
     found = {}
     for problem in layers:
         timings = table.timings(problem)
@@ -372,20 +383,27 @@ def text_of_noisy(noisy: Sequence[Noisy]) -> str:
 
 def run_agreement(args: argparse.Namespace) -> int:
     first, second = map(read_table, args.tables)
-    found, left_out = agreement(first, second)
-    for what, value in found.items():
+    committed = _known(args.committed, first.chip).tables
+    over, left_out = agreement(first, second, committed)
+    alone, _ = agreement(first, second)
+    for what, value in over.items():
         print(f"{what}: {value}")
+    print(f"share of the same kernel by each table alone: {alone['share of the same kernel']}")
     for size_key in left_out:
         print(f"left out: {size_key}: no built-in model has it")
     if args.out:
-        names = [table.source for table in (first, second)]
-        content = {"device": first.name, "tables": names, "left_out": left_out} | found
+        names = {"tables": [table.source for table in (first, second)]}
+        names |= {"over": [table.source for table in committed]}
+        content = {"device": first.name, **names, "left_out": left_out, **over, "alone": alone}
         write_results(args.out, "agreement.json", **content)
     return 0
 
 
-def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]]:
-    """Counts and shares of choices, and keys of sizes that no problem is known for."""
+def agreement(
+    first: Table, second: Table, committed: Sequence[Table] = ()
+) -> tuple[dict[str, object], list[str]]:
+    """Counts and shares of choices, and keys of sizes that no problem is known for. committed: what
+    both were measured over."""
     device = first.chip.device
     libs = question.libs_of("all", device)
     shared = [key for key in first.rows if key in second.rows and not is_of_attention(key)]
@@ -396,7 +414,7 @@ def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]
         own = [partial.get(key)] if ", padded to " in key else problems_of(key)
         layers |= {problem: None for problem in own if problem is not None}
         left_out += [key] * (None in own)
-    mine, theirs = (_choices(layers, table, libs) for table in (first, second))
+    mine, theirs = (_choices(layers, table, libs, committed) for table in (first, second))
     places = [place for place in mine if place in theirs]
     same, close, different, regrets = 0, 0, [], []
     for place in places:

@@ -196,6 +196,11 @@ class Table:
     source: str = ""
     is_near: bool = False
 
+    @property
+    def is_shipped(self) -> bool:
+        """With this build."""
+        return self.source.startswith(f"{SHIPPED.name}/")
+
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
@@ -328,7 +333,7 @@ def read_table(path: Path) -> Table:
             f"{path} is no table of measured kernels ({type(error).__name__}: {error}): delete it "
             f"and run vllm kernels tune again"
         ) from error
-    shown = f"tuned/{path.name}" if path.parent == SHIPPED else str(path)
+    shown = f"{SHIPPED.name}/{path.name}" if path.parent == SHIPPED else str(path)
     return replace(table, source=shown)
 
 
