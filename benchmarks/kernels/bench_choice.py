@@ -9,10 +9,10 @@
 Qwen3.5-35B-A3B-FP8, sizes of a rank) on this machine, by the trials of `vllm kernels tune`, and
 compares what the selector takes by the committed tables (or by --table) with the fastest: regret is
 how much longer it takes. For each model and rank it prints the time of the chosen kernels over that
-of the fastest, summed over the layers that were timed (--seconds may leave some out). Then, for each
-kernel in turn, every replay of it is multiplied by a random number from 0.9 to 1.1, and the choices by such times
-are compared with those by the times as they are. With --fresh FILE nothing is timed: times are
-those of a table of `vllm kernels tune --output FILE`, of the same sizes.
+of the fastest, summed over the layers that were timed (--seconds may leave some out). Then, for
+each kernel in turn, every replay of it is multiplied by a random number from 0.9 to 1.1, and the
+choices by such times are compared with those by the times as they are. With --fresh FILE nothing is
+timed: times are those of a table of `vllm kernels tune --output FILE`, of the same sizes.
 
 `agreement` compares the choices by two tables that were measured one after the other on one
 machine (`vllm kernels tune --output A.json`), for each size and number of tokens that both have:
