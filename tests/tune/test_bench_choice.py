@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench_choice  # noqa: E402
 from bench_choice import agreement, compared, noisy_choices, summary_of  # noqa: E402
+from choice_models import Rank, text_of_wholes, wholes  # noqa: E402
 from choice_samples import Series, table_of  # noqa: E402
 
 H100 = GPUS["h100"]
@@ -54,7 +56,7 @@ def table(problem, noise=0.001, **us: float) -> Table:
 
 def test_on_this_machine_choices_are_compared_with_fresh_times(tmp_path):
     words = ["choice", "--layer", "fp8-block:128x128", "--tokens", "1,2",
-             "--seconds-per-kernel", "2", "--out", str(tmp_path)]  # fmt: skip
+             "--seconds-per-kernel", "2", "--seconds", "60", "--out", str(tmp_path)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, SCRIPTS / "bench_choice.py", *words], capture_output=True, text=True
     )
@@ -84,19 +86,32 @@ def test_regret_is_that_of_the_chosen_kernel_by_the_fresh_times():
     summary = summary_of(rows)
     assert summary["geometric mean of regret"] == pytest.approx(0.1, abs=0.01)
     assert summary["rows within 3 % or noise"] == 0
-    assert set(summary["whole"]) == set(TOKENS)
 
 
 def test_sums_of_a_whole_model_count_layers():
-    many, few = linear(n=1024), linear(n=2048)
-    layers, series = {}, []
-    for problem, count, us in ((many, 9, 10.0), (few, 1, 20.0)):
-        timings = table(problem, deep_gemm=5.0, cutlass=10.0).timings(problem)
-        layers[problem] = count, ask(problem, "90", timings=timings)
-        series += series_of(problem, spread=0, deep_gemm=us, cutlass=10.0)
-    rows = list(compared(layers, table_of(series, H100, "fresh"), (64,)))
-    assert summary_of(rows)["whole"] == {64: pytest.approx(0.1)}
-    assert summary_of(rows)["worst"].endswith("M = 64: deep_gemm, not cutlass")
+    many, few, untimed = linear(n=1024), linear(n=2048), linear(n=3072)
+    times = {(many, 64): (11.0, 10.0), (few, 64): (20.0, 20.0)}
+    rank = Rank("M", 4, 1, Counter({many: 9, few: 1, untimed: 2}))
+    (whole,) = wholes([rank], times, (1, 64))
+    assert (whole.tokens, whole.timed, whole.layers) == (64, 10, 12)
+    assert whole.ratio == pytest.approx((9 * 11 + 20) / (9 * 10 + 20))
+    assert "10 of 12   1.082" in text_of_wholes([whole])
+
+
+def test_the_committed_choices_hold_by_times_that_an_h100_measured_again(tmp_path):
+    """By the same command on a GPU, and without one by the times that it wrote."""
+    words = ["Qwen3.5-35B-A3B-FP8", "Qwen3-8B-FP8", "--tp", "4", "--fresh",
+             SCRIPTS.parent / "results" / "h100" / "choice_a.json", "--out", tmp_path]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench_choice.py", "choice", *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "choice.json").read_text())
+    own = [one for one in content["whole_models"] if one["model"] == "Qwen3.5-35B-A3B-FP8"]
+    assert [one["tokens"] for one in own] == list(TOKENS)
+    assert all(1.0 <= one["ratio"] <= 1.03 and one["timed"] > 100 for one in own)
 
 
 def test_a_table_of_samples_is_that_of_the_tuner():

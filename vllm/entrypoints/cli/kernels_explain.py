@@ -31,9 +31,21 @@ if TYPE_CHECKING:
     from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
-# How a model is read, and what else the flags of `vllm serve` say.
 _OF_MODEL = ["quantization", "hf_overrides"]
 _PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """How a model is read, as `vllm serve` reads it: what `asked_model` takes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.add_cli_args(parser, "model, the flags of vllm serve", _OF_MODEL)
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """ConfigError where they are given for single layers."""
+    if args.quantization is not None or args.hf_overrides is not None:
+        raise ConfigError("--quantization and --hf-overrides say how MODEL is read, not --layer")
 
 
 def add_parser(kinds: Any) -> None:
@@ -68,7 +80,7 @@ def add_parser(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    EngineArgs.add_cli_args(parser, "model, the flags of vllm serve", _OF_MODEL)
+    add_model_flags(parser)
     EngineArgs.add_cli_args(parser, "preferences, the flags of vllm serve", _PREFERENCES)
     shown = parser.add_argument_group("output")
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
@@ -168,10 +180,7 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
             raise ConfigError(
                 f"--tp and --ep cut models; write a cut layer as {question.BLOCKS}:18432/32xK"
             )
-        if args.quantization is not None or args.hf_overrides is not None:
-            raise ConfigError(
-                "--quantization and --hf-overrides say how MODEL is read, not --layer"
-            )
+        check_model_flags(args)
         dtype = question.dtype_of(args.dtype, {}, device)
         return Asked([question.layer_of(text, dtype) for text in args.layer], asked_type or "")
     found = asked_model(args.model, args, device)

@@ -13,7 +13,7 @@ from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, u
 from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,17 @@ class Known:
         by backend, what is here."""
         measured = timings_of(self.tables, problem, versions)
         if measured is not None and measured.grade is Grade.MEASURED:
-            return measured
+            before = self._before(problem, versions)
+            return measured if before is None else replace(measured, before=before)
         estimated = estimate_of(self.costs, problem, versions)
         return measured or self._imported(problem) or estimated
+
+    def _before(self, problem: Problem, versions: Mapping[str, str] | None) -> Timings | None:
+        """What this build's tables say where a user measured the problem too."""
+        own = [table for table in self.tables if not table.is_near]
+        if all(table.is_shipped or problem.size_key not in table.rows for table in own):
+            return None
+        return timings_of([table for table in own if table.is_shipped], problem, versions)
 
     def _imported(self, problem: Problem) -> Timings | None:
         """None where others measured no two kernels that a backend here calls too, or their tables

@@ -196,6 +196,11 @@ class Table:
     source: str = ""
     is_near: bool = False
 
+    @property
+    def is_shipped(self) -> bool:
+        """With this build."""
+        return self.source.startswith(f"{SHIPPED.name}/")
+
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
@@ -338,7 +343,7 @@ def _read(path: Path, *state: int) -> Table:
     chip, rows = Chip(Device.parse(content["device"]), *numbers), _Rows(content["rows"])
     name, is_shipped = str(content["name"]), path.parent == SHIPPED
     if is_shipped:
-        return Table(chip, name, rows, f"tuned/{path.name}")
+        return Table(chip, name, rows, f"{SHIPPED.name}/{path.name}")
     return Table(chip, name, dict(rows), str(path))  # which may be broken anywhere
 
 
