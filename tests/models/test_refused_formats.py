@@ -48,6 +48,7 @@ def source(checkpoint):
         ("modelopt-mxfp8", "weight_scale"),
         ("ct-mxfp4", "weight_scale"),
         ("ct-mxfp4", "weight_packed"),
+        ("quark-mxfp4", "weight_scale"),
         ("ct-int4-32-zeros", "weight_zero_point"),
         ("awq-128", "qzeros"),
     ],
@@ -230,6 +231,20 @@ NAMED = {
         (changed("ct-mxfp8", *WEIGHTS, "type", value="int"), "'type': 'int'.*it takes NVFP4, FP8"),
         (changed("ct-mxfp8", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP8"),
         (changed("modelopt-mxfp8", "group_size", value=16), "group_size 16.*takes 32 for mxfp8"),
+        (changed("modelopt-mxfp4", "group_size", value=16), "group_size 16.*takes 32 for mxfp4"),
+        *(
+            (changed("quark-mxfp4", "global_quant_config", *path, value=value), says)
+            for path, value, says in [
+                (("weight", "dtype"), "int4", "'dtype': 'int4'.*it takes a weight of .*'fp4'"),
+                (("weight", "group_size"), 16, "'group_size': 16.*it takes a weight of"),
+                (("input_tensors", "is_dynamic"), False, "input_tensors alike and dynamic"),
+                (("input_tensors", "dtype"), "fp8_e4m3", "'fp8_e4m3'.*input_tensors alike"),
+                (("output_tensors",), {"dtype": "fp8_e4m3"}, "and no others"),
+            ]
+        ),
+        (changed("quark-mxfp4", "export", "weight_format", value="fake_quantized"), "'fake_quant"),
+        (changed("quark-mxfp4", "layer_quant_config", value={"*.mlp": {}}), "layer_quant_config"),
+        (changed("quark-mxfp4", "exclude", value=["re:.*q_proj"]), "only .*q_proj is listed"),
         (changed("ct-mxfp4", *WEIGHTS, "group_size", value=16), "'group_size': 16.*MXFP4"),
         (changed("ct-mxfp4", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP4"),
         (changed("ct-mxfp4", *INPUTS, "type", value="int"), "'type': 'int'.*it takes NVFP4"),
