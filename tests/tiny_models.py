@@ -69,6 +69,16 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+# A dense layer first; two shared experts.
+_GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -109,6 +119,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "attention_bias": True,
         },
     ),
+    "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (
@@ -180,6 +192,9 @@ def build_model(name: str, seed: int = 0, **changes):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
     model = model.float().eval()
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)

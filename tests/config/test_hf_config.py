@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from tiny_models import ARCHITECTURES
@@ -12,13 +13,17 @@ from vllm.architectures.registry import known
 from vllm.config.hf_config import HFConfig, read_config
 from vllm.config.model import load_hf_config
 
-# What transformers' config classes have for training, labels and its own generation.
+CONFIGS = Path(__file__).parents[1] / "select" / "configs"
+# What transformers' config classes have for training, labels, its own generation and multi-token
+# prediction.
 NOT_OURS = {
     "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
-    "is_encoder_decoder", "label2id", "output_hidden_states", "output_router_logits",
+    "is_encoder_decoder", "label2id", "num_mtp_layers", "output_hidden_states", "output_router_logits",
     "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
     "transformers_version", "use_cache",
 }  # fmt: skip
+# The default sizes of these have heads that do not divide hidden_size.
+NEEDED = {"glm4_moe": {"head_dim": 128}}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -59,6 +64,7 @@ PUBLISHED: dict[str, dict] = {
         "model_type": "qwen3_5", "torch_dtype": "bfloat16", "tie_word_embeddings": True,
         "text_config": {"model_type": "qwen3_5_text", "dtype": "bfloat16"},
     },
+    "glm-4.6-fp8": json.loads((CONFIGS / "GLM-4.6-FP8.json").read_text()),
     "text with experts": {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 16}},
 }  # fmt: skip
 
@@ -91,6 +97,7 @@ SERVED = [
 def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     is_composite = isinstance(known()[model_type], Composite)
     raw = {"model_type": model_type} | ({"text_config": {}} if is_composite else {})
+    raw |= NEEDED.get(model_type, {})
     assert_equal(read_config(raw), of_transformers(raw))
 
 

@@ -1,5 +1,6 @@
 """Everything that is known of one architecture, as a value; its own file makes it."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ CAUSAL_LM: dict[str, Any] = {
 }
 
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
 @dataclass(frozen=True)
 class Checkpointed:
     """What checkpoints of a model_type look like.
@@ -27,6 +31,8 @@ class Checkpointed:
     hf_architectures: what config.json calls its classes (`architectures`). is_served: whether the
     engine runs it; `explain` lists the kernels of all. skipped_tensors: how names of tensors that
     are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
+    has_mtp_layers: checkpoints have layers of multi-token prediction, numbered after those of the
+    decoder, which are skipped.
     """
 
     model_type: str
@@ -34,9 +40,15 @@ class Checkpointed:
     is_served: bool = field(default=True, kw_only=True)
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    has_mtp_layers: bool = field(default=False, kw_only=True)
 
-    def slot_name(self, name: str) -> str | None:
-        """The slot that a checkpoint tensor belongs to; None for one that is not needed."""
+    def slot_name(self, name: str, num_layers: int | None = None) -> str | None:
+        """The slot that a checkpoint tensor belongs to; None for one that is not needed.
+        num_layers: of the decoder, where layers of multi-token prediction are to be told apart."""
+        if self.has_mtp_layers and num_layers is not None:
+            found = _LAYER.match(name)
+            if found is not None and int(found[1]) >= num_layers:
+                return None
         is_skipped = name.removeprefix("model.").startswith(self.skipped_tensors)
         if is_skipped or name.endswith("rotary_emb.inv_freq"):
             return None

@@ -40,10 +40,11 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
-    Ranks hold whole experts, or a share of `intermediate` of every expert.
+    """Routed experts, each a gated MLP: `<name>.<expert>.<part>` in checkpoints, for its gate, its
+    up and its down projection. Ranks hold whole experts, or a share of `intermediate` of every
+    expert.
 
-    activation: of the gate; other than `silu`, and other `parts` than these, are not served.
+    activation: of the gate; other than `silu`, and other than three `parts`, are not served.
     """
 
     name: str
@@ -160,13 +161,16 @@ class GatedMLP:
 @dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
-    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's."""
+    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's.
+    correction_bias: name in the layer of the router's correction bias and its shape in checkpoints,
+    one number for each expert; None for a router without one."""
 
     name: str
     gate: LinearSpec
     experts: ExpertsSpec
     shared_expert: GatedMLP | None = None
     is_shared_gated: bool = False
+    correction_bias: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def items(self) -> tuple[Item, ...]:
