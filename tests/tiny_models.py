@@ -121,6 +121,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # Half of each head is rotated.
+    "minimax_m2": (
+        "minimax_m2",
+        {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (

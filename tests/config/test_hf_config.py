@@ -20,7 +20,7 @@ NOT_OURS = {
     "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
     "is_encoder_decoder", "label2id", "num_mtp_layers", "output_hidden_states", "output_router_logits",
     "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
-    "transformers_version", "use_cache",
+    "router_jitter_noise", "transformers_version", "use_cache",
 }  # fmt: skip
 # The default sizes of these have heads that do not divide hidden_size.
 NEEDED = {"glm4_moe": {"head_dim": 128}}
@@ -65,6 +65,7 @@ PUBLISHED: dict[str, dict] = {
         "text_config": {"model_type": "qwen3_5_text", "dtype": "bfloat16"},
     },
     "glm-4.6-fp8": json.loads((CONFIGS / "GLM-4.6-FP8.json").read_text()),
+    "minimax-m2": json.loads((CONFIGS / "MiniMax-M2.json").read_text()),
     "text with experts": {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 16}},
 }  # fmt: skip
 

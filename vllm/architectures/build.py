@@ -14,6 +14,7 @@ from vllm.architectures.decoder import (
     Mixer,
     MoE,
     NormKind,
+    QKNormSpan,
     QueryScaling,
 )
 from vllm.architectures.fields import Fields
@@ -87,6 +88,7 @@ class AttentionKind:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    qk_norm_span: QKNormSpan = "head"
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -115,6 +117,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,
+        qk_norm_span=kind.qk_norm_span,
     )
 
 

@@ -19,6 +19,7 @@ from vllm.utils.dataclasses import dataclass, replace
 
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
+QKNormSpan = Literal["head", "projection"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class QueryScaling:
 @dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
-    output. qk_norm: over each head of q and k, before the rotation."""
+    output. qk_norm: over each head of q and k, or over all heads of the projection together
+    (qk_norm_span), before the rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -100,6 +102,7 @@ class Attention:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    qk_norm_span: QKNormSpan = "head"
 
     @property
     def cache(self) -> KVCacheSpec:
