@@ -126,6 +126,34 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "minimax_m2",
         {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
     ),
+    "mixtral": (
+        "mixtral",
+        {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mixtral-window": (
+        "mixtral",
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+        },
+    ),
+    "olmoe": ("olmoe", {"intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}),
+    # The second layer is dense; of the others every second slides.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (
@@ -185,7 +213,7 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
-    if model_type == "qwen2":
+    if model_type in ("qwen2", "qwen2_moe", "olmoe"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)

@@ -50,6 +50,11 @@ PUBLISHED: dict[str, dict] = {
     "null head_dim of mistral": {"model_type": "mistral", "head_dim": None},
     "sliding layers": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 3},
     "experts under the new name": {"model_type": "qwen3_moe", "num_local_experts": 60},
+    "mixtral of before": {"model_type": "mixtral", "rope_theta": 1e6, "num_local_experts": 4},
+    "windows of qwen2_moe": {
+        "model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 5,
+        "sliding_window": 1024,
+    },
     "several ends": {"model_type": "llama", "eos_token_id": [1, 2, 3], "dtype": "float16"},
     "fields of other types": {
         "model_type": "mistral", "use_sliding_window": False, "linear_num_key_heads": 2,
@@ -83,6 +88,8 @@ def assert_equal(ours: HFConfig | None, theirs) -> None:
             assert_equal(value, getattr(theirs, name))
         elif name in ("dtype", "torch_dtype"):
             assert str(value) == str(getattr(theirs, name)).removeprefix("torch.")
+        elif name == "head_dim" and theirs.head_dim is None:  # derived where it is used
+            assert value == theirs.hidden_size // theirs.num_attention_heads
         elif not name.startswith(("vision", "transformers_version")):
             assert value == getattr(theirs, name), name
     absent = {field.name for field in fields(theirs)} - vars(ours).keys() - NOT_OURS

@@ -98,7 +98,7 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     "name",
     [
         *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
-        *("glm4_moe", "minimax_m2"),
+        *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
     ],
 )
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):

@@ -87,6 +87,7 @@ UNEVEN = {"hidden_size": 180, "intermediate_size": 152}
 STORED = {
     "glm4_moe-normed": (CHANNEL, None, UNEVEN | {"moe_intermediate_size": 136}),
     "minimax_m2": (BLOCK, (128, 128), UNEVEN),
+    "mixtral": (BLOCK, (128, 128), UNEVEN),
 }
 
 
@@ -185,6 +186,13 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'.*'per_layer'"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list holds 0"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 7},
+            "num_experts_per_tok = 7 is more than num_local_experts = 6",
+        ),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "expert_intermediate_size = 0 is out"),
         ("glm4_moe", {"n_group": 3}, "n_group = 3 groups of 8 experts"),
         ("glm4_moe", {"topk_group": 5}, "topk_group = 5 of n_group = 4"),
         ("glm4_moe", {"topk_group": 1}, "leave 2 of 8 experts to choose from"),

@@ -66,7 +66,8 @@ class Architecture(Checkpointed):
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
     field of one that lacks it; derives_layer_types: names of the fields it is derived from.
     renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
-    without any, of its other fields; rope_theta: where a config has none. has_rotary_dim: its field
+    without any, of its other fields; no_window: what transformers makes of the sliding_window of a
+    config that does not use it; rope_theta: where a config has none. has_rotary_dim: its field
     `rotary_dim` says how many columns of a head are rotated. ue8m0_requant_loses_accuracy: re-quantising its weights to
     UE8M0 scales costs accuracy that was measured.
     """
@@ -78,6 +79,7 @@ class Architecture(Checkpointed):
     derives_layer_types: tuple[str, ...] = ()
     renamed_fields: Mapping[str, str] = field(default_factory=dict)
     rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    no_window: int | None = None
     rope_theta: float = 10000.0
     partial_rotary_factor: float | None = None
     has_rotary_dim: bool = False

@@ -83,7 +83,7 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     if "head_dim" in known and fields["head_dim"] is None:
         fields["head_dim"] = fields["hidden_size"] // heads
     if "use_sliding_window" in known and not fields["use_sliding_window"]:
-        fields["sliding_window"] = None
+        fields["sliding_window"] = architecture.no_window
     if "mlp_only_layers" in known:
         fields["mlp_only_layers"] = fields["mlp_only_layers"] or []
         _require(all(type(layer) is int for layer in fields["mlp_only_layers"]))
