@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.errors import CheckpointError
+from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.utils.fp8 import per_block_cast_to_fp8
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(50)]
@@ -106,14 +107,19 @@ def test_fp8_checkpoints_match_the_weights_they_stand_for(checkpoint, tmp_path, 
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_quantising_at_load_keeps_the_router_and_stays_close(checkpoint, name):
+def test_quantising_at_load_equals_quantising_before_and_keeps_the_router(
+    checkpoint, tmp_path, name
+):
     source = checkpoint(name, **STORED[name][2])
+    stored, _ = quantised(source, tmp_path, BLOCK, (128, 128))
     llm = load(source, quantization="fp8")
     kinds = {layer.rpartition(".")[2]: str(d.problem.weight)
              for layer, d in llm.llm_engine.core.selection.records
              if d.problem.family in ("moe", "linear")}  # fmt: skip
     assert (kinds["gate"], kinds["experts"]) == ("fp32", "fp8-block[128x128]")
-    assert 1e-3 < (logprobs(llm) - logprobs(load(source))).abs().mean() < 0.3
+    assert torch.equal(logprobs(llm), logprobs(load(stored)))
+    quantize_checkpoint(source, tmp_path / "disk", "fp8-block")
+    assert torch.equal(logprobs(llm), logprobs(load(tmp_path / "disk")))
 
 
 # ---------------------------------------------------------------- layers that are skipped
