@@ -69,6 +69,16 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+# A dense layer first; two shared experts.
+_GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -107,6 +117,41 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "num_experts_per_tok": 5,
             "moe_intermediate_size": 24,
             "attention_bias": True,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # Half of each head is rotated.
+    "minimax_m2": (
+        "minimax_m2",
+        {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+    ),
+    "mixtral": (
+        "mixtral",
+        {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mixtral-window": (
+        "mixtral",
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+        },
+    ),
+    "olmoe": ("olmoe", {"intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}),
+    # The second layer is dense; of the others every second slides.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "use_sliding_window": True,
+            "sliding_window": 20,
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -168,7 +213,7 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
-    if model_type == "qwen2":
+    if model_type in ("qwen2", "qwen2_moe", "olmoe"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
@@ -180,6 +225,9 @@ def build_model(name: str, seed: int = 0, **changes):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
     model = model.float().eval()
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)

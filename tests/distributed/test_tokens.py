@@ -136,6 +136,17 @@ def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     check(folder, alone={"quantization": "fp8"}, **options)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe-normed", "minimax_m2"])
+@pytest.mark.parametrize("shares", ["parts of experts", "whole experts"])
+def test_sigmoid_routers_choose_alike_on_two_ranks(checkpoint, monkeypatch, name, shares):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
+    whole = shares == "whole experts"
+    # Both ranks have the one KV head, whose norm counts it once.
+    changes = {} if whole else {"num_key_value_heads": 1}
+    folder = checkpoint(name, **changes)
+    check(folder, tensor_parallel_size=2, enable_expert_parallel=whole)
+
+
 @pytest.mark.slow
 def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}

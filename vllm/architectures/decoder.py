@@ -19,6 +19,7 @@ from vllm.utils.dataclasses import dataclass, replace
 
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
+QKNormSpan = Literal["head", "projection"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
-    Ranks hold whole experts, or a share of `intermediate` of every expert.
+    """Routed experts, each a gated MLP: `<name>.<expert>.<part>` in checkpoints, for its gate, its
+    up and its down projection. Ranks hold whole experts, or a share of `intermediate` of every
+    expert.
 
-    activation: of the gate; other than `silu`, and other `parts` than these, are not served.
+    activation: of the gate; other than `silu`, and other than three `parts`, are not served.
     """
 
     name: str
@@ -90,7 +92,8 @@ class QueryScaling:
 @dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
-    output. qk_norm: over each head of q and k, before the rotation."""
+    output. qk_norm: over each head of q and k, or over all heads of the projection together
+    (qk_norm_span), before the rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -99,6 +102,7 @@ class Attention:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    qk_norm_span: QKNormSpan = "head"
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -160,13 +164,16 @@ class GatedMLP:
 @dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
-    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's."""
+    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's.
+    correction_bias: name in the layer of the router's correction bias and its shape in checkpoints,
+    one number for each expert; None for a router without one."""
 
     name: str
     gate: LinearSpec
     experts: ExpertsSpec
     shared_expert: GatedMLP | None = None
     is_shared_gated: bool = False
+    correction_bias: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def items(self) -> tuple[Item, ...]:

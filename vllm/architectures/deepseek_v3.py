@@ -3,11 +3,11 @@
 from functools import partial
 
 from vllm.architectures.architecture import Architecture
-from vllm.architectures.build import decoder, dim, gated_mlp, gated_mlp_of, moe
+from vllm.architectures.build import MoENames, decoder, dim, gated_mlp, moe, shared_experts
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import MLAAttentionSpec
-from vllm.architectures.router import Router
+from vllm.architectures.router import sigmoid_router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 
 MLA = "MLA"
@@ -59,24 +59,12 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     is_sparse = layer % fields.optional("moe_layer_freq", 1) == 0
     if layer < fields.optional("first_k_dense_replace", 0, lowest=0) or not is_sparse:
         return gated_mlp(fields)
-    shared = None
-    if num_shared := fields.optional("n_shared_experts", 0, lowest=0):
-        size = num_shared * fields.size("moe_intermediate_size")
-        inner = Dim("n_shared_experts * moe_intermediate_size", size)
-        shared = gated_mlp_of(fields, "mlp.shared_experts", inner)
-    return moe(fields, dim(fields, "n_routed_experts"), partial(_router, fields), shared)
-
-
-def _router(fields: Fields, num_experts: int, top_k: int) -> Router:
-    return Router(
-        num_experts,
-        top_k,
-        renormalise=fields.flag("norm_topk_prob", True),
-        scoring="sigmoid",
-        has_correction_bias=True,
-        num_groups=fields.optional("n_group", 1),
-        topk_groups=fields.optional("topk_group", 1),
-        routed_scale=fields.number("routed_scaling_factor", 1.0),
+    return moe(
+        fields,
+        dim(fields, "n_routed_experts"),
+        partial(sigmoid_router, fields),
+        shared_experts(fields, "n_shared_experts"),
+        names=MoENames(correction_bias="gate.e_score_correction_bias"),
     )
 
 

@@ -83,7 +83,7 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     if "head_dim" in known and fields["head_dim"] is None:
         fields["head_dim"] = fields["hidden_size"] // heads
     if "use_sliding_window" in known and not fields["use_sliding_window"]:
-        fields["sliding_window"] = None
+        fields["sliding_window"] = architecture.no_window
     if "mlp_only_layers" in known:
         fields["mlp_only_layers"] = fields["mlp_only_layers"] or []
         _require(all(type(layer) is int for layer in fields["mlp_only_layers"]))
@@ -131,8 +131,14 @@ def _rope(
     given = raw.get("rope_scaling") or raw.get("rope_parameters")
     given = architecture.rope_defaults(fields) if given is None else given
     _require(isinstance(given, dict) and _LAYER_TYPES.isdisjoint(given))
-    rope = {"rope_theta": raw.get("rope_theta", 10000.0), **given}
-    factor = raw.get("partial_rotary_factor", architecture.partial_rotary_factor)
+    rope = {"rope_theta": raw.get("rope_theta", architecture.rope_theta), **given}
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    _require(head_dim % 2 == 0)
+    factor = architecture.partial_rotary_factor
+    if architecture.has_rotary_dim and raw.get("rotary_dim") is not None:
+        _require(type(raw["rotary_dim"]) is int)
+        factor = raw["rotary_dim"] / head_dim
+    factor = raw.get("partial_rotary_factor", factor)
     if factor is not None:
         rope.setdefault("partial_rotary_factor", factor)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
@@ -143,8 +149,6 @@ def _rope(
     for name in ("rope_theta", "partial_rotary_factor", *ROPE_NEEDS[kind]):
         value = rope.get(name, 1.0)
         _require(type(value) in (int, float) and value > 0)
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    _require(head_dim % 2 == 0)
     return rope
 
 

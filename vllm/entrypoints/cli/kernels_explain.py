@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -240,7 +241,8 @@ def _misfit(
     from vllm.kernels.problems import first_misfit, named_wrongly
 
     if layers.is_served:
-        slot_name = known()[config["model_type"]].slot_name
+        num_layers = layers.text.get("num_hidden_layers")
+        slot_name = partial(known()[config["model_type"]].slot_name, num_layers=num_layers)
         if text := named_wrongly(layers.items, quant_config, slot_name):
             return text
     return first_misfit(layers.items, quant_config, args.tp, args.ep)

@@ -178,7 +178,7 @@ def _fill(
     others: frozenset[str],
 ) -> None:
     """others: layers whose weights other ranks take."""
-    quant, slot_name = config.quant_config, config.model_config.architecture.slot_name
+    quant, slot_name = config.quant_config, config.model_config.slot_name
     taken = list(slots)
     optional = {name for name, slot in slots.items() if slot.is_optional}
     homes: dict[str, Slot] = {}

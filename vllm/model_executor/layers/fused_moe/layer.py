@@ -38,7 +38,7 @@ _FIELDS = {
 class FusedMoE(nn.Module, ChosenKernel):
     """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
 
-    Weights are `<prefix>.<expert>.{gate,up,down}_proj` in the checkpoint. Expert-parallel ranks
+    Weights are `<prefix>.<expert>.<part of the spec>` in the checkpoint. Expert-parallel ranks
     hold some of the experts each, others the same share of `intermediate` of every expert. experts:
     those on this rank. cut_by: the ranks that share each expert. stacks: by name one weight of
     every expert: what is merged into it, and which part of each this rank holds. method: of one
@@ -58,10 +58,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         inner, own = spec.intermediate.size, spec.intermediate.span(group.rank, group.size)
         cut = Place(own, (0, spec.hidden), inner, spec.hidden)
         turned = Place((0, spec.hidden), own, spec.hidden, inner)
-        self.stacks = {
-            "gate_up": (("gate_proj", cut), ("up_proj", cut)),
-            "down": (("down_proj", turned),),
-        }
+        gate, up, down = spec.parts
+        self.stacks = {"gate_up": ((gate, cut), (up, cut)), "down": ((down, turned),)}
         # One format serves all experts of a layer, so the first one speaks for them.
         method = ctx.quant_methods.moe_method(self.expert_names(0))
         self.method: LinearMethod = method or UnquantizedLinearMethod(ctx.weight_dtype)
