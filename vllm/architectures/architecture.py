@@ -67,7 +67,8 @@ class Architecture(Checkpointed):
     field of one that lacks it; derives_layer_types: names of the fields it is derived from.
     renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
     without any, of its other fields. ue8m0_requant_loses_accuracy: re-quantising its weights to
-    UE8M0 scales costs accuracy that was measured.
+    UE8M0 scales costs accuracy that was measured. is_in_transformers: False for a model_type that
+    transformers knows only by code that checkpoints bring along, which is not run.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -79,6 +80,7 @@ class Architecture(Checkpointed):
     rope_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     partial_rotary_factor: float | None = None
     ue8m0_requant_loses_accuracy: bool = False
+    is_in_transformers: bool = True
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""

@@ -44,11 +44,13 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
     """The config that transformers would make of a config.json; None where only it can tell."""
     model_type = raw["model_type"]
     try:
-        if not isinstance(model_type, str) or "auto_map" in raw:
+        if not isinstance(model_type, str):
+            return None
+        architecture = text_architecture(model_type)
+        if "auto_map" in raw and (architecture is None or architecture.is_in_transformers):
             return None
         if (whole := composite(model_type)) is not None:
             return _composite(raw, whole)
-        architecture = text_architecture(model_type)
         is_ours = architecture is not None and architecture.is_served
         return _text(raw, architecture) if is_ours else None
     except (_Unusual, CheckpointError):
