@@ -81,7 +81,8 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     _require(0 < layers <= 1024 and heads > 0)
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
-    _require(raw.get("head_dim", known.get("head_dim")) or fields["hidden_size"] % heads == 0)
+    is_divided = raw.get("head_dim", known.get("head_dim")) is None and "kv_lora_rank" not in known
+    _require(not is_divided or fields["hidden_size"] % heads == 0)
     if "head_dim" in known and fields["head_dim"] is None:
         fields["head_dim"] = fields["hidden_size"] // heads
     if "use_sliding_window" in known and not fields["use_sliding_window"]:
@@ -89,6 +90,8 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     if "mlp_only_layers" in known:
         fields["mlp_only_layers"] = fields["mlp_only_layers"] or []
         _require(all(type(layer) is int for layer in fields["mlp_only_layers"]))
+    if "mlp_layer_types" in known and fields["mlp_layer_types"] is None:
+        fields["mlp_layer_types"] = ["dense"] + ["sparse"] * (layers - 1)
     _require(architecture.layer_types is not None or "layer_types" not in raw)
     if architecture.layer_types is not None:
         kinds = fields["layer_types"]
@@ -116,7 +119,7 @@ def _with_defaults(
         value = fields[name]
         if name in _TOKENS or name == "dtype":
             continue
-        if name in ("layer_types", "mlp_only_layers", "architectures"):
+        if name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "architectures"):
             _require(value is None or type(value) is list)
         elif value is None:
             _require(name in nullable)
@@ -145,7 +148,8 @@ def _rope(
     for name in ("rope_theta", "partial_rotary_factor", *ROPE_NEEDS[kind]):
         value = rope.get(name, 1.0)
         _require(type(value) in (int, float) and value > 0)
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    head_dim = fields.get("qk_rope_head_dim") or fields.get("head_dim")
+    head_dim = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
     _require(head_dim % 2 == 0)
     return rope
 
