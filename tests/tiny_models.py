@@ -79,6 +79,23 @@ _GLM = {
     "routed_scaling_factor": 1.5,
 }
 
+# No size is a multiple of sixteen. Queries and keys are rotated in pairs of neighbours.
+_MLA = {
+    "num_key_value_heads": 6,
+    "head_dim": None,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -154,6 +171,27 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "sliding_window": 20,
         },
     ),
+    # As V2-Lite: no latents of queries.
+    "deepseek_v2": ("deepseek_v2", _MLA | {"q_lora_rank": None}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        _MLA
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _MLA | {"n_group": 4, "topk_group": 2, "rope_parameters": _YARN | {"mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (
@@ -213,6 +251,7 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
+    fields = {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
     if model_type in ("qwen2", "qwen2_moe", "olmoe"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]

@@ -129,6 +129,12 @@ def test_a_rank_may_read_for_longer_than_a_step_may_take(checkpoint, in_second_r
     load(checkpoint("llama"), tensor_parallel_size=2, distributed_timeout_seconds=2.0, **lossy)
 
 
+def test_heads_over_latents_that_every_rank_has(checkpoint):
+    llm = check(checkpoint("deepseek_v3"), tensor_parallel_size=2)
+    names = layers(llm)
+    assert any(name.endswith("fused_qkv_a_proj") for name in names)
+
+
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)

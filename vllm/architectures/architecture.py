@@ -70,8 +70,10 @@ class Architecture(Checkpointed):
     renamed_fields: newer names of fields, and ours. rope_defaults: rope_parameters of a config
     without any, of its other fields; no_window: what transformers makes of the sliding_window of a
     config that does not use it; rope_theta: where a config has none. has_rotary_dim: its field
-    `rotary_dim` says how many columns of a head are rotated. ue8m0_requant_loses_accuracy: re-quantising its weights to
-    UE8M0 scales costs accuracy that was measured.
+    `rotary_dim` says how many columns of a head are rotated. ue8m0_requant_loses_accuracy:
+    re-quantising its weights to UE8M0 scales costs accuracy that was measured. is_in_transformers:
+    False for a model_type that transformers knows only by code that checkpoints bring along, which
+    is not run.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -86,6 +88,7 @@ class Architecture(Checkpointed):
     partial_rotary_factor: float | None = None
     has_rotary_dim: bool = False
     ue8m0_requant_loses_accuracy: bool = False
+    is_in_transformers: bool = True
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""

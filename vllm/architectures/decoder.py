@@ -115,12 +115,28 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA), with the up-projection of the latents absorbed."""
+    """Multi-head latent attention (MLA), with the up-projection of the latents absorbed.
+
+    kv_a_proj: of the input to latents, after them the keys' rotated part, and before both the
+    latents of queries where q_lora_rank is not 0. q_proj: of the latents of queries, else of the
+    input, to heads of nope_dim and rope_dim. kv_b_proj: of latents to nope_dim of keys and
+    value_dim of values, for each head; absorbed. is_interleaved: rotated are pairs of neighbours,
+    not of halves. softmax_scale: of the scores.
+    """
 
     name: str
-    projections: tuple[LinearSpec, ...]
+    kv_a_proj: LinearSpec
+    q_proj: LinearSpec
+    kv_b_proj: LinearSpec
     o_proj: LinearSpec
     attn: CachedAttention
+    q_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool
+    softmax_scale: float
+    query_scaling: QueryScaling | None = None
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -128,7 +144,7 @@ class LatentAttention:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return *self.projections, self.o_proj, self.attn
+        return self.kv_a_proj, self.q_proj, self.kv_b_proj, self.o_proj, self.attn
 
 
 @dataclass(frozen=True)

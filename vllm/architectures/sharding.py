@@ -101,7 +101,8 @@ class LinearSpec:
     name: within its decoder layer; parts have names beside it. inputs: columns of W. style: what
     tensor parallelism divides: `column` the outputs, `row` the inputs, `replicated` nothing.
     may_quantize: False for routers, which checkpoints keep in a floating point type whether their
-    config says so or not.
+    config says so or not. is_absorbed: no kernel multiplies by it; at load it becomes what other
+    products multiply by.
     """
 
     name: str
@@ -110,6 +111,7 @@ class LinearSpec:
     style: ParallelStyle
     bias: bool = False
     may_quantize: bool = True
+    is_absorbed: bool = False
 
     def shards(self, prefix: str, rank: int, ranks: int) -> list[tuple[str, Region]]:
         """(checkpoint name, region) of everything that one tensor-parallel rank holds, in order.

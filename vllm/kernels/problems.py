@@ -110,9 +110,12 @@ def attention_problems(
     cache = spec.cache
     kv_heads, window = cache.kv_heads.per_rank(tp), getattr(cache, "window", 0)
     heads = spec.heads.per_rank(tp)
-    cache_variant = spec.variant if isinstance(cache, MLAAttentionSpec) else ""
+    cache_variant, value_dim = "", 0
+    if isinstance(cache, MLAAttentionSpec):
+        cache_variant, value_dim = spec.variant, cache.value_dim
+    sizes = heads, kv_heads, cache.head_dim
     return (
-        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, window, spec.variant),
+        AttentionProblem(*sizes, kv_format, dtype, window, spec.variant, value_dim),
         KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype, cache_variant),
     )
 
@@ -162,6 +165,8 @@ def layer_problems(
         error = quant_config.requant_error(layer_format[0]) if quant_config else None
         if isinstance(item, LinearSpec):
             regions = [region for _, region in item.shards("", 0, tp)]
+            if item.is_absorbed:
+                return ()
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)

@@ -115,6 +115,16 @@ class PagedAttention:
             for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
         )
 
+    def zeros(self, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+        """What a call takes before the batch."""
+        problem = self.problem
+        counts = problem.num_heads, problem.num_kv_heads, problem.num_kv_heads
+        dtype = dtype_of(problem.dtype)
+        return tuple(
+            torch.zeros(num_tokens, heads, problem.head_dim, dtype=dtype, device=device)
+            for heads in counts
+        )
+
     def by_token(self) -> tuple[Tensor, Tensor]:
         """Views of both caches, [blocks, tokens of a block, kv heads, head_dim]."""
         order = _GPU_AXES[0]

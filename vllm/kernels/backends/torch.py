@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends.shared import CACHES, FLOATS, STATES, WEIGHTS
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -50,8 +51,8 @@ class DenseKernel:
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
     _Spec(family="moe", formats=WEIGHTS),
-    _Spec(family="attention", formats=CACHES, waits=True),
-    _Spec(family="kv_quant", formats=CACHES, waits=True),
+    _Spec(family="attention", formats=CACHES, waits=True, variants=frozenset({MLA})),
+    _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
 )
 
@@ -100,6 +101,11 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
     from vllm.ops import torch_ops
     from vllm.ops.paged_attention import PagedAttention
 
+    if problem.variant == MLA:
+        from vllm.ops.latent_attention import LatentPagedAttention, paged_latent_attention
+
+        return LatentPagedAttention(paged_latent_attention, write, problem)
+
     def attend(
         q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **bounds: int
     ) -> "Tensor":
@@ -110,6 +116,11 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
 
 def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.ops import torch_ops
+
+    if problem.variant == MLA:
+        from vllm.ops.latent_attention import write_latents
+
+        return write_latents
 
     def write(
         k: "Tensor",

@@ -4,6 +4,7 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
+from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -47,10 +48,17 @@ _Moe = partial(_Spec, family="moe", layouts=_LAYOUTS)
 _LEAST_STEP = 32
 # Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
 _MOST_HEADS = 64
+_LATENTS = frozenset({MLA})
 
 
 def _heads(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
+    if problem.variant == MLA:
+        latent, rope = problem.value_dim, problem.head_dim - problem.value_dim
+        return shared.shape_reasons(
+            (latent > 512, f"latents of {latent} are larger than 512"),
+            (rope > 128, f"rotated parts of {rope} are larger than 128"),
+        )
     group = problem.num_heads // problem.num_kv_heads
     return shared.shape_reasons(
         (problem.head_dim > 256, f"head_dim = {problem.head_dim} is more than 256"),
@@ -73,10 +81,12 @@ SPECS = (
     _Block(family="moe", layouts=_LAYOUTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
-    _Spec(family="attention", formats=shared.HALF, check=_heads),
-    _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads),
-    _Spec(family="kv_quant", formats=shared.HALF),
-    _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
+    _Spec(family="attention", formats=shared.HALF, check=_heads, variants=_LATENTS),
+    _Spec(
+        family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads, variants=_LATENTS
+    ),
+    _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
+    _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.
     _Spec(family="delta_rule", formats=shared.STATES, check=shared.delta_rule_heads),
 )
@@ -114,11 +124,22 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
     from vllm.kernels.triton.attention import paged_attention
     from vllm.ops.paged_attention import PagedAttention
 
+    if problem.variant == MLA:
+        from vllm.kernels.triton.latent_attention import paged_latent_attention
+        from vllm.ops.latent_attention import LatentPagedAttention
+
+        return LatentPagedAttention(paged_latent_attention, write, problem)
+
     return PagedAttention(paged_attention, write, problem)
 
 
 def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.kernels.triton.attention import reshape_and_cache
+
+    if problem.variant == MLA:
+        from vllm.kernels.triton.latent_attention import write_latents
+
+        return write_latents
 
     return reshape_and_cache
 

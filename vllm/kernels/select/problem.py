@@ -161,6 +161,8 @@ class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
     variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    value_dim: of a value, the first columns of a key (`MLA`); 0 for values of their own of
+    head_dim.
     """
 
     family: ClassVar[str] = "attention"
@@ -172,9 +174,11 @@ class AttentionProblem(_CacheProblem):
     dtype: str = "bf16"
     sliding_window: int = 0
     variant: str = ""
+    value_dim: int = 0
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        heads += f" with values of {self.value_dim}" if self.value_dim else ""
         window = f" window={self.sliding_window}" if self.sliding_window else ""
         variant = _variant_text(self.variant)
         return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
 from vllm.model_executor.models.attention import SelfAttention
 from vllm.model_executor.models.feed_forward import MLP, SparseMoE
+from vllm.model_executor.models.latent_attention import LatentAttention
 
 _FEED_FORWARDS: dict[type, Any] = {spec.GatedMLP: MLP, spec.MoE: SparseMoE}
 
@@ -23,7 +24,8 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotary: RotaryEmbe
     """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
     if isinstance(mixer, spec.DeltaNet):
         return GatedDeltaNet(ctx, prefix, mixer)
-    assert isinstance(mixer, spec.Attention), f"no model of {type(mixer).__name__}"
+    if isinstance(mixer, spec.LatentAttention):
+        return LatentAttention(ctx, prefix, mixer, rotary)
     return SelfAttention(ctx, prefix, mixer, rotary)
 
 
