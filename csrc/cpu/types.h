@@ -72,6 +72,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;     // [num_requests]
   int64_t num_requests, num_query_heads;
   int64_t sliding_window;  // 0: none
+  const float* sinks;      // [num_query_heads]: logits of keys without values; may be null
   float scale;
   // The plan; it decides who computes what, never a result.
   const QueryTile* query_tiles;

@@ -21,6 +21,11 @@ NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
 
 
+SINKS = "sinks"
+"""The variant of attention in which every query sees one key more, without a value: its logit is a
+weight of the head."""
+
+
 @dataclass(frozen=True)
 class CachedAttention:
     """Attention over the paged cache, and the writing of that cache.

@@ -208,6 +208,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache.
 
@@ -215,7 +216,8 @@ def paged_attention(
     the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
     block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
     (p - sliding_window, p], or [0, p] where the window is 0. Rows of requests of no keys, which
-    fill up a batch of a fixed size, become zeros.
+    fill up a batch of a fixed size, become zeros. `sinks` float32 [num_heads]: of each head the
+    logit of a key without a value, which every query sees.
     """
     if out is None:
         out = query.new_empty(query.shape)
@@ -223,7 +225,7 @@ def paged_attention(
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     batch = block_tables, query_start_loc, seq_lens
     scales = k_scale, v_scale
-    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales)
+    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, sinks)
     return out
 
 

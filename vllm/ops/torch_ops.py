@@ -178,8 +178,10 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache."""
+    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. sinks: float32
+    [heads], logits of keys without values that every query sees."""
     result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
@@ -200,7 +202,11 @@ def paged_attention(
         is_seen = ahead >= 0
         if sliding_window > 0:
             is_seen &= ahead < sliding_window
-        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~is_seen, float("-inf"))
+        if sinks is not None:
+            added = sinks[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat((scores, added), -1)
+        weights = scores.softmax(-1)[..., :seq_len]
         result[rows] = (weights @ values).transpose(0, 1).to(query.dtype)
     return _deliver(result, out)
 

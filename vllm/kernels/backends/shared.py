@@ -28,6 +28,7 @@ WEIGHTS = FLOATS | {
     *("int4-group", "int4-channel", "int8-group", "int8-channel"),
 }
 CACHES = FLOATS | {"fp8"}
+SINKS = frozenset({"sinks"})  # of attention
 STATES = frozenset({"fp32"})  # of the delta rule
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})

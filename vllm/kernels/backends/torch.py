@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.backends.shared import CACHES, FLOATS, STATES, WEIGHTS
+from vllm.kernels.backends.shared import CACHES, FLOATS, SINKS, STATES, WEIGHTS
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -50,7 +50,7 @@ class DenseKernel:
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
     _Spec(family="moe", formats=WEIGHTS),
-    _Spec(family="attention", formats=CACHES, waits=True),
+    _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS),
     _Spec(family="kv_quant", formats=CACHES, waits=True),
     _Spec(family="delta_rule", formats=STATES, waits=True),
 )
@@ -101,9 +101,10 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
     from vllm.ops.paged_attention import PagedAttention
 
     def attend(
-        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **bounds: int
+        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **options: Any
     ) -> "Tensor":
-        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch)
+        sinks = options.get("sinks")  # what else it is given bounds grids
+        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch, sinks=sinks)
 
     return PagedAttention(attend, write, problem)
 

@@ -68,13 +68,14 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((step < _LEAST_STEP, text))
 
 
+_Attention = partial(_Spec, family="attention", check=_heads, variants=shared.SINKS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),
     _Block(family="moe", layouts=_LAYOUTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
-    _Spec(family="attention", formats=shared.HALF, check=_heads),
-    _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads),
+    _Attention(formats=shared.HALF),
+    _Attention(formats=_FP8, devices=_FP8_CHIPS),
     _Spec(family="kv_quant", formats=shared.HALF),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
     # Its products have the digits of TF32: too few for activations in float32.
