@@ -6,8 +6,8 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
-FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group[32]",
-           "int4-group[128]", "int4-channel")  # fmt: skip
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4",
+           "int4-group[32]", "int4-group[128]", "int4-channel")  # fmt: skip
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
 FP8 = torch.float8_e4m3fn
 
@@ -32,6 +32,10 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
         return tensors, wide_of(tensors)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     tensors = LinearTensors(weight_format, codes, shards)
+    if name == "mxfp4":
+        shape = (n, -(-k // 32))
+        tensors.scales = torch.randint(113, 119, shape, dtype=torch.uint8, device=device)
+        return tensors, wide_of(tensors)
     if name == "nvfp4":
         scales = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, device=device)
         tensors.scales = scales.view(FP8)
@@ -83,7 +87,8 @@ def wide_of(tensors):
         values = tensors.weight.float()
     else:
         codes = unpack_e2m1(tensors.weight)
-        values = e2m1_decode(codes) if tensors.format.element == "nvfp4" else codes.float() - 8
+        is_e2m1 = tensors.format.element in ("nvfp4", "mxfp4")
+        values = e2m1_decode(codes) if is_e2m1 else codes.float() - 8
         if tensors.zero_points is not None:
             zeros = tensors.zero_points.repeat_interleave(columns, 1)[:, : codes.shape[1]]
             values = codes.float() - zeros

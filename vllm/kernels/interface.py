@@ -58,7 +58,7 @@ class LinearTensors:
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
 
-    Scales of MXFP8 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8 [N, K / 2],
+    Scales of MXFP8 and MXFP4 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8 [N, K / 2],
     the even column in the low nibble. Which tensors a format has, with shapes and dtypes: its file
     in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) * scale;
     zero_points None: 8 everywhere.
@@ -110,10 +110,10 @@ class LinearTensors:
             shards = zip(self.global_scales, self.shard_rows, strict=True)
             of_rows = torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
             return self.scales.float() * of_rows[:, None]
-        if self.is_packed:
-            return self.scales
         if self.scales.dtype == torch.uint8:  # UE8M0
             return ue8m0_decode(self.scales)
+        if self.is_packed:
+            return self.scales
         rows = []
         start = 0
         for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):

@@ -1,5 +1,5 @@
-"""Weight-only kernels: FP8, MXFP8, NVFP4 and int4 weights widened in registers, activations
-untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
+"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4 and int4 weights widened in registers,
+activations untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
 for it, where tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
@@ -61,7 +61,7 @@ _Spec = partial(
     backend="marlin",
     devices=shared.FROM_SM80,
     formats=frozenset(
-        {"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group", "int4-channel"}
+        {"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "int4-group", "int4-channel"}
     ),
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),

@@ -24,7 +24,7 @@ BLOCK = 128
 
 FLOATS = frozenset({"fp32", "bf16", "fp16"})
 WEIGHTS = FLOATS | {
-    *("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "nvfp4"),
+    *("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4"),
     *("int4-group", "int4-channel", "int8-group", "int8-channel"),
 }
 CACHES = FLOATS | {"fp8"}

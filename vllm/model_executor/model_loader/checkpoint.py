@@ -165,23 +165,36 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
 
 # Last part of the name of all experts' weights in one tensor -> of the weights of each.
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# What follows that name in MXFP4 stacks -> the last part of the name of one expert's tensor, and
+# the dimensions of a stack.
+_MXFP4_STACKS = {"blocks": ("weight_blocks", 4), "scales": ("weight_scales", 3)}
+_MXFP4_BYTES = 16  # of a group
 
 
 def _unstacked(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """`mlp.experts.gate_up_proj` [E, 2 I, H] as `mlp.experts.<e>.gate_proj.weight` [I, H], and so
-    on; any other tensor as it is. So transformers 5 holds experts, and writes some models'."""
+    on; any other tensor as it is. So transformers 5 holds experts, and writes some models'.
+
+    gpt-oss has `gate_up_proj_blocks` [E, 2 I, H / 32, 16] and `gate_up_proj_scales`
+    [E, 2 I, H / 32], in which gate and up rows alternate, as `<e>.gate_proj.weight_blocks`
+    [I, H / 2] and `<e>.gate_proj.weight_scales`."""
     parent, _, last = name.rpartition(".")
-    parts = _STACKS.get(last)
-    if parts is None or len(info.shape) != 3 or not parent.endswith(".experts"):
+    stack, _, kind = last.rpartition("_")
+    suffix, num_dims = _MXFP4_STACKS.get(kind, ("weight", 3))
+    is_mxfp4 = kind in _MXFP4_STACKS
+    parts = _STACKS.get(stack if is_mxfp4 else last)
+    if parts is None or len(info.shape) != num_dims or not parent.endswith(".experts"):
         yield name, info
         return
-    num_experts, num_rows, num_columns = info.shape
+    num_experts, num_rows, *columns = info.shape
     rows = num_rows // len(parts)
+    if columns[1:] == [_MXFP4_BYTES]:
+        columns = [columns[0] * _MXFP4_BYTES]
     for expert in range(num_experts):
         for i, part in enumerate(parts):
-            index = (expert, slice(i * rows, (i + 1) * rows))
-            piece = replace(info, shape=(rows, num_columns), stack=name, index=index)
-            yield f"{parent}.{expert}.{part}.weight", piece
+            own = slice(i, None, len(parts)) if is_mxfp4 else slice(i * rows, (i + 1) * rows)
+            piece = replace(info, shape=(rows, *columns), stack=name, index=(expert, own))
+            yield f"{parent}.{expert}.{part}.{suffix}", piece
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
