@@ -107,6 +107,7 @@ struct RotaryArgs {
 struct SiluArgs {
   Rows x, out;  // [m, 2 n] -> [m, n]
   int64_t m, n;
+  float limit;  // of the clamped variant; 0 for plain silu
 };
 
 // x *= sigmoid(gate), with one gate for each element or for each head.

@@ -86,6 +86,7 @@ class AttentionKind:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    variant: str = ""
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -110,7 +111,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         name="self_attn",
         qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
         o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
-        attn=CachedAttention("self_attn.attn", heads, cache),
+        attn=CachedAttention("self_attn.attn", heads, cache, kind.variant),
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,

@@ -39,6 +39,10 @@ class CachedAttention:
     variant: str = ""
 
 
+SWIGLUOAI = "swigluoai"
+"""What an expert of gpt-oss computes between its products: min(g, L) * sigmoid(1.702 min(g, L)) *
+(u clamped to -L..L, plus 1) of gate g and up u, with the limit L."""
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
 
@@ -48,7 +52,8 @@ class ExpertsSpec:
     """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
     Ranks hold whole experts, or a share of `intermediate` of every expert.
 
-    activation: of the gate; other than `silu`, and other `parts` than these, are not served.
+    activation: of the gate; other than `silu` and `swigluoai`, and other `parts` than these, are
+    not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
     """
 
     name: str
@@ -58,6 +63,8 @@ class ExpertsSpec:
     intermediate: Dim
     activation: str = "silu"
     parts: tuple[str, ...] = GATED
+    swiglu_limit: float = 0.0
+    has_bias: bool = False
 
     def per_rank(self, tp: int, ep: int) -> tuple[int, int]:
         """Experts on one rank, and the intermediate size that it has of each."""

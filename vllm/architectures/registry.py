@@ -13,7 +13,7 @@ from vllm.architectures.decoder import Decoder
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.utils.entry_points import extensions
 
-_BUILT_IN = ("llama", "mistral", "qwen", "qwen3_5", "deepseek_v3")
+_BUILT_IN = ("llama", "mistral", "qwen", "qwen3_5", "deepseek_v3", "gpt_oss")
 ENTRY_POINTS = "vllm.architectures"
 
 

@@ -58,7 +58,6 @@ class _Family:
 _FAMILIES = {
     "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
     "glm4_moe": _Family(has_output_bias=False),
-    "gpt_oss": _Family(router="router", variant="sinks", activation="clamped swiglu with biases"),
     "llama4_text": _Family(mlp="feed_forward", moe="feed_forward.", router="router",
                            shared="shared_expert", has_shared_expert=True),
     "minimax_m2": _Family(moe="block_sparse_moe."),

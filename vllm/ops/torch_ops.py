@@ -3,7 +3,7 @@
 Same functions, signatures and contract (`vllm.ops`); clear rather than fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,14 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _deliver((torch.nn.functional.silu(gate) * up).to(x.dtype), out)
 
 
+def swigluoai_and_mul(x: Tensor, limit: float) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n], as `vllm.architectures.decoder.SWIGLUOAI` says."""
+    gate, up = x.float().chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    glu = gate * torch.sigmoid(1.702 * gate)
+    return (glu * (up.clamp(-limit, limit) + 1)).to(x.dtype)
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1]."""
     x.copy_(x.float() * torch.sigmoid(gate.float()))
@@ -132,6 +140,7 @@ def routed_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     experts: Sequence[tuple[LinearWeight, LinearWeight]],
+    activate: Callable[[Tensor], Tensor] = silu_and_mul,
 ) -> Tensor:
     """x [tokens, n] -> [tokens, n]: for each token the weighted sum of its experts' results.
 
@@ -142,7 +151,7 @@ def routed_experts(
     for index, (gate_up, down) in enumerate(experts):
         is_chosen = topk_ids == index
         if x.is_cuda or bool(is_chosen.any()):
-            result = linear(silu_and_mul(linear(x, gate_up)), down).float()
+            result = linear(activate(linear(x, gate_up)), down).float()
             weight = (topk_weights * is_chosen).sum(1, keepdim=True)
             total += torch.where(is_chosen.any(1, keepdim=True), result * weight, 0.0)
     return total.to(x.dtype)

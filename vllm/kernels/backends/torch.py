@@ -4,7 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.backends.shared import CACHES, FLOATS, SINKS, STATES, WEIGHTS
+from vllm.kernels.backends.shared import (
+    CACHES,
+    EXPERTS,
+    FLOATS,
+    SINKS,
+    STATES,
+    WEIGHTS,
+    expert_activation,
+)
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -49,7 +57,7 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS),
+    _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
     _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS),
     _Spec(family="kv_quant", formats=CACHES, waits=True),
     _Spec(family="delta_rule", formats=STATES, waits=True),
@@ -93,7 +101,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         (pack_with(torch_ops.pack_linear, gate_up), pack_with(torch_ops.pack_linear, down))
         for gate_up, down in map(tensors.expert, range(tensors.num_experts))
     ]
-    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
+    activate = expert_activation(problem, torch_ops)
+    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts, activate)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
