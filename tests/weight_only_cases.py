@@ -49,6 +49,17 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
     return tensors, wide_of(tensors)
 
 
+def make_spread_mxfp4(num_rows, device="cpu"):
+    """MXFP4 whose rows have every scale from 2^-16 to 2^8, the most that the weight-only kernels
+    hold of one row: (tensors, weight float32)."""
+    tensors, _ = make_linear("mxfp4", (num_rows,), 25 * 32, device=device)
+    tensors.weight[:, ::16] = 0x7E  # 6 and -4 in every group
+    exponents = torch.arange(111, 136, dtype=torch.uint8, device=device)
+    orders = [exponents.roll(row) for row in range(num_rows)]
+    tensors.scales = torch.stack(orders)
+    return tensors, wide_of(tensors)
+
+
 def _scale_grid(weight_format, shards, k, row_offsets, column_offset):
     if not row_offsets and not column_offset:
         return weight_format.scale_shape(shards, k)

@@ -7,7 +7,7 @@ that layout and kernel are held to one description.
 import numpy as np
 import pytest
 import torch
-from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
+from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe, make_spread_mxfp4, wide_of
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
@@ -136,6 +136,29 @@ def test_every_scale_of_nvfp4_has_a_byte_that_the_kernel_turns_into_it():
     assert torch.equal(as_bf16.view(torch.float32)[1:], scales.float()[1:] * 2.0**118)
     as_fp16 = (codes.int() * 128).short().view(torch.float16)
     assert torch.equal(as_fp16.float()[1:], scales.float()[1:] * 2.0**7)
+
+
+def test_mxfp4_is_exact_with_scales_of_24_octaves_in_a_row():
+    for shift in (-111, -30, 0, 100):
+        tensors, _ = make_spread_mxfp4(num_rows=20)
+        tensors.scales = (tensors.scales.int() + shift).to(torch.uint8)
+        assert torch.equal(widen_weight(pack_weight(tensors)), wide_of(tensors))
+
+
+def test_groups_of_mxfp4_that_are_far_below_others_of_their_row_are_rounded():
+    tensors, _ = make_linear("mxfp4", (16,), 128)
+    tensors.weight[:] = 0x63
+    tensors.scales[:] = torch.tensor([127, 127 - 24, 127 - 26, 127 - 40], dtype=torch.uint8)
+    found = widen_weight(pack_weight(tensors))[0, ::2]  # of codes for 1.5
+    steps = [1.5, 1.5 * 2.0**-24, 0.5 * 2.0**-24, 0]  # 1.5 / 4 is between 0 and 0.5
+    assert torch.equal(found, torch.tensor(steps).repeat_interleave(16))
+
+
+def test_a_group_of_mxfp4_zeros_may_have_any_scale():
+    tensors, wide = make_linear("mxfp4", (16,), 128)
+    tensors.weight[:, :16] &= 0x88
+    tensors.scales[:, 0] = 254
+    assert torch.equal(widen_weight(pack_weight(tensors)), wide_of(tensors))
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)

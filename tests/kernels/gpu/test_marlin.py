@@ -41,6 +41,8 @@ def exact_linear(name, n, k):
     if name == "nvfp4":
         tensors.scales = powers_of_two(tensors.scales.shape, -1, 2).to(FP8)
         tensors.global_scales = torch.full((1,), 0.25, device="cuda")
+    elif tensors.scales.dtype == torch.uint8:
+        tensors.scales = torch.randint_like(tensors.scales, 125, 129)
     else:
         tensors.scales = powers_of_two(tensors.scales.shape, -2, 2)
     if tensors.weight.dtype == FP8:

@@ -16,7 +16,7 @@ from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import Problem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
@@ -219,9 +219,7 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
         refusal = refusal or text
         layers = replace(layers, is_served=False)
         notes.append(f"the engine refuses this checkpoint: {text}")
-    weights = (p.weight for _, p in problems if isinstance(p, LinearProblem | MoEProblem))
-    is_loaded = all(weight.description.is_served for weight in weights)
-    facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))
+    facts = ModelFacts(layers.is_served, tuple(notes))
     return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
 
 

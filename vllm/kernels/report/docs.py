@@ -161,9 +161,8 @@ engine" (`model.served` in JSON) and where the layers come from, in this order:
 
 Kinds of layers that are not known are left out, and the report counts them, as it names fields that
 are not taken into account. Attention and experts that no kernel here computes (MLA, sinks, other
-activation functions than SiLU) are listed without a kernel, and the exit code is 1. The same holds
-for weights in a format that is known but not served, such as MXFP4. Layers whose quantisation is
-not read are named in a note with the name of their format.
+activation functions than SiLU) are listed without a kernel, and the exit code is 1. Layers whose
+quantisation is not read are named in a note with the name of their format.
 """
 
 _REQUANT = """
