@@ -152,10 +152,11 @@ def test_explain_has_a_kernel_for_every_layer_that_takes_sinks_and_biases(name, 
     words = ["kernels", "explain", name, "--device", device, "--libs", "all", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
-    assert not found["model"].get("notes")
+    assert found["model"] == {"served": True, "notes": []}
     chosen = {}
     for decision in found["decisions"]:
-        chosen.setdefault(decision["family"], set()).add(decision["chosen"])
+        family = decision["problem"]["family"]
+        chosen.setdefault(family, set()).add(decision["chosen"])
     kernels = ("cpu", "cpu") if device == "cpu" else ("triton", "marlin")
     assert (chosen["attention"], chosen["moe"]) == ({kernels[0]}, {kernels[1]})
     text = json.dumps(found)

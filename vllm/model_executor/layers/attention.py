@@ -1,6 +1,7 @@
 """The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class Attention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if spec.variant == SINKS:
             rank = ctx.parallel.tensor
-            self.own_heads = slice(*spec.heads.span(rank.rank, rank.size))
+            one_each = replace(spec.heads, unit=1)
+            self.own_heads = slice(*one_each.span(rank.rank, rank.size))
             self.num_heads = spec.heads.count
             own = len(range(self.num_heads)[self.own_heads])
             self.sinks = empty_parameter(own, dtype=torch.float32)
