@@ -220,7 +220,14 @@ NAMED = {
         (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
         *(
             (changed(layout, *WEIGHTS, "dynamic", value=True), "'dynamic': True.*it takes NVFP4")
-            for layout in ("ct-nvfp4", "ct-fp8-channel", "ct-mxfp8", "ct-mxfp4", "ct-int8", "ct-int4-128")
+            for layout in (
+                "ct-nvfp4",
+                "ct-fp8-channel",
+                "ct-mxfp8",
+                "ct-mxfp4",
+                "ct-int8",
+                "ct-int4-128",
+            )
         ),
         *(
             (changed(layout, *place, "symmetric", value=False), "'symmetric': False.*it takes NV")

@@ -89,9 +89,7 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
 
 
 def _attention_notes(items: Any) -> tuple[str, ...]:
-    variants = dict.fromkeys(
-        item.variant for _, item in items if isinstance(item, CachedAttention)
-    )
+    variants = dict.fromkeys(item.variant for _, item in items if isinstance(item, CachedAttention))
     return tuple(f"there is no kernel for attention with {variant} here"
                  for variant in variants if variant not in ("", SINKS))  # fmt: skip
 

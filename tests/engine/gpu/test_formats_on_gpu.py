@@ -35,7 +35,14 @@ MOST, MEAN = 0.2, 0.03
 MEAN_OF_QUANTISED = 0.3
 # Layouts that come to the same weights as others once they are read, which is tested on the CPU.
 SAME = {"ct-nvfp4", "ct-nvfp4a16", "ct-fp8-tensor", "ct-int4-w4a8", "awq-32", "modelopt-fp8-block"}
-SAME |= {"ct-int8-static", "ct-mxfp8a16", "modelopt-mxfp8", "ct-mxfp4a16", "modelopt-mxfp4", "quark-mxfp4"}
+SAME |= {
+    "ct-int8-static",
+    "ct-mxfp8a16",
+    "modelopt-mxfp8",
+    "ct-mxfp4a16",
+    "modelopt-mxfp4",
+    "quark-mxfp4",
+}
 # On two GPUs, with these sizes, each rank has whole groups, and half of the rows of the block of
 # 128 that is all of K, and of V. Without graphs, which take ranks longer to start with; on one GPU
 # every format is captured.

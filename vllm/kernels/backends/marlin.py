@@ -68,7 +68,16 @@ _Spec = partial(
     backend="marlin",
     devices=shared.FROM_SM80,
     formats=frozenset(
-        {"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "int4-group", "int4-channel"}
+        {
+            "fp8-tensor",
+            "fp8-channel",
+            "fp8-block",
+            "mxfp8",
+            "mxfp4",
+            "nvfp4",
+            "int4-group",
+            "int4-channel",
+        }
     ),
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),

@@ -176,7 +176,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # What follows that name in MXFP4 stacks -> the last part of the name of one expert's tensor, and
 # the dimensions of a stack.
-_MXFP4_STACKS = {"blocks": ("weight_blocks", 4), "scales": ("weight_scales", 3), "bias": ("bias", 2)}
+_MXFP4_STACKS = {
+    "blocks": ("weight_blocks", 4),
+    "scales": ("weight_scales", 3),
+    "bias": ("bias", 2),
+}
 _MXFP4_BYTES = 16  # of a group
 
 
