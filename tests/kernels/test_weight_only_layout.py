@@ -155,7 +155,7 @@ def test_groups_of_mxfp4_that_are_far_below_others_of_their_row_are_rounded():
 
 
 def test_a_group_of_mxfp4_zeros_may_have_any_scale():
-    tensors, wide = make_linear("mxfp4", (16,), 128)
+    tensors, _ = make_linear("mxfp4", (16,), 128)
     tensors.weight[:, :16] &= 0x88
     tensors.scales[:, 0] = 254
     assert torch.equal(widen_weight(pack_weight(tensors)), wide_of(tensors))

@@ -2,17 +2,15 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_layouts import E2M1, LAYOUTS, SHAPE, is_expert, mxfp4, store
-from safetensors.torch import load_file, save_file
-from test_qwen3_moe import load, logprobs, records, reference_logprobs, write
+from safetensors.torch import load_file
+from test_qwen3_moe import logprobs, reference_logprobs, write
 
 from vllm import LLM
 from vllm.entrypoints.cli.main import main
 from vllm.errors import CheckpointError
-from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.ops.mxfp4 import mxfp4_quantize
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 from vllm.utils.fp8 import ue8m0_decode
@@ -73,7 +71,7 @@ def test_every_weight_that_the_format_holds_is_kept():
 def test_the_exponent_is_that_of_the_specification_or_the_next_where_it_is_nearer():
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * 0.02
     packed, exponents = mxfp4_quantize(weight)
-    codes, specified, plain = mxfp4(weight.numpy())
+    _, specified, plain = mxfp4(weight.numpy())
     assert set((exponents.int() - specified.int()).unique().tolist()) == {0, 1}
 
     def errors(found):
@@ -118,7 +116,7 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
         ("_blocks", lambda t: t[..., :-1], r"weight_blocks has shape \[64, 4, 15\].*\[64, 64\]"),
         ("_blocks", lambda t: t[:, :-2], r"weight_blocks has shape \[63, 64\].*\[64, 64\]"),
         ("_blocks", lambda t: t.short(), "weight_blocks is of type I16, but uint8 is needed"),
-        ("_scales", lambda t: t.fill_(255), r"gate_proj.weight_scales: .*exponents of 0 to 254; it holds 255"),
+        ("_scales", lambda t: t.fill_(255), r"gate_proj.weight_scales: .*0 to 254; it holds 255"),
         ("_blocks", lambda t: t[:-1], r"lacks model.layers.1.mlp.experts.\d+.gate_proj.weight_bl"),
     ],
 )  # fmt: skip
@@ -133,3 +131,58 @@ def test_a_broken_stack_is_refused_with_the_expert_that_lacks_it(
     store_stacks(source, tmp_path / "stacks", edit)
     with pytest.raises(CheckpointError, match=says):
         LLM(tmp_path / "stacks", skip_tokenizer_init=True, max_num_seqs=2)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen"),
+    [("cpu", "cpu"), ("sm_80", "marlin"), ("sm_90", "marlin"), ("sm_100", "marlin"),
+     ("sm_120", "marlin")],
+)  # fmt: skip
+def test_explain_tells_its_kernel(source, tmp_path, capsys, device, chosen):
+    """Of dense layers and of experts."""
+    store(source, tmp_path, *LAYOUTS["quark-mxfp4"])
+    flags = ["--device", device, "--libs", "all", "--dtype", "bf16", "--json"]
+    assert main(["kernels", "explain", str(tmp_path), *flags]) == 0
+    decisions = json.loads(capsys.readouterr().out)["decisions"]
+    found = {
+        (d["problem"]["family"], d["chosen"])
+        for d in decisions
+        if d["problem"].get("weight") == "mxfp4"
+    }
+    assert found == {("linear", chosen), ("moe", chosen)}
+
+
+def test_two_ranks_have_the_logits_of_dense_layers(checkpoint, tmp_path):
+    dense = checkpoint("qwen3", **SHAPE)
+    weights = store(dense, tmp_path, *LAYOUTS["ct-mxfp4"])
+    wide = write(dense, tmp_path / "wide", load_file(dense / "model.safetensors") | weights)
+    found = logprobs(tmp_path, tensor_parallel_size=2)
+    assert (found - reference_logprobs(wide)).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------- what we write
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_what_we_write_has_the_layout_of_the_library_and_reads_back(checkpoint, tmp_path, model):
+    source = checkpoint(model, **EXPERTS if model == "qwen3_moe" else SHAPE)
+    command = ["quantize", str(source), str(tmp_path / "out"), "--format", "mxfp4"]
+    assert main(command) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    assert config["format"] == "mxfp4-pack-quantized" and group["input_activations"] is None
+    wanted = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    assert wanted.items() <= group["weights"].items()
+    assert group["weights"]["scale_dtype"] == "torch.uint8"
+    tensors, plain = load_file(tmp_path / "out" / "model.safetensors"), {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        plain[name] = weight
+        if name + "_packed" in tensors:
+            plain[name] = widened(tensors[name + "_packed"], tensors[name + "_scale"])
+            assert float((plain[name] - weight).norm()) < 0.13 * float(weight.norm())
+    assert sum(name.endswith("_packed") for name in tensors) >= 14
+    wide = write(source, tmp_path / "wide", plain)
+    assert (logprobs(tmp_path / "out") - reference_logprobs(wide)).abs().max() < 1e-4

@@ -58,10 +58,10 @@ class LinearTensors:
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
 
-    Scales of MXFP8 and MXFP4 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8 [N, K / 2],
-    the even column in the low nibble. Which tensors a format has, with shapes and dtypes: its file
-    in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) * scale;
-    zero_points None: 8 everywhere.
+    Scales of MXFP8 and MXFP4 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8
+    [N, K / 2], the even column in the low nibble. Which tensors a format has, with shapes and
+    dtypes: its file in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) *
+    scale; zero_points None: 8 everywhere.
 
     columns: int64 [K], where the weight holds columns in another order than x: which of x's each
     is; None for x's own order. `make_linear` reorders x, so that no kernel sees it.

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt checkpoints: NVFP4, MXFP4, FP8 and MXFP8, one for all layers or each layer its own."""
+"""NVIDIA ModelOpt checkpoints: NVFP4, MXFP4, FP8 and MXFP8, for all layers or each its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,5 +1,5 @@
-"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4 and int4 weights widened in registers,
-activations untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
+"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4 and int4 weights widened in registers, activations
+untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
 for it, where tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for

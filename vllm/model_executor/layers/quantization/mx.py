@@ -1,5 +1,5 @@
-"""Linear layers and experts of MXFP8 and MXFP4 checkpoints: E4M3 or E2M1, and a UE8M0 scale byte per
-32 columns."""
+"""Linear layers and experts of MXFP8 and MXFP4 checkpoints: E4M3 or E2M1, and a UE8M0 scale byte
+per 32 columns."""
 
 from collections.abc import Callable
 from dataclasses import replace
