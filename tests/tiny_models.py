@@ -199,6 +199,27 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    # A window that is no whole number of blocks, and weights of experts large enough to be clamped.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),

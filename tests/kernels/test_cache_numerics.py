@@ -34,6 +34,8 @@ def test_kernels_of_the_cpu_are_right(cache, dtype, backend):
         for window, block_size in ((0, 16), (70, 32), (5, 48)):
             problem = AttentionProblem(*heads, cache, dtype, window)
             assert attention_comparison(problem, backend, block_size, CPU)() < MAX_ERROR[dtype] / 2
+        sinks = AttentionProblem(*heads, cache, dtype, 70, "sinks")
+        assert attention_comparison(sinks, backend, 16, CPU)() < MAX_ERROR[dtype] / 2
         writing = KVQuantProblem(*heads[1:], cache, dtype)
         assert write_comparison(writing, backend, 16, CPU)() == 0
 

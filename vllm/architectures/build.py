@@ -89,6 +89,7 @@ class AttentionKind:
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
     qk_norm_span: QKNormSpan = "head"
+    variant: str = ""
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -113,7 +114,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         name="self_attn",
         qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
         o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
-        attn=CachedAttention("self_attn.attn", heads, cache),
+        attn=CachedAttention("self_attn.attn", heads, cache, kind.variant),
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,

@@ -22,6 +22,11 @@ NormKind = Literal["rms", "rms_zero_centred"]
 QKNormSpan = Literal["head", "projection"]
 
 
+SINKS = "sinks"
+"""The variant of attention in which every query sees one key more, without a value: its logit is a
+weight of the head."""
+
+
 @dataclass(frozen=True)
 class CachedAttention:
     """Attention over the paged cache, and the writing of that cache.
@@ -35,6 +40,10 @@ class CachedAttention:
     variant: str = ""
 
 
+SWIGLUOAI = "swigluoai"
+"""What an expert of gpt-oss computes between its products: min(g, L) * sigmoid(1.702 min(g, L)) *
+(u clamped to -L..L, plus 1) of gate g and up u, with the limit L."""
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
 
@@ -45,7 +54,8 @@ class ExpertsSpec:
     up and its down projection. Ranks hold whole experts, or a share of `intermediate` of every
     expert.
 
-    activation: of the gate; other than `silu`, and other than three `parts`, are not served.
+    activation: of the gate; other than `silu` and `swigluoai`, and other than three `parts`, are
+    not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
     """
 
     name: str
@@ -55,6 +65,8 @@ class ExpertsSpec:
     intermediate: Dim
     activation: str = "silu"
     parts: tuple[str, ...] = GATED
+    swiglu_limit: float = 0.0
+    has_bias: bool = False
 
     def per_rank(self, tp: int, ep: int) -> tuple[int, int]:
         """Experts on one rank, and the intermediate size that it has of each."""

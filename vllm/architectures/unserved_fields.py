@@ -57,7 +57,6 @@ class _Family:
 
 _FAMILIES = {
     "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
-    "gpt_oss": _Family(router="router", variant="sinks", activation="clamped swiglu with biases"),
     "llama4_text": _Family(mlp="feed_forward", moe="feed_forward.", router="router",
                            shared="shared_expert", has_shared_expert=True),
     "nemotron_h": _Family("backbone.layers.", attention="mixer", mlp="mixer", moe="mixer."),

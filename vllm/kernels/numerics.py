@@ -245,13 +245,14 @@ def reference_experts(
     is_cut = tensors.row_offset or tensors.column_offset
     if is_cut and _pads(candidate):
         tensors = padded_experts(tensors)
+    activate = expert_activation(problem, torch_ops)
     total = torch.zeros_like(x, dtype=torch.float32)
     for index in range(tensors.num_experts):
         rows, places = torch.where(ids == index)
         if rows.numel():
             gate_up, down = tensors.expert(index)
             between = reference(candidate, gate_up, x[rows]).to(dtype)
-            out = reference(candidate, down, torch_ops.silu_and_mul(between))
+            out = reference(candidate, down, activate(between))
             total.index_add_(0, rows, out * weights[rows, places, None])
     return total
 
@@ -315,6 +316,8 @@ def random_experts(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
         if scheme is not None:
             scale = size * _INPUT_SCALES[scheme]
             found[f"{stack}_input_scales"] = torch.full((own, num_shards), scale, device=device)
+        if problem.bias:
+            found[f"{stack}_bias"] = make.normal(found[stack].shape[:2])
     return MoETensors(problem.weight, row_offset=row_offset, column_offset=column_offset, **found)
 
 

@@ -100,6 +100,8 @@ def moe_problem(
         cut_experts=ep,
         requant_error=requant_error,
         activation=spec.activation,
+        swiglu_limit=spec.swiglu_limit,
+        bias=spec.has_bias,
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -87,8 +87,9 @@ _GPU_AXES = (("block", "token", "head", "dim"),) * 2
 class PagedAttention:
     """Writes K and V of new tokens to the cache, then attends causally over it.
 
-    k_scale, v_scale: what an FP8 cache stores is divided by. planner: of a kernel that the host
-    plans, shared by layers.
+    k_scale, v_scale: what an FP8 cache stores is divided by. sinks: float32 [heads] of the variant
+    `sinks`, logits of keys without values; else None. planner: of a kernel that the host plans,
+    shared by layers.
     """
 
     planner: GraphPlanner | None = None
@@ -100,6 +101,7 @@ class PagedAttention:
         self.dtype = dtype_of(problem.format)
         self.scale = problem.head_dim**-0.5
         self.k_scale = self.v_scale = 1.0
+        self.sinks: Tensor | None = None
         self.k_cache = self.v_cache = torch.empty(0)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -149,11 +151,13 @@ class PagedAttention:
         """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads, head_dim]. What was
         written to `target` is not read here."""
         self.write(k, v, batch)
-        bounds = (
+        bounds: dict[str, Any] = (
             {"max_query_len": batch.max_query_len, "max_seq_len": batch.max_seq_len}
             if self.k_cache.is_cuda
             else {}
         )
+        if self.sinks is not None:
+            bounds["sinks"] = self.sinks
         requests = batch.block_tables, batch.query_start_loc, batch.seq_lens
         options = self.scale, self.problem.sliding_window, self.k_scale, self.v_scale
         return self._attend(q, self.k_cache, self.v_cache, *requests, *options, **bounds)

@@ -56,6 +56,13 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((is_refused, text))
 
 
+def _expert_reasons(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, MoEProblem)
+    is_refused = problem.activation != "silu" and not problem.bias
+    text = f"computes {problem.activation} of experts with biases alone"
+    return _columns_per_scale(problem) + shared.shape_reasons((is_refused, text))
+
+
 _Spec = partial(
     KernelSpec,
     backend="marlin",
@@ -95,7 +102,12 @@ _W4A8 = partial(
 SPECS = (
     _Spec(family="linear"),
     # Rows are sorted by expert, and put together again, by Triton kernels.
-    _Spec(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
+    _Spec(
+        family="moe",
+        libs=((NATIVE, ""), ("triton", "3.2")),
+        check=_expert_reasons,
+        **shared.EXPERTS,
+    ),
     _W4A8(family="linear"),
     _W4A8(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
 )
@@ -123,6 +135,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
     from vllm.kernels import cuda_ops
     from vllm.kernels.triton import moe_rows
+    from vllm.kernels.triton.expert_bias import activate_biased, add_biases
     from vllm.ops import torch_ops
     from vllm.ops.weight_only_layout import pack_experts
     from vllm.ops.weight_only_ops import multiply_experts
@@ -131,6 +144,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     stacks = zip(*(tensors.expert(index) for index in range(num_experts)))
     gate_up, down = (pack_experts(stack, num_experts, by_fp8) for stack in stacks)
     ops = cuda_ops if tensors.down.is_cuda else torch_ops
+    gate_up_bias, down_bias = tensors.gate_up_bias, tensors.down_bias
 
     def apply(
         x: "Tensor", weights: "Tensor", ids: "Tensor", block_rows: int | None = None
@@ -141,9 +155,16 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         if block_rows is None:
             share = num_pairs / num_experts
             block_rows = next((size for size in _BLOCK_ROWS if share <= size), _BLOCK_ROWS[-1])
-        rows = moe_rows.sort(ids.contiguous(), num_experts, block_m=block_rows)
+        ids = ids.contiguous()
+        rows = moe_rows.sort(ids, num_experts, block_m=block_rows)
         inner = multiply_experts(x, gate_up, rows.blocks, block_rows, num_pairs, rows.order, top_k)
-        out = multiply_experts(ops.silu_and_mul(inner), down, rows.blocks, block_rows, num_pairs)
+        if gate_up_bias is None:
+            inner = ops.silu_and_mul(inner)
+        else:
+            inner = activate_biased(inner, gate_up_bias, ids, rows.positions, problem.swiglu_limit)
+        out = multiply_experts(inner, down, rows.blocks, block_rows, num_pairs)
+        if down_bias is not None:
+            add_biases(out, down_bias, ids, rows.positions)
         return moe_rows.combine(out, weights, rows.positions, num_experts)
 
     if tensors.down.is_cuda:

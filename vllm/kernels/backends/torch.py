@@ -5,7 +5,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.kv_cache import MLA
-from vllm.kernels.backends.shared import CACHES, FLOATS, STATES, WEIGHTS
+from vllm.kernels.backends.shared import (
+    CACHES,
+    EXPERTS,
+    FLOATS,
+    SINKS,
+    STATES,
+    WEIGHTS,
+    expert_activation,
+)
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -50,8 +58,8 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS),
-    _Spec(family="attention", formats=CACHES, waits=True, variants=frozenset({MLA})),
+    _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
+    _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS | {MLA}),
     _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
 )
@@ -94,7 +102,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         (pack_with(torch_ops.pack_linear, gate_up), pack_with(torch_ops.pack_linear, down))
         for gate_up, down in map(tensors.expert, range(tensors.num_experts))
     ]
-    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
+    activate = expert_activation(problem, torch_ops)
+    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts, activate)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
@@ -107,9 +116,10 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         return LatentPagedAttention(paged_latent_attention, write, problem)
 
     def attend(
-        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **bounds: int
+        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **options: Any
     ) -> "Tensor":
-        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch)
+        sinks = options.get("sinks")  # what else it is given bounds grids
+        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch, sinks=sinks)
 
     return PagedAttention(attend, write, problem)
 

@@ -43,7 +43,7 @@ _Spec = partial(
 # Scale blocks of any size.
 _Block = partial(_Spec, devices=_FP8_CHIPS, **shared.FP8_BLOCKS | {"blocks": frozenset()})
 _LAYOUTS = frozenset({"standard", "batched"})
-_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS)
+_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.EXPERTS)
 # Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
 _LEAST_STEP = 32
 # Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
@@ -76,15 +76,14 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((step < _LEAST_STEP, text))
 
 
+_Attention = partial(_Spec, family="attention", check=_heads, variants=shared.SINKS | _LATENTS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),
-    _Block(family="moe", layouts=_LAYOUTS, check=_columns_per_scale),
+    _Block(family="moe", layouts=_LAYOUTS, **shared.EXPERTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
-    _Spec(family="attention", formats=shared.HALF, check=_heads, variants=_LATENTS),
-    _Spec(
-        family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads, variants=_LATENTS
-    ),
+    _Attention(formats=shared.HALF),
+    _Attention(formats=_FP8, devices=_FP8_CHIPS),
     _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.

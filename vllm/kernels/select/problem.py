@@ -73,7 +73,8 @@ class MoEProblem:
     num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
     expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
     or `batched` (a padded block per expert, as low-latency all-to-all delivers them). activation:
-    of the gate, `silu`; other texts say what an expert computes instead.
+    of the gate, `silu` or `swigluoai` with its swiglu_limit; other texts say what an expert
+    computes instead. bias: both products have one.
     """
 
     family: ClassVar[str] = "moe"
@@ -91,6 +92,8 @@ class MoEProblem:
     cut_experts: int = 1
     requant_error: float | None = None
     activation: str = "silu"
+    swiglu_limit: float = 0.0
+    bias: bool = False
 
     @property
     def format(self) -> str:
@@ -121,7 +124,9 @@ class MoEProblem:
 
     @property
     def _other_activation(self) -> str:
-        return "" if self.activation == "silu" else f", {self.activation}"
+        """`, swigluoai with biases`; "" for silu without."""
+        biases = " with biases" * self.bias
+        return "" if self.activation == "silu" and not biases else f", {self.activation}{biases}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"

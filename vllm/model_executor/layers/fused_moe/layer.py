@@ -19,6 +19,7 @@ from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import (
     ChosenKernel,
     LinearMethod,
+    RowParallelWeight,
     StoredWeight,
     UnquantizedLinearMethod,
 )
@@ -63,6 +64,7 @@ class FusedMoE(nn.Module, ChosenKernel):
         # One format serves all experts of a layer, so the first one speaks for them.
         method = ctx.quant_methods.moe_method(self.expert_names(0))
         self.method: LinearMethod = method or UnquantizedLinearMethod(ctx.weight_dtype)
+        self.has_bias = spec.has_bias
         self._create_weights()
         self.problem = moe_problem(
             spec,
@@ -84,6 +86,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         for stack in self.stacks:
             one = self._weight(stack, 0)
             with torch.device("meta"):
+                if self.has_bias:
+                    one.bias = empty_parameter(sum(one.shard_rows), dtype=torch.float32)
                 self.method.create_weights(one)
             for name, like in one.named_parameters():
                 stacked = empty_parameter(self.num_experts, *like.shape, dtype=like.dtype)
@@ -95,7 +99,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         parent = f"{self.prefix}.{self.experts[expert]}"
         shards = [(f"{parent}.{name}", place) for name, place in self.stacks[stack]]
         names = ", ".join(name for name, _ in self.stacks[stack])
-        weight = StoredWeight(f"{parent} ({names})", shards, self.cut_by, self.method)
+        kind = RowParallelWeight if stack == "down" else StoredWeight
+        weight = kind(f"{parent} ({names})", shards, self.cut_by, self.method)
         for name, stacked in self.named_parameters(recurse=False):
             if name.startswith(f"{stack}_"):
                 own = nn.Parameter(stacked.data[expert], requires_grad=False)
