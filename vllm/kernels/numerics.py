@@ -16,6 +16,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import input_quant
 from vllm.kernels.backends import emulation
+from vllm.kernels.backends.shared import expert_activation
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (

@@ -116,10 +116,15 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         return LatentPagedAttention(paged_latent_attention, write, problem)
 
     def attend(
-        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **options: Any
+        q: "Tensor",
+        k_cache: "Tensor",
+        v_cache: "Tensor",
+        *batch: Any,
+        sinks: "Tensor | None" = None,
+        **bounds: int,
     ) -> "Tensor":
-        sinks = options.get("sinks")  # what else it is given bounds grids
-        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch, sinks=sinks)
+        compute = partial(torch_ops.paged_attention, sinks=sinks)
+        return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
 
     return PagedAttention(attend, write, problem)
 

@@ -132,8 +132,8 @@ def paged_attention(
 
     block_tables int32 [R, max blocks], query_start_loc int32 [R + 1], seq_lens int32 [R]: the last
     query_len of a request's seq_len keys belong to its new tokens. Rows of requests of no keys,
-    and those past query_start_loc[R], become zeros. `sinks` float32 [heads]: of each head the logit of
-    a key without a value, which every query sees. `max_query_len` and `max_seq_len` bound what
+    and those past query_start_loc[R], become zeros. `sinks` float32 [heads]: of each head the logit
+    of a key without a value, which every query sees. `max_query_len` and `max_seq_len` bound what
     is in these tensors and choose the grid; all else is read on the device, so that a captured
     graph serves other lengths within the bounds. Memory for partial results comes from torch's
     allocator at each call: a captured graph has its own.

@@ -211,8 +211,8 @@ def _attend_split(
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, v_scale, sliding_window, sinks, partial, partial_lse, num_arrived, num_tokens, table_stride,
-    min_split, q_token, q_head, out_token, out_head,
+    qk_scale, v_scale, sliding_window, sinks, partial, partial_lse, num_arrived, num_tokens,
+    table_stride, min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -258,17 +258,16 @@ def decode_kernel(
     own_sinks = None if sinks is None else sinks + first_head
     if length >= seq_len - first_key:
         row_sum = _add_sinks(row_max, row_sum, own_sinks, rows, rows < GROUP)
-        result = _normalise(acc, row_sum, v_scale)
-        places = start + rows[:, None] * out_head + dims[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=is_stored)
+        result = _normalise(acc, row_sum, v_scale).to(out.dtype.element_ty)
+        tl.store(start + rows[:, None] * out_head + dims[None, :], result, mask=is_stored)
         return
-
-    result = _normalise(acc, row_sum, v_scale)
     slot = request.to(tl.int64) * KV_HEADS + kv_head
     _store_split(
-        result, row_max + tl.log2(row_sum), split, tl.cdiv(seq_len - first_key, length),
-        partial + slot * num_splits * (GROUP * DIM), partial_lse + slot * num_splits * GROUP,
-        num_arrived + slot, start, out_head, own_sinks, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
+        _normalise(acc, row_sum, v_scale), row_max + tl.log2(row_sum), split,
+        tl.cdiv(seq_len - first_key, length), partial + slot * num_splits * (GROUP * DIM),
+        partial_lse + slot * num_splits * GROUP,
+        num_arrived + slot, start, out_head, own_sinks, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD,
+        AT_ONCE,
     )  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def activate_biased(
     """[rows, I]: the activation of x [rows, 2 I] plus the bias of each row's expert; limit: of
     `swigluoai`, 0 for silu.
 
-    bias: float32 [E, 2 I]. ids: int64 [T, top_k], experts of the pairs. positions: int32 [T, top_k],
-    row of each pair, negative for one without. Rows of no pair are not written.
+    bias: float32 [E, 2 I]. ids: int64 [T, top_k], experts of the pairs. positions: int32
+    [T, top_k], row of each pair, negative for one without. Rows of no pair are not written.
     """
     rows, inner = x.shape[0], x.shape[1] // 2
     assert x.is_contiguous() and ids.is_contiguous() and positions.is_contiguous()
@@ -79,8 +79,8 @@ def activate_biased(
 
 
 def add_biases(x: Tensor, bias: Tensor, ids: Tensor, positions: Tensor) -> None:
-    """In place: x [rows, N] += the bias, float32 [E, N], of each row's expert. ids, positions: as in
-    `activate_biased`."""
+    """In place: x [rows, N] += the bias, float32 [E, N], of each row's expert. ids, positions: as
+    in `activate_biased`."""
     width = x.shape[1]
     assert x.is_contiguous() and ids.is_contiguous() and positions.is_contiguous()
     block = min(next_power_of_2(width), _MOST_COLUMNS)

@@ -173,9 +173,9 @@ class Experts:
         out = torch.empty(ids.numel(), self.hidden, dtype=self.dtype, device=self.device)
         tile, num_blocks = plan.down, rows.num_blocks
         down_kernel[(num_blocks * cdiv(self.hidden, tile.block_n),)](
-            *self._gate_up(x, plan, ids, rows), self.tensors.down, self.down_scales, self.tensors.down_bias, out,
-            ids,
-            rows.blocks, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
+            *self._gate_up(x, plan, ids, rows), self.tensors.down, self.down_scales,
+            self.tensors.down_bias, out, ids, rows.blocks, num_blocks, self.num_experts,
+            HIDDEN=self.hidden, INNER=self.inner,
             X=self._form(plan).value, OFFSET=self.tensors.column_offset,
             **self._constants(plan, tile, self.steps[1]),
         )  # fmt: skip
