@@ -82,9 +82,7 @@ SPECS = (
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
     _Spec(family="attention", formats=shared.HALF, check=_heads, variants=_LATENTS),
-    _Spec(
-        family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads, variants=_LATENTS
-    ),
+    _Spec(family="attention", formats=_FP8, devices=_FP8_CHIPS, check=_heads, variants=_LATENTS),
     _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.
