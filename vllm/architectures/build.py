@@ -137,9 +137,7 @@ def gated_mlp_of(fields: Fields, name: str, inner: Dim, bias: bool = False) -> G
     )
 
 
-def shared_experts(
-    fields: Fields, count: str, name: str = "mlp.shared_experts"
-) -> GatedMLP | None:
+def shared_experts(fields: Fields, count: str, name: str = "mlp.shared_experts") -> GatedMLP | None:
     """As many as the field `count` says, each of an expert's size, in one MLP; None for none."""
     num_shared = fields.optional(count, 0, lowest=0)
     if not num_shared:

@@ -42,9 +42,7 @@ class _Request:
     num_keys: int
 
 
-def latent_attention_reference(
-    q: Tensor, latents: Tensor, value_dim: int, scale: float
-) -> Tensor:
+def latent_attention_reference(q: Tensor, latents: Tensor, value_dim: int, scale: float) -> Tensor:
     """float32 [T, heads, value_dim] of the last T positions q [T, heads, head_dim], with float32
     latents [keys, head_dim] of all."""
     num_new, num_keys = len(q), len(latents)

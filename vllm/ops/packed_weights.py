@@ -59,6 +59,14 @@ def pack_with(pack: Callable[..., Packed], tensors: LinearTensors) -> Packed:
     return pack(element_values(tensors), tensors.row_scales(), tensors.block_k, tensors.bias)
 
 
+def dequantised(tensors: LinearTensors) -> Tensor:
+    """The weight with its scales, float32 [N, K]."""
+    wide, scales = element_values(tensors).float(), tensors.row_scales()
+    if scales is None:
+        return wide
+    return wide * scales.repeat_interleave(tensors.block_k, 1)[:, : wide.shape[1]]
+
+
 @cache
 def _pairs_of_e2m1(device: torch.device) -> Tensor:
     """The two E4M3 values of every byte of E2M1 codes, as int16 [256]."""

@@ -17,8 +17,8 @@ from vllm.kernels import registry
 from vllm.kernels.cache_numerics import attention_comparison, write_comparison
 from vllm.kernels.delta_numerics import delta_rule_comparison
 from vllm.kernels.evidence.versions import version_of
-from vllm.kernels.latent_numerics import latent_attention_comparison, latent_write_comparison
 from vllm.kernels.jit.ready import running, stand_in
+from vllm.kernels.latent_numerics import latent_attention_comparison, latent_write_comparison
 from vllm.kernels.make_kernel import make_linear, make_moe
 from vllm.kernels.numerics import LinearCase, MoECase
 from vllm.kernels.select import eligibility
@@ -64,7 +64,9 @@ class Probe:
         device = torch.device(self.decision.device.kind)
         of_pages = self.block_size, device
         if isinstance(problem, AttentionProblem):
-            compare = latent_attention_comparison if problem.variant == MLA else attention_comparison
+            compare = (
+                latent_attention_comparison if problem.variant == MLA else attention_comparison
+            )
             return compare(problem, backend, *of_pages)
         if isinstance(problem, KVQuantProblem):
             check = latent_write_comparison if problem.variant == MLA else write_comparison

@@ -23,9 +23,7 @@ from vllm.kernels.triton.moe_kernels import begin_dependent
 
 
 @triton.jit
-def _load_rows(
-    x, rows, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr
-):
+def _load_rows(x, rows, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
     """[BLOCK_M, PAD]: columns from FIRST on of rows that begin at `rows`, zeros elsewhere."""
     dims = tl.arange(0, PAD)
     is_loaded = is_row[:, None] & (dims[None, :] < SIZE)

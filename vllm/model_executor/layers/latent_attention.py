@@ -8,8 +8,7 @@ from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import StoredWeight, UnquantizedLinearMethod
 from vllm.model_executor.layers.sharding import Place
-from vllm.ops import torch_ops
-from vllm.ops.packed_weights import pack_with
+from vllm.ops.packed_weights import dequantised
 
 
 class MLAAttention(Attention):
@@ -55,7 +54,7 @@ class AbsorbedUpProjection(StoredWeight):
 
     def make_kernel(self) -> None:
         """Lays the weight out; the parameters go."""
-        wide = pack_with(torch_ops.pack_linear, self.method.tensors(self)).dequantize()
+        wide = dequantised(self.method.tensors(self))
         rounded = wide.to(self.dtype)
         if self.method.format.is_quantized:
             change = (rounded.float() - wide).abs()
