@@ -4,12 +4,15 @@ A table stands between two markers; the text around them is written by hand. A t
 committed tables are what this writes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vllm.architectures import registry
 from vllm.architectures.architecture import Checkpointed, Composite
 from vllm.errors import ConfigError
+from vllm.kernels.report import published
+from vllm.kernels.report.published import Published
 
 
 def rewritten(text: str, path: Path) -> str:
@@ -51,4 +54,33 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([titles, "|---" * (titles.count("|") - 1) + "|", *lines])
 
 
-_TABLES: dict[str, Callable[[], str]] = {"architectures": architectures}
+def published_checkpoints() -> str:
+    """How many are served, and a row for each model type and answer."""
+    found = published.checkpoints()
+    counts = Counter(one.status for one in found)
+    told = ", ".join(f"{counts[status]} {status}" for status in published.STATUSES)
+    rows: dict[tuple[str, str], list[Published]] = {}
+    for one in found:
+        answer = one.status
+        if one.lacks:
+            answer += f" (lacks: {', '.join(one.lacks)})"
+        rows.setdefault((one.config["model_type"], answer), []).append(one)
+    table = markdown(
+        ("model type", "answer", "formats", "checkpoints"),
+        (
+            (
+                f"`{model_type}`",
+                answer,
+                "; ".join(dict.fromkeys(one.format for one in members)),
+                ", ".join(one.name + ("" if one.is_read else " *") for one in members),
+            )
+            for (model_type, answer), members in rows.items()
+        ),
+    )
+    return f"{len(found)} checkpoints: {told}.\n\n{table}"
+
+
+_TABLES: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
+    "published checkpoints": published_checkpoints,
+}
