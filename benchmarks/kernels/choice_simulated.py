@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import exp, expm1, log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, pstdev
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.known import Known
@@ -44,11 +44,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs=2, metavar="TABLE", default=runs)
     parser.add_argument("--draws", type=int, default=4)
     args = parser.parse_args()
-    differences = differences_of(*map(read_table, args.runs))
+    pairs = pairs_of(*map(read_table, args.runs))
+    differences = differences_of([difference for difference, _ in pairs])
     table = read_table(args.table)
     draw = random.Random(1)
-    print(f"{len(differences)} differences between two runs, half of them within "
-          f"{median(map(abs, differences)):.1%}")  # fmt: skip
+    inside = sum(abs(difference) <= noise for difference, noise in pairs) / len(pairs)
+    print(
+        f"{len(pairs)} times of two runs: they differ by {pstdev(d for d, _ in pairs):.1%} (standard "
+        f"deviation), {inside:.0%} of them by less than the noise of both"
+    )
     for text, is_over in (("by each table alone", False), ("over the table", True)):
         print(f"{text}: {two_tunings(table, differences, draw, args.draws, is_over)}")
         for backend, found in shaken(table, differences, draw, is_over):
@@ -70,18 +74,22 @@ class Share:
         return f"{text}, regret {expm1(sum(self.logs) / len(self.logs)):.2%}"
 
 
-def differences_of(first: Table, second: Table) -> list[float]:
-    """Logs, of one run: those of the ratio of both, less their median, over the root of two."""
-    logs = [
-        log(us / other[m])
+def pairs_of(first: Table, second: Table) -> list[tuple[float, float]]:
+    """Of every time that both have, the log of the ratio, and the noise of both."""
+    return [
+        (log(us / other[m]), dict(entry.noise).get(m, 0.0) + dict(again.noise).get(m, 0.0))
         for key, row in first.rows.items()
         for name, entry in row.items()
+        if (again := second.rows.get(key, {}).get(name)) is not None
         for field in ("us", "quantised_us", "skewed_us", "skewed_quantised_us")
-        if name in second.rows.get(key, {})
-        for other in [dict(getattr(second.rows[key][name], field))]
+        for other in [dict(getattr(again, field))]
         for m, us in getattr(entry, field)
         if m in other
     ]
+
+
+def differences_of(logs: list[float]) -> list[float]:
+    """Of one run: without what is common to all, over the root of two."""
     middle = median(logs)
     return [(one - middle) / sqrt(2) for one in logs]
 
