@@ -50,8 +50,8 @@ def main() -> None:
     draw = random.Random(1)
     inside = sum(abs(difference) <= noise for difference, noise in pairs) / len(pairs)
     print(
-        f"{len(pairs)} times of two runs: they differ by {pstdev(d for d, _ in pairs):.1%} (standard "
-        f"deviation), {inside:.0%} of them by less than the noise of both"
+        f"{len(pairs)} times of two runs: they differ by {pstdev(d for d, _ in pairs):.1%} "
+        f"(standard deviation), {inside:.0%} of them by less than the noise of both"
     )
     for text, is_over in (("by each table alone", False), ("over the table", True)):
         print(f"{text}: {two_tunings(table, differences, draw, args.draws, is_over)}")
