@@ -1,6 +1,7 @@
 """benchmarks/kernels/bench_choice.py, on the CPU and on times that are made up."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "kernels"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_choice  # noqa: E402
+import choice_simulated  # noqa: E402
 from bench_choice import agreement, compared, noisy_choices, summary_of  # noqa: E402
 from choice_models import Rank, text_of_wholes, wholes  # noqa: E402
 from choice_samples import Series, table_of  # noqa: E402
@@ -186,3 +188,29 @@ def test_agreement_reads_two_files_and_writes_the_result(tmp_path, monkeypatch, 
     assert "share of the same kernel: 1.0" in capsys.readouterr().out
     content = json.loads((tmp_path / "agreement.json").read_text())
     assert content["tables"] == list(map(str, paths)) and content["goal"] == 0.98
+
+
+# ---------------------------------------------------------------- simulated tunings
+
+
+def test_two_tunings_over_a_committed_table_differ_less_than_alone():
+    """DeepGEMM saves 3 %, the limit of what compiling is worth, and runs differ by up to 2 %."""
+    whole = table(linear(), deep_gemm=10.0, cutlass=10.31)
+    differences = [-0.02, -0.01, 0.0, 0.01, 0.02]
+    alone, over = (
+        choice_simulated.two_tunings(whole, differences, random.Random(1), 10, is_over)
+        for is_over in (False, True)
+    )
+    assert alone.total == over.total == 2 * 10 * len(TOKENS)
+    assert alone.same < 0.9 * alone.total and over.same > alone.same
+    assert all(0 <= one < 0.04 for share in (alone, over) for one in share.logs)
+
+
+def test_differences_of_one_run_are_those_of_two_without_what_is_common():
+    pairs = choice_simulated.pairs_of(
+        table(linear(), a=10.0, b=20.0, c=30.0), table(linear(), a=11.0, b=22.0, c=34.0)
+    )
+    differences = choice_simulated.differences_of([one for one, _ in pairs])
+    assert len(pairs) == 3 * len(TOKENS) and {noise for _, noise in pairs} == {0.002}
+    assert sum(abs(one) > 1e-9 for one in differences) == len(TOKENS)
+    assert min(differences) == pytest.approx(math.log(33 / 34) / math.sqrt(2))
