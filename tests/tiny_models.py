@@ -154,6 +154,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "sliding_window": 20,
         },
     ),
+    # The first layer is dense.
+    "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (

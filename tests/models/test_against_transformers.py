@@ -98,7 +98,7 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     "name",
     [
         *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
-        *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"),
+        *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_next"),
     ],
 )
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
@@ -117,7 +117,7 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "minimax_m2"]
+    "name", ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "minimax_m2", "qwen3_next"]
 )
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
