@@ -192,6 +192,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
+    # The first layer is dense.
+    "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (

@@ -160,8 +160,9 @@ def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
 
 
 @pytest.mark.slow
-def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint):
-    folder = checkpoint("qwen3_5_moe")
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint, name):
+    folder = checkpoint(name)
     check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
 
 

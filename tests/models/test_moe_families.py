@@ -1,6 +1,7 @@
 """Mixtures of experts other than Qwen's: formats as published, layers that are skipped, bad input."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -71,7 +72,7 @@ def quantised(source, folder, quantization, block):
     tensors = load_file(source / "model.safetensors")
     stored, wide = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if re.search(r"(_proj|_qkvz|\.w[123])\.weight$", name):
             own = block or (1, weight.shape[1])
             q, scales = per_block_cast_to_fp8(weight, own)
             stored[name], stored[name + suffix] = q, scales
@@ -89,6 +90,11 @@ STORED = {
     "glm4_moe-normed": (CHANNEL, None, UNEVEN | {"moe_intermediate_size": 136}),
     "minimax_m2": (BLOCK, (128, 128), UNEVEN),
     "mixtral": (BLOCK, (128, 128), UNEVEN),
+    "qwen3_next": (
+        BLOCK | {"modules_to_not_convert": ["gate", "shared_expert_gate", "lm_head", "in_proj_ba"]},
+        (128, 128),
+        UNEVEN | {"moe_intermediate_size": 136},
+    ),
 }
 
 
@@ -110,8 +116,9 @@ def test_fp8_checkpoints_match_the_weights_they_stand_for(checkpoint, tmp_path, 
 def test_quantising_at_load_equals_quantising_before_and_keeps_the_router(
     checkpoint, tmp_path, name
 ):
-    source = checkpoint(name, **STORED[name][2])
-    stored, _ = quantised(source, tmp_path, BLOCK, (128, 128))
+    quantization, block, sizes = STORED[name]
+    source = checkpoint(name, **sizes)
+    stored, _ = quantised(source, tmp_path, quantization if block else BLOCK, (128, 128))
     llm = load(source, quantization="fp8")
     kinds = {layer.rpartition(".")[2]: str(d.problem.weight)
              for layer, d in llm.llm_engine.core.selection.records
@@ -135,6 +142,13 @@ def test_layers_of_multi_token_prediction_are_skipped_by_their_number(checkpoint
     }
     extra["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
     folder = write(source, tmp_path / "mtp", tensors | extra)
+    assert torch.equal(logprobs(load(folder)), logprobs(load(source)))
+
+
+def test_layers_of_multi_token_prediction_are_skipped_by_their_name(checkpoint, tmp_path):
+    source = checkpoint("qwen3_next")
+    tensors = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.zeros(48, 96)}
+    folder = write(source, tmp_path / "mtp", tensors)
     assert torch.equal(logprobs(load(folder)), logprobs(load(source)))
 
 

@@ -77,7 +77,7 @@ def _alternating_layer_types(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _feed_forward(
+def feed_forward(
     fields: Fields, layer: int, make_moe: Callable[[Fields], MoE]
 ) -> FeedForward:
     is_sparse = (layer + 1) % fields.optional("decoder_sparse_step", 1) == 0
@@ -90,7 +90,7 @@ def _moe(fields: Fields) -> MoE:
     return moe(fields, dim(fields, "num_experts"), partial(_router, fields))
 
 
-def _moe_with_shared_expert(fields: Fields) -> MoE:
+def moe_with_shared_expert(fields: Fields) -> MoE:
     inner = dim(fields, "shared_expert_intermediate_size")
     shared = gated_mlp_of(fields, "mlp.shared_expert", inner)
     router = partial(_router, fields)
@@ -145,7 +145,7 @@ ARCHITECTURES = (
         partial(
             decoder,
             mixer=_qwen2_moe_attention,
-            feed_forward=partial(_feed_forward, make_moe=_moe_with_shared_expert),
+            feed_forward=partial(feed_forward, make_moe=moe_with_shared_expert),
         ),
         _DEFAULTS
         | _EXPERTS
@@ -180,7 +180,7 @@ ARCHITECTURES = (
         partial(
             decoder,
             mixer=_qwen3_moe_attention,
-            feed_forward=partial(_feed_forward, make_moe=_moe),
+            feed_forward=partial(feed_forward, make_moe=_moe),
         ),
         _DEFAULTS
         | _EXPERTS

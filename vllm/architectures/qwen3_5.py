@@ -25,7 +25,8 @@ from vllm.errors import CheckpointError, did_you_mean
 _LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
+def mixer(fields: Fields, layer: int, is_interleaved: bool = False) -> Attention | DeltaNet:
+    """is_interleaved: as of `_delta_net`."""
     is_full = (layer + 1) % fields.optional("full_attention_interval", _INTERVAL) == 0
     kind = fields.layer_kind(layer) or _LAYER_TYPES[is_full]
     if kind not in _LAYER_TYPES:
@@ -34,7 +35,7 @@ def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
             f"{did_you_mean(kind, _LAYER_TYPES)}"
         )
     if kind == "linear_attention":
-        return fields.once("delta_net", lambda: _delta_net(fields))
+        return fields.once("delta_net", lambda: _delta_net(fields, is_interleaved))
     if not fields.flag("attn_output_gate", True):
         raise CheckpointError(
             f"{fields.source}: attn_output_gate = False is not supported: it takes true"
@@ -46,7 +47,9 @@ def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
     )
 
 
-def _delta_net(fields: Fields) -> DeltaNet:
+def _delta_net(fields: Fields, is_interleaved: bool) -> DeltaNet:
+    """is_interleaved: the projections are stored as two weights, whose rows lie together by key
+    head: of each its q, its k, and v and z of its value heads; b and a of them."""
     hidden = dim(fields, "hidden_size")
     key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
     keys = dim(fields, "linear_num_key_heads", key_dim)
@@ -57,10 +60,15 @@ def _delta_net(fields: Fields) -> DeltaNet:
             f"linear_num_key_heads = {keys.count}"
         )
     one_each = Dim("linear_num_value_heads", values.count)
-    qkvz = Part("in_proj_qkv", (keys, keys, values)), Part("in_proj_z", (values,))
-    ba = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
+    channels = keys, keys, values
+    qkvz: tuple[Part, ...] = Part("in_proj_qkv", channels), Part("in_proj_z", (values,))
+    ba: tuple[Part, ...] = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
+    if is_interleaved:
+        heads = Dim("linear_num_key_heads", keys.count)
+        qkvz = (Part("in_proj_qkvz", (*channels, values), heads),)
+        ba = (Part("in_proj_ba", (one_each, one_each), heads),)
     taps = fields.optional("linear_conv_kernel_dim", 4)
-    states = RecurrentStateSpec(qkvz[0].dims, taps, values, key_dim, value_dim)
+    states = RecurrentStateSpec(channels, taps, values, key_dim, value_dim)
     return DeltaNet(
         "linear_attn",
         LinearSpec("linear_attn.in_proj_qkvz", qkvz, hidden, "column"),
@@ -87,7 +95,7 @@ def _moe(fields: Fields) -> MoE:
     )
 
 
-def _layer_types(fields: Mapping[str, Any]) -> list[str]:
+def layer_types(fields: Mapping[str, Any]) -> list[str]:
     interval = fields.get("full_attention_interval", _INTERVAL)
     if type(interval) is not int or interval < 1:
         raise CheckpointError(
@@ -129,10 +137,10 @@ def _models(
     text = Architecture(
         f"{name}_text",
         (f"{hf_name}ForCausalLM",),
-        partial(decoder, mixer=_mixer, feed_forward=feed_forward, norm="rms_zero_centred"),
+        partial(decoder, mixer=mixer, feed_forward=feed_forward, norm="rms_zero_centred"),
         _DEFAULTS | defaults,
         nullable=frozenset({"layer_types"}),
-        layer_types=_layer_types,
+        layer_types=layer_types,
         derives_layer_types=("full_attention_interval",),
         partial_rotary_factor=0.25,
         # GSM8K falls by 4 to 12 points when FP8 weights are re-quantised to the UE8M0 scales that

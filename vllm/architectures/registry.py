@@ -14,8 +14,8 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.utils.entry_points import extensions
 
 _BUILT_IN = (
-    "llama", "mistral", "qwen", "qwen3_5", "deepseek_v3", "glm4_moe", "minimax_m2", "mixtral",
-    "olmoe", "gpt_oss",
+    "llama", "mistral", "qwen", "qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe", "minimax_m2",
+    "mixtral", "olmoe", "gpt_oss",
 )  # fmt: skip
 ENTRY_POINTS = "vllm.architectures"
 

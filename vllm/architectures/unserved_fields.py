@@ -60,7 +60,6 @@ _FAMILIES = {
     "llama4_text": _Family(mlp="feed_forward", moe="feed_forward.", router="router",
                            shared="shared_expert", has_shared_expert=True),
     "nemotron_h": _Family("backbone.layers.", attention="mixer", mlp="mixer", moe="mixer."),
-    "qwen3_next": _Family(shared="shared_expert", is_gated=True),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Problems: what a layer asks a kernel to compute, complete and printable."""
 
+from itertools import groupby
 from typing import ClassVar
 
 from vllm.formats.act_scheme import ActScheme
@@ -7,6 +8,7 @@ from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
 from vllm.utils.dataclasses import dataclass
 
+_MOST_LISTED = 8  # parts of a layer that are named one by one
 
 def comes_quantised(name: str) -> bool:
     """Whether norms or activation functions are before layer `name`, not attention."""
@@ -61,8 +63,15 @@ class LinearProblem:
         return sizes + _fits_text(self)
 
     def __str__(self) -> str:
-        merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
+        merged = f"({_parts_text(self.parts)})" if len(self.parts) > 1 else ""
         return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
+
+
+def _parts_text(parts: tuple[int, ...]) -> str:
+    """4096+1024+1024; of many parts, how often each comes: 32x128+32x256."""
+    if len(parts) <= _MOST_LISTED:
+        return "+".join(map(str, parts))
+    return "+".join(f"{len([*run])}x{size}" for size, run in groupby(parts))
 
 
 @dataclass(frozen=True)
