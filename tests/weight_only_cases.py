@@ -8,6 +8,7 @@ from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4",
            "int4-group[32]", "int4-group[128]", "int4-channel")  # fmt: skip
+INT8 = ("int8-channel", "int8-group[32]", "int8-group[128]")
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
 FP8 = torch.float8_e4m3fn
 
@@ -29,6 +30,15 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
         codes[(codes & 0x7F) == 0x7F] = 0
         scales = torch.randint(113, 119, (n, -(-k // 32)), dtype=torch.uint8, device=device)
         tensors = LinearTensors(weight_format, codes.view(FP8), shards, scales)
+        return tensors, wide_of(tensors)
+    if weight_format.element == "int8":
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
+        groups = k // weight_format.columns_per_scale(k)
+        scales = torch.rand(n, groups, device=device) * 1e-3 + 1e-4
+        tensors = LinearTensors(weight_format, codes, shards, scales)
+        if weight_format.scale == "group":
+            shape = (n, groups)
+            tensors.zero_points = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
         return tensors, wide_of(tensors)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     tensors = LinearTensors(weight_format, codes, shards)
@@ -96,6 +106,10 @@ def wide_of(tensors):
     scales, columns = tensors.row_scales(), tensors.block_k
     if tensors.format.element in ("fp8", "mxfp8"):
         values = tensors.weight.float()
+    elif tensors.format.element == "int8":
+        values = tensors.weight.float()
+        if tensors.zero_points is not None:
+            values = values - tensors.zero_points.float().repeat_interleave(columns, 1)
     else:
         codes = unpack_e2m1(tensors.weight)
         is_e2m1 = tensors.format.element in ("nvfp4", "mxfp4")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
 from vllm.ops.nvfp4 import GROUP, e2m1_decode, e2m1_encode, pack_e2m1, unpack_e2m1
 from vllm.utils.math_utils import cdiv, round_up
@@ -30,6 +31,7 @@ LEAST_GROUP = 32
 SYMMETRIC_ZERO = 8
 _E4M3_NAN = 0x7F
 _E5M3_BIAS = 22
+_SPLIT_GROUP = 128  # columns, at most, that share a scale in int8 as int4
 _MXFP4_LEAST, _MXFP4_MOST = -16, 8  # exponents of scales in the layout of NVFP4
 # Axes of codes [N, K] within tiles: row halves (8 rows apart) and groups; eight columns as two
 # products, two pairs in each, two elements in each.
@@ -51,7 +53,8 @@ class PackedWeight:
     float32 [tiles of rows, groups of columns_per_scale columns, 16], with 1 for 16 where the rows
     of every tile have the same, and None for 1 everywhere; of int4 and w4a8, the last four bits are
     the zero point, and no part of the scale. row_factors: float32 [num_rows] or None for 1.
-    w = element * scale * row factor.
+    w = element * scale * row factor. is_split: of int8, whose columns are there twice
+    (`int8_as_int4`): x is multiplied twice side by side.
     """
 
     format: str
@@ -61,6 +64,7 @@ class PackedWeight:
     scales: Tensor | None
     row_factors: Tensor | None
     columns_per_scale: int = 0
+    is_split: bool = False
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -113,6 +117,8 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
         if scales.shape[1] == 1:
             return replace(packed, row_factors=scales[:, 0].float().contiguous())
         return _with_group_scales(packed, scales.float(), tensors.block_k)
+    if name == "int8":
+        return replace(_pack(int8_as_int4(tensors), by_fp8=False), is_split=True)
     num_columns *= 2
     codes = unpack_e2m1(tensors.weight)
     assert tensors.scales is not None
@@ -132,6 +138,37 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
     return PackedWeight(
         name, num_rows, num_columns, pack_codes(codes, name), scales, factors.contiguous()
     )
+
+
+def int8_as_int4(tensors: LinearTensors) -> LinearTensors:
+    """int8 [N, K], K % 32 == 0, as int4 [N, 2 K] of the same bytes, of which the columns that come
+    first hold the upper four bits of each code, with 16 times its scale, and the others the lower
+    four. Zero points are split alike: code - zero = 16 (upper - upper) + (lower - lower), exact."""
+    num_columns = tensors.weight.shape[1]
+    columns = min(tensors.block_k, num_columns & -num_columns, _SPLIT_GROUP)
+    scales = tensors.row_scales()
+    if columns < LEAST_GROUP or scales is None or tensors.block_k % columns:
+        raise ValueError(
+            f"{num_columns} columns of int8 with scales of {tensors.block_k}; the kernel takes "
+            f"multiples of {LEAST_GROUP}"
+        )
+    repeats = num_columns // columns // scales.shape[1]
+    scales = scales.float().repeat_interleave(repeats, 1)
+    zeros = torch.zeros_like(scales, dtype=torch.int8)
+    if tensors.zero_points is not None:
+        zeros = tensors.zero_points.repeat_interleave(repeats, 1)
+    return LinearTensors(
+        WeightFormat("int4", "group", (1, columns)),
+        pack_e2m1(_halves(tensors.weight)),
+        tensors.shard_rows,
+        torch.cat((16 * scales, scales), 1),
+        zero_points=_halves(zeros),
+    )
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """int8 [N, K] -> uint8 [N, 2 K]: c = 16 (first - 8) + second."""
+    return torch.cat(((codes >> 4) + 8, codes & 15), 1).view(torch.uint8)
 
 
 def _pack_mxfp4(codes: Tensor, exponents: Tensor) -> PackedWeight:

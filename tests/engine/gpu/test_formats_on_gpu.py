@@ -134,11 +134,9 @@ def test_weight_only_kernels_give_the_logits_of_the_dequantised_weights(
     stored = tmp_path / "stored"
     stored.mkdir()
     weights = store(source, stored, build, config, is_projection)
-    # int8 that is not multiplied in int8 is widened.
-    backend = "torch" if "int8" in layout or "gptq8" in layout else "marlin"
-    moe_backend = backend if model != "llama" else None
-    llm = load(stored, linear_backend=backend, moe_backend=moe_backend, **spread(num_gpus))
-    assert chosen(llm) == {backend}
+    moe_backend = "marlin" if model != "llama" else None
+    llm = load(stored, linear_backend="marlin", moe_backend=moe_backend, **spread(num_gpus))
+    assert chosen(llm) == {"marlin"}
     assert_near(prompt_logprobs(llm), expected_logprobs(wide_copy(source, weights, tmp_path / "w")))
 
 

@@ -1,10 +1,12 @@
-"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4 and int4 weights widened in registers, activations
-untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
-for it, where tensor cores take FP8 from registers.
+"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4, int4 and int8 weights widened in registers,
+activations untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that
+were made for it, where tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
 128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. By FP8
 activations it multiplies any number: scales of groups leave nothing that torch's FP8 GEMM takes.
+MXFP4 is packed as NVFP4, and int8 as twice as many columns of int4, which cost torch's GEMM twice
+the work. Neither has run on hardware.
 The kernel is tested on Hopper; its code is also run thread by thread on a CPU
 (tests/native/test_weight_only_gemm.py). Products by FP8 activations have run on 9.0 alone, where no
 backend asks for them.
@@ -51,6 +53,12 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     columns = problem.weight.block[1]
     if problem.weight.scale == "block":  # a cut leaves steps that every shard can begin with
         columns = shared.cut_columns(problem).refined(columns)
+    if problem.weight.element == "int8":  # as two int4 numbers, in groups
+        k = problem.k if isinstance(problem, LinearProblem) else problem.hidden
+        sizes = [k] if isinstance(problem, LinearProblem) else [k, problem.intermediate]
+        odd = next((size for size in sizes if size % _LEAST_GROUP), 0)
+        text = f"{odd} columns of int8, and it takes multiples of {_LEAST_GROUP}"
+        return shared.shape_reasons((odd > 0, text))
     is_refused = columns > 0 and (columns < _LEAST_GROUP or columns & (columns - 1) > 0)
     text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
     return shared.shape_reasons((is_refused, text))
@@ -67,18 +75,7 @@ _Spec = partial(
     KernelSpec,
     backend="marlin",
     devices=shared.FROM_SM80,
-    formats=frozenset(
-        {
-            "fp8-tensor",
-            "fp8-channel",
-            "fp8-block",
-            "mxfp8",
-            "mxfp4",
-            "nvfp4",
-            "int4-group",
-            "int4-channel",
-        }
-    ),
+    formats=shared.WEIGHTS - shared.FLOATS,
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),
