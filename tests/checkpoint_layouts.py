@@ -153,6 +153,30 @@ def mxfp8(weight):
     return stored, (as_float(codes) * step).reshape(weight.shape)
 
 
+def mxfp4(weight):
+    """(bytes, exponents, float32 weight): E2M1 and the OCP specification's exponents, with which
+    the group's largest magnitude is from 4 to below 8."""
+    groups = weight.reshape(len(weight), -1, 32)
+    largest = np.abs(groups).max(-1)
+    exponents = (np.floor(np.log2(largest)) - 2).clip(-127, 127)
+    step = np.exp2(exponents).astype(np.float32)[..., None]
+    codes = np.abs(groups[..., None] / step[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    wanted = (E2M1[codes] * step).reshape(weight.shape)
+    codes = codes.reshape(weight.shape)
+    packed = torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4)
+    return packed, torch.from_numpy((exponents + 127).astype(np.uint8)), wanted
+
+
+def ct_mxfp4(weight):
+    packed, scales, wanted = mxfp4(weight)
+    return {"weight_packed": packed, "weight_scale": scales}, wanted
+
+
+def plain_mxfp4(weight):
+    packed, scales, wanted = mxfp4(weight)
+    return {"weight": packed, "weight_scale": scales}, wanted
+
+
 def int4(weight, group, dtype, is_symmetric):
     """(codes, zero points, scales, float32 weight), codes and zero points of 0 to 15."""
     groups = weight.reshape(len(weight), -1, group)
@@ -261,6 +285,9 @@ GROUP = args(8, "float", "group", group_size=128, dynamic=True)
 INT8 = args(8, "int", "channel", dynamic=False)
 INT8_TOKEN = args(8, "int", "token", dynamic=True)
 MX = args(8, "float", "group", group_size=32, scale_dtype="torch.uint8", dynamic=False)
+MXFP4 = MX | {"num_bits": 4}
+QUARK = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+QUARK |= {"is_dynamic": False, "symmetric": None}
 FLOAT, PACKED, INT = "float-quantized", "pack-quantized", "int-quantized"
 
 # Name -> (how a weight is stored, quantization_config).
@@ -297,6 +324,22 @@ LAYOUTS = {
         mxfp8,
         {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
     ),
+    "ct-mxfp4": (ct_mxfp4, groups_of("mxfp4-pack-quantized", MXFP4, MXFP4 | {"dynamic": True})),
+    "modelopt-mxfp4": (
+        plain_mxfp4,
+        {"quant_method": "modelopt", "quant_algo": "MXFP4", "ignore": ["lm_head"]},
+    ),
+    "quark-mxfp4": (
+        plain_mxfp4,
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": QUARK, "input_tensors": QUARK | {"is_dynamic": True}},
+            "exclude": ["lm_head"],
+            "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+            "layer_quant_config": {},
+        },
+    ),
+    "ct-mxfp4a16": (ct_mxfp4, groups_of("mxfp4-pack-quantized", MXFP4)),
     "ct-int4-128": (
         ct_int4(128),
         groups_of(PACKED, args(4, "int", "group", group_size=128)),

@@ -42,6 +42,7 @@ SCHEMES = {
     "fp8-tensor": (ActScheme.STATIC_TENSOR, ActScheme.DYNAMIC_TOKEN),
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR),
     "mxfp8": (ActScheme.MXFP8_GROUP32,),
+    "mxfp4": (ActScheme.NONE,),
     "nvfp4": (ActScheme.NVFP4_GROUP16,),
     "int4-group": (ActScheme.NONE, ActScheme.DYNAMIC_TOKEN),
     "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.STATIC_TENSOR_INT8),

@@ -5,12 +5,13 @@ it, so whatever is read without having been written shows.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from vllm.architectures.decoder import SWIGLUOAI
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
@@ -45,6 +46,7 @@ class Case:
     num_tokens: int
     routing: str
     seed: int
+    swiglu_limit: float = 0.0
 
     @property
     def problem(self) -> MoEProblem:
@@ -53,15 +55,21 @@ class Case:
         if weight.is_quantized:
             act = (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
         sizes = (self.num_experts, self.top_k, self.hidden, self.intermediate)
-        return MoEProblem(*sizes, weight, act, dtype="bf16")
+        problem = MoEProblem(*sizes, weight, act, dtype="bf16")
+        if not self.swiglu_limit:
+            return problem
+        limit = self.swiglu_limit
+        return replace(problem, activation=SWIGLUOAI, swiglu_limit=limit, bias=True)
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x{self.intermediate}x{self.hidden}-top{self.top_k}"
-        return f"{self.weight}-{sizes}-{self.num_tokens}-{self.routing}"
+        biased = "-swigluoai" if self.swiglu_limit else ""
+        return f"{self.weight}-{sizes}-{self.num_tokens}-{self.routing}{biased}"
 
 
 def generate(count: int, seed: int = 0) -> list[Case]:
-    """The first so many of an endless list; each number of tokens and each routing comes often."""
+    """The first so many of an endless list; each number of tokens and each routing comes often, and
+    biased experts with a clamped activation in every fourth."""
     draw = random.Random(seed)
     cases = []
     for i in range(count):
@@ -70,7 +78,8 @@ def generate(count: int, seed: int = 0) -> list[Case]:
         hidden, inner = draw.choice(((256, 128), (384, 256), (272, 144), (512, 192)))
         weight = ("fp8-block", "bf16")[i % 3 == 2]
         tokens, routing = NUM_TOKENS[i % len(NUM_TOKENS)], ROUTINGS[(i + i // 10) % len(ROUTINGS)]
-        cases.append(Case(num_experts, top_k, hidden, inner, weight, tokens, routing, i))
+        limit = 0.7 if i % 4 == 1 else 0.0
+        cases.append(Case(num_experts, top_k, hidden, inner, weight, tokens, routing, i, limit))
     return cases
 
 
@@ -97,6 +106,11 @@ class Inputs:
         torch.manual_seed(case.seed)
         self.case = case
         self.tensors = _experts(case, device)
+        widths = 2 * case.intermediate, case.hidden
+        self.biases = [torch.zeros(case.num_experts, width, device=device) for width in widths]
+        if case.swiglu_limit:
+            self.biases = [torch.randn_like(bias) for bias in self.biases]
+            self.tensors.gate_up_bias, self.tensors.down_bias = self.biases
         self.x = torch.randn(case.num_tokens, case.hidden, device=device).bfloat16()
         self.ids = _routed(case).to(device)
         shares = torch.rand(case.num_tokens, case.top_k, device=device) + 0.1
@@ -119,9 +133,14 @@ class Inputs:
             if len(tokens) == 0:
                 continue
             gate_up, down = (_wide(part) for part in self.tensors.expert(expert))
-            gate, up = (x[tokens] @ gate_up.T).chunk(2, 1)
-            inner = rounded(torch.nn.functional.silu(gate) * up)
-            out.index_add_(0, tokens, inner @ down.T * self.weights[tokens, places][:, None])
+            gate, up = (x[tokens] @ gate_up.T + self.biases[0][expert]).chunk(2, 1)
+            if limit := self.case.swiglu_limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                inner = rounded(gate * torch.sigmoid(1.702 * gate) * up)
+            else:
+                inner = rounded(torch.nn.functional.silu(gate) * up)
+            y = inner @ down.T + self.biases[1][expert]
+            out.index_add_(0, tokens, y * self.weights[tokens, places][:, None])
         return out
 
 

@@ -84,6 +84,33 @@ _WINDOWS = {
     "query_pre_attn_scalar": 24,
 }
 
+# A dense layer first; two shared experts.
+_GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
+# No size is a multiple of sixteen. Queries and keys are rotated in pairs of neighbours.
+_MLA = {
+    "num_key_value_heads": 6,
+    "head_dim": None,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -124,6 +151,69 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "attention_bias": True,
         },
     ),
+    "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # Half of each head is rotated.
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mixtral-window": (
+        "mixtral",
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+        },
+    ),
+    "olmoe": ("olmoe", {"intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}),
+    # The second layer is dense; of the others every second slides.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    # As V2-Lite: no latents of queries.
+    "deepseek_v2": ("deepseek_v2", _MLA | {"q_lora_rank": None}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        _MLA
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _MLA | {"n_group": 4, "topk_group": 2, "rope_parameters": _YARN | {"mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
+    # The first layer is dense.
+    "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "ministral3": (
@@ -168,6 +258,27 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "gemma3": ("gemma3_text", _WINDOWS),
     "gemma3-multimodal": ("gemma3", _WINDOWS),
+    # A window that is no whole number of blocks, and weights of experts large enough to be clamped.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
@@ -237,7 +348,8 @@ def build_model(name: str, seed: int = 0, **changes):
     """A random transformers model. Weights are spread widely, so that logits are not all alike."""
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
-    if model_type in ("qwen2", "phi3", "granite", "smollm3", "exaone4"):
+    fields = {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
+    if model_type in ("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
@@ -250,6 +362,9 @@ def build_model(name: str, seed: int = 0, **changes):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
     model = model.float().eval()
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)

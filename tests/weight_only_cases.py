@@ -6,8 +6,9 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.ops.nvfp4 import e2m1_decode, unpack_e2m1
 
-FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group[32]",
-           "int4-group[128]", "int4-channel")  # fmt: skip
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4",
+           "int4-group[32]", "int4-group[128]", "int4-channel")  # fmt: skip
+INT8 = ("int8-channel", "int8-group[32]", "int8-group[128]")
 SHARDS = [(64,), (100,), (48, 40, 16), (130, 130)]
 FP8 = torch.float8_e4m3fn
 
@@ -30,8 +31,21 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
         scales = torch.randint(113, 119, (n, -(-k // 32)), dtype=torch.uint8, device=device)
         tensors = LinearTensors(weight_format, codes.view(FP8), shards, scales)
         return tensors, wide_of(tensors)
+    if weight_format.element == "int8":
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
+        groups = k // weight_format.columns_per_scale(k)
+        scales = torch.rand(n, groups, device=device) * 1e-3 + 1e-4
+        tensors = LinearTensors(weight_format, codes, shards, scales)
+        if weight_format.scale == "group":
+            shape = (n, groups)
+            tensors.zero_points = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+        return tensors, wide_of(tensors)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     tensors = LinearTensors(weight_format, codes, shards)
+    if name == "mxfp4":
+        shape = (n, -(-k // 32))
+        tensors.scales = torch.randint(113, 119, shape, dtype=torch.uint8, device=device)
+        return tensors, wide_of(tensors)
     if name == "nvfp4":
         scales = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, device=device)
         tensors.scales = scales.view(FP8)
@@ -42,6 +56,17 @@ def make_linear(name, shards, k, row_offsets=(), column_offset=0, device="cpu"):
     if name in ("int4-group[32]", "int4-channel"):
         zeros = torch.randint(0, 16, (n, groups), dtype=torch.uint8, device=device)
         tensors.zero_points = zeros
+    return tensors, wide_of(tensors)
+
+
+def make_spread_mxfp4(num_rows, device="cpu"):
+    """MXFP4 whose rows have every scale from 2^-16 to 2^8, the most that the weight-only kernels
+    hold of one row: (tensors, weight float32)."""
+    tensors, _ = make_linear("mxfp4", (num_rows,), 25 * 32, device=device)
+    tensors.weight[:, ::16] = 0x7E  # 6 and -4 in every group
+    exponents = torch.arange(111, 136, dtype=torch.uint8, device=device)
+    orders = [exponents.roll(row) for row in range(num_rows)]
+    tensors.scales = torch.stack(orders)
     return tensors, wide_of(tensors)
 
 
@@ -81,9 +106,14 @@ def wide_of(tensors):
     scales, columns = tensors.row_scales(), tensors.block_k
     if tensors.format.element in ("fp8", "mxfp8"):
         values = tensors.weight.float()
+    elif tensors.format.element == "int8":
+        values = tensors.weight.float()
+        if tensors.zero_points is not None:
+            values = values - tensors.zero_points.float().repeat_interleave(columns, 1)
     else:
         codes = unpack_e2m1(tensors.weight)
-        values = e2m1_decode(codes) if tensors.format.element == "nvfp4" else codes.float() - 8
+        is_e2m1 = tensors.format.element in ("nvfp4", "mxfp4")
+        values = e2m1_decode(codes) if is_e2m1 else codes.float() - 8
         if tensors.zero_points is not None:
             zeros = tensors.zero_points.repeat_interleave(columns, 1)[:, : codes.shape[1]]
             values = codes.float() - zeros

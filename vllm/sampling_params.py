@@ -25,7 +25,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """A grammar the output must match; exactly one of the fields is set.
 
     json: a JSON schema (dict or text). json_object: any JSON object. regex: a regular
-    expression. choice: one of these texts. grammar: EBNF.
+    expression. choice: one of these texts. grammar: EBNF. structural_tag: tags with a grammar
+    inside, in xgrammar's JSON. tool_calls: calls in a model's own format, the arguments of
+    xgrammar's `get_model_structural_tag`, and as `or_else` a format that the answer may have
+    instead.
     """
 
     json: str | dict[str, Any] | None = None
@@ -33,6 +36,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    tool_calls: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]

@@ -1,20 +1,23 @@
 """Whether the kernels that are chosen are the fastest when they are measured again.
 
     python benchmarks/kernels/bench_choice.py choice [MODEL ...] [--layer SIZE ...] [--tp 4]
-        [--ep 1] [--tokens 1,16,64,512,4096] [--table FILE ...] [--fresh FILE] [--out DIR]
+        [--ep 1] [--tokens 1,16,64,512,4096] [--backend NAME ...] [--seconds 420]
+        [--table FILE ...] [--fresh FILE] [--out DIR]
     python benchmarks/kernels/bench_choice.py agreement A.json B.json [--out DIR]
 
 `choice` times every kernel that can run a linear layer or experts of MODEL (default
 Qwen3.5-35B-A3B-FP8, sizes of a rank) on this machine, by the trials of `vllm kernels tune`, and
 compares what the selector takes by the committed tables (or by --table) with the fastest: regret is
-how much longer it takes, whole the same over all layers of a rank. Then, for each kernel in turn,
-every replay of it is multiplied by a random number from 0.9 to 1.1, and the choices by such times
-are compared with those by the times as they are. With --fresh FILE nothing is timed: times are
-those of a table of `vllm kernels tune --output FILE`, of the same sizes.
+how much longer it takes. For each model and rank it prints the time of the chosen kernels over that
+of the fastest, summed over the layers that were timed (--seconds may leave some out). Then, for
+each kernel in turn, every replay of it is multiplied by a random number from 0.9 to 1.1, and the
+choices by such times are compared with those by the times as they are. With --fresh FILE nothing is
+timed: times are those of a table of `vllm kernels tune --output FILE`, of the same sizes.
 
 `agreement` compares the choices by two tables that were measured one after the other on one
 machine (`vllm kernels tune --output A.json`), for each size and number of tokens that both have:
-the same kernel, or two whose times differ by less than their noise in both tables. Needs no GPU.
+the same kernel, or two whose times differ by less than their noise in both tables. Each is taken as
+a start takes it, over the committed tables (or --table), and by itself. Needs no GPU.
 
 --out: writes choice.json or agreement.json to DIR, such as benchmarks/results/h100.
 """
@@ -29,6 +32,7 @@ from itertools import product
 from math import exp, log
 from pathlib import Path
 
+from choice_models import Rank, Whole, text_of_wholes, wholes
 from choice_samples import Series, measure, table_of
 from gpu_results import write_results
 
@@ -74,11 +78,14 @@ def main() -> int:
     choice.add_argument("--ep", type=_numbers, default=(1,))
     choice.add_argument("--tokens", type=_numbers, default=MAIN_TOKENS)
     choice.add_argument("--seconds-per-kernel", type=float, default=10.0)
+    choice.add_argument("--backend", action="append", default=[])
+    choice.add_argument("--seconds", type=float, help="for everything; half of it for checks")
     choice.add_argument("--table", type=Path, action="append", default=[])
     choice.add_argument("--fresh", type=Path)
     choice.set_defaults(run=run_choice)
     both = kinds.add_parser("agreement", help="compare the choices by two tables")
     both.add_argument("tables", type=Path, nargs=2, metavar="TABLE")
+    both.add_argument("--table", dest="committed", type=Path, action="append", default=[])
     both.set_defaults(run=run_agreement)
     for one in (choice, both):
         one.add_argument("--out", type=Path)
@@ -129,26 +136,25 @@ def run_choice(args: argparse.Namespace) -> int:
     if chip.device.kind == "cuda":
         use_caches()
     known = _known(args.table, chip)
-    layers = _layers(args, Facts(chip.device, libs, known))
+    layers, ranks = _layers(args, Facts(chip.device, libs, known))
     problems = [problem for problem, (count, _) in layers.items() for _ in range(count)]
-    planned = plan(problems, chip.device, libs, args.tokens)
+    planned = plan(problems, chip.device, libs, args.tokens, args.backend)
     for note in planned.notes:
         print(f"left out: {note}")
-    series = measure(planned.jobs, chip, name, _limits(args.seconds_per_kernel, chip.device))
+    series, left = measure(planned.jobs, chip, name, _limits(args, chip.device))
+    if left:
+        print(f"left out: {len(left)} of {len(planned.jobs)} kernels, for want of time or memory")
     fresh = table_of(series, chip, name)
-    rows = list(compared(layers, fresh, args.tokens))
-    print(text_of_rows(rows))
+    rows, whole = _report(layers, ranks, fresh, args.tokens)
     if not rows:
         print("nothing was compared: no chosen kernel was timed")
         return 1
-    summary = summary_of(rows)
-    for what, value in summary.items():
-        print(f"{what}: {value}")
-    noisy = noisy_choices(layers, series, chip, libs)
+    noisy = noisy_choices(layers, series, chip, libs, known.tables)
     print(text_of_noisy(noisy))
     if args.out:
         content = {"models": _models(args), "layers": args.layer, "tp": args.tp, "ep": args.ep}
-        content |= {"tables": [table.source for table in known.tables], "summary": summary}
+        content |= {"tables": [table.source for table in known.tables], "left_out": len(left)}
+        content |= {"summary": summary_of(rows), "whole_models": list(map(asdict, whole))}
         content |= {"rows": [asdict(row) | {"regret": row.regret} for row in rows]}
         write_results(args.out, "choice.json", **content, noisy=[asdict(one) for one in noisy])
     return 0
@@ -158,17 +164,34 @@ def _compare_with(fresh: Table, args: argparse.Namespace) -> int:
     """Choices against times that `vllm kernels tune --output` measured, on any machine."""
     device = fresh.chip.device
     facts = Facts(device, question.libs_of("all", device), _known(args.table, fresh.chip))
-    rows = list(compared(_layers(args, facts), fresh, args.tokens))
-    print(text_of_rows(rows))
-    summary = summary_of(rows) if rows else {}
-    for what, value in summary.items():
-        print(f"{what}: {value}")
+    rows, whole = _report(*_layers(args, facts), fresh, args.tokens)
     if args.out and rows:
         content = {"device": fresh.name, "models": _models(args), "tp": args.tp, "ep": args.ep}
-        write_results(
-            args.out, "choice.json", **content, summary=summary, rows=list(map(asdict, rows))
-        )
+        content |= {"summary": summary_of(rows), "whole_models": list(map(asdict, whole))}
+        write_results(args.out, "choice.json", **content, rows=list(map(asdict, rows)))
     return 0 if rows else 1
+
+
+def _report(
+    layers: Layers, ranks: Sequence[Rank], fresh: Table, tokens: Sequence[int]
+) -> tuple[list[Row], list[Whole]]:
+    """What it prints: regret by layer, in short, and by model."""
+    rows_of = {
+        problem: list(compared({problem: one}, fresh, tokens)) for problem, one in layers.items()
+    }
+    rows = [row for own in rows_of.values() for row in own]
+    times = {
+        (problem, row.tokens): (row.us, row.fastest_us)
+        for problem, own in rows_of.items()
+        for row in own
+    }
+    whole = wholes(ranks, times, tokens)
+    print(text_of_rows(rows))
+    for what, value in (summary_of(rows) if rows else {}).items():
+        print(f"{what}: {value}")
+    if whole:
+        print(text_of_wholes(whole))
+    return rows, whole
 
 
 def _known(tables: Sequence[Path], chip: Chip) -> Known:
@@ -184,16 +207,20 @@ def _models(args: argparse.Namespace) -> list[str]:
     return args.models or ([] if args.layer else ["Qwen3.5-35B-A3B-FP8"])
 
 
-def _layers(args: argparse.Namespace, facts: Facts) -> Layers:
-    """Distinct problems, each with how many layers have it and what `explain` decides."""
+def _layers(args: argparse.Namespace, facts: Facts) -> tuple[Layers, list[Rank]]:
+    """Distinct problems, each with how many layers have it and what `explain` decides; the layers
+    of each model's ranks."""
     found: Layers = {}
+    models = []
     ranks = product(args.tp, args.ep)
     for model, (tp, ep) in product(_models(args), ranks):
         asked = asked_model(model, argparse.Namespace(dtype="auto", tp=tp, ep=ep), facts.device)
         preferences = KernelConfig().preferences(asked.quant_config)
         selection = selection_for(facts, preferences, asked.model_type)
         problems = [p for _, p in asked.problems if isinstance(p, LinearProblem | MoEProblem)]
-        for problem, count in Counter(problems).items():
+        counts = Counter(problems)
+        models.append(Rank(model, tp, ep, counts))
+        for problem, count in counts.items():
             known = found.get(problem)
             if known is None or known[0] < count:
                 found[problem] = count, selection.decide(str(problem), problem)
@@ -203,13 +230,13 @@ def _layers(args: argparse.Namespace, facts: Facts) -> Layers:
         name, problem = question.layer_of(text, dtype)
         assert isinstance(problem, LinearProblem)
         found.setdefault(problem, (1, selection.decide(name, problem)))
-    return found
+    return found, models
 
 
-def _limits(seconds: float, device: Device) -> tune.Limits:
+def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
     memory = gpu_memory_bytes() if device.kind == "cuda" else None
     jobs = tune.num_checkers(num_cores(), memory_limit(), memory)
-    return tune.Limits(seconds, jobs=jobs, gpu_bytes=memory)
+    return tune.Limits(args.seconds_per_kernel, args.seconds, jobs=jobs, gpu_bytes=memory)
 
 
 def compared(layers: Layers, fresh: Table, tokens: Sequence[int]) -> Iterator[Row]:
@@ -248,23 +275,14 @@ def text_of_rows(rows: Sequence[Row]) -> str:
 
 
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """Regrets as ratios minus 1; whole: by number of tokens."""
+    """Regrets as ratios minus 1."""
     worst = max(rows, key=lambda row: row.regret)
-    whole = {}
-    for num_tokens in sorted({row.tokens for row in rows}):
-        own = [row for row in rows if row.tokens == num_tokens]
-        chosen, fastest = (
-            sum(row.count * us for row, us in zip(own, times))
-            for times in ([row.us for row in own], [row.fastest_us for row in own])
-        )
-        whole[num_tokens] = round(chosen / fastest - 1, 4)
     return {
         "rows": len(rows),
         "geometric mean of regret": round(_mean(row.regret for row in rows), 4),
         "worst regret": round(worst.regret, 4),
         "worst": f"{worst.problem}, M = {worst.tokens}: {worst.chosen}, not {worst.fastest}",
         "rows within 3 % or noise": sum(row.regret <= max(0.03, row.noise) for row in rows),
-        "whole": whole,
     }
 
 
@@ -289,9 +307,16 @@ class Noisy:
     worst: float
 
 
-def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Libs) -> list[Noisy]:
+def noisy_choices(
+    layers: Layers,
+    series: Sequence[Series],
+    chip: Chip,
+    libs: Libs,
+    committed: Sequence[Table] = (),
+) -> list[Noisy]:
+    """committed: what the times are measured over, as a user's are."""
     clean = table_of(series, chip, "clean")
-    before = _choices(layers, clean, libs)
+    before = _choices(layers, clean, libs, committed)
     found = []
     for backend in sorted({one.backend for one in series}):
         num, changed = 0, 0
@@ -304,7 +329,7 @@ def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Li
                 return [us * draw.uniform(LOW, HIGH) for us in one.samples] if is_meant else one[4]
 
             table = table_of(series, chip, "shaken", shaken)
-            for place, name in _choices(layers, table, libs).items():
+            for place, name in _choices(layers, table, libs, committed).items():
                 if not _is_timed(clean, place[0], backend):
                     continue
                 num += 1
@@ -319,9 +344,11 @@ def noisy_choices(layers: Layers, series: Sequence[Series], chip: Chip, libs: Li
 _Place = tuple[KernelProblem, int]
 
 
-def _choices(layers: Layers, table: Table, libs: Libs) -> dict[_Place, str]:
-    """The kernel for each problem and number of tokens, by the table alone."""
-    selection = Selection(table.chip.device, libs, Policy(), Known((table,)))
+def _choices(
+    layers: Iterable[KernelProblem], table: Table, libs: Libs, committed: Sequence[Table]
+) -> dict[_Place, str]:
+    """The kernel for each problem and number of tokens of the table, over those committed."""
+    selection = Selection(table.chip.device, libs, Policy(), Known((table, *committed)))
     found = {}
     for problem in layers:
         timings = table.timings(problem)
@@ -372,20 +399,27 @@ def text_of_noisy(noisy: Sequence[Noisy]) -> str:
 
 def run_agreement(args: argparse.Namespace) -> int:
     first, second = map(read_table, args.tables)
-    found, left_out = agreement(first, second)
-    for what, value in found.items():
+    committed = _known(args.committed, first.chip).tables
+    over, left_out = agreement(first, second, committed)
+    alone, _ = agreement(first, second)
+    for what, value in over.items():
         print(f"{what}: {value}")
+    print(f"share of the same kernel by each table alone: {alone['share of the same kernel']}")
     for size_key in left_out:
         print(f"left out: {size_key}: no built-in model has it")
     if args.out:
-        names = [table.source for table in (first, second)]
-        content = {"device": first.name, "tables": names, "left_out": left_out} | found
+        names = {"tables": [table.source for table in (first, second)]}
+        names |= {"over": [table.source for table in committed]}
+        content = {"device": first.name, **names, "left_out": left_out, **over, "alone": alone}
         write_results(args.out, "agreement.json", **content)
     return 0
 
 
-def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]]:
-    """Counts and shares of choices, and keys of sizes that no problem is known for."""
+def agreement(
+    first: Table, second: Table, committed: Sequence[Table] = ()
+) -> tuple[dict[str, object], list[str]]:
+    """Counts and shares of choices, and keys of sizes that no problem is known for. committed: what
+    both were measured over."""
     device = first.chip.device
     libs = question.libs_of("all", device)
     shared = [key for key in first.rows if key in second.rows and not is_of_attention(key)]
@@ -396,7 +430,7 @@ def agreement(first: Table, second: Table) -> tuple[dict[str, object], list[str]
         own = [partial.get(key)] if ", padded to " in key else problems_of(key)
         layers |= {problem: None for problem in own if problem is not None}
         left_out += [key] * (None in own)
-    mine, theirs = (_choices(layers, table, libs) for table in (first, second))
+    mine, theirs = (_choices(layers, table, libs, committed) for table in (first, second))
     places = [place for place in mine if place in theirs]
     same, close, different, regrets = 0, 0, [], []
     for place in places:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,21 +64,28 @@ def _append(
             file.write(json.dumps([size_key, backend, field, num_tokens, us]) + "\n")
 
 
-def measure(jobs: Sequence[Job], chip: Chip, name: str, limits: tune.Limits) -> list[Series]:
-    """Checks and times `jobs`; without those whose kernel failed, which the output says."""
+def measure(
+    jobs: Sequence[Job], chip: Chip, name: str, limits: tune.Limits
+) -> tuple[list[Series], list[Job]]:
+    """Checks and times `jobs`; without those whose kernel failed, which the output says, and those
+    that no time or memory was left for, which it returns."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "samples")
         file.touch()
         os.environ[VARIABLE] = str(file)
         run = tune.Run(
             chip.device, Table(chip, name), Path(folder, "table.json"), limits,
-            Progress(sys.stdout), SERVE,
+            _progress(limits), SERVE,
         )  # fmt: skip
-        run.carry_out(jobs)
+        left = run.carry_out(jobs)
         lines = map(json.loads, file.read_text().splitlines())
         found = [Series(*place, tuple(us)) for *place, us in lines]
     # What was timed in turns and again alone counts once, as the tuner counts it.
-    return list({one[:4]: one for one in found}.values())
+    return list({one[:4]: one for one in found}.values()), left
+
+
+def _progress(limits: tune.Limits) -> Progress:
+    return Progress(sys.stdout, limits.total and time.monotonic() + limits.total)
 
 
 def table_of(

@@ -9,6 +9,8 @@
 namespace vllm {
 namespace {
 
+using tvm::ffi::Optional;
+
 cpu::KvCache cache_of(const TensorView& key, const TensorView& value, double k_scale,
                       double v_scale) {
   check_cpu(key, "k_cache", 4);
@@ -130,11 +132,11 @@ void clear_rows_without_keys(const cpu::AttentionArgs& args, TensorView out) {
   }
 }
 
-// query, out [tokens, num_query_heads, head_dim].
+// query, out [tokens, num_query_heads, head_dim]; sinks float32 [num_query_heads] or none.
 void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
                      TensorView block_tables, TensorView query_start_loc, TensorView seq_lens,
                      TensorView out, double scale, int64_t sliding_window, double k_scale,
-                     double v_scale, double softcap) {
+                     double v_scale, Optional<TensorView> sinks, double softcap) {
   cpu::AttentionArgs args;
   args.cache = cache_of(k_cache, v_cache, k_scale, v_scale);
   args.query = heads_of(query, "query");
@@ -164,6 +166,11 @@ void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
   args.query_start = static_cast<const int32_t*>(data_of(query_start_loc));
   args.seq_lens = static_cast<const int32_t*>(data_of(seq_lens));
   args.sliding_window = sliding_window;
+  args.sinks = nullptr;
+  if (sinks.has_value()) {
+    check_vector(*sinks, "sinks", kDLFloat, 32, args.num_query_heads, "heads of query");
+    args.sinks = static_cast<const float*>(data_of(*sinks));
+  }
   args.scale = static_cast<float>(scale);
   VLLM_CHECK(std::isfinite(softcap) && softcap >= 0,
              "softcap: given " << softcap << "; accepted: 0 (none) or more");

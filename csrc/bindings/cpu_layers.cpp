@@ -109,8 +109,7 @@ void rotary_embedding(TensorView positions, TensorView query, Optional<TensorVie
   cpu::kernels().rotary(args);
 }
 
-// x [m, 2 n] -> out [m, n] = silu(x[:, :n]) * x[:, n:].
-void silu_and_mul(TensorView x, TensorView out) {
+void activate(TensorView x, TensorView out, float limit) {
   cpu::SiluArgs args;
   args.x = rows_of(x, "x");
   args.out = rows_of(out, "out");
@@ -119,6 +118,7 @@ void silu_and_mul(TensorView x, TensorView out) {
   check_size(x, "x", 0, args.m, "rows of out");
   check_size(x, "x", 1, 2 * args.n, "twice the columns of out");
   check_same_type(args.out.type, out, "out", args.x.type, "x");
+  args.limit = limit;
   cpu::kernels().silu_and_mul(args);
 }
 
@@ -148,6 +148,16 @@ void soft_cap(TensorView x, double softcap) {
   cpu::kernels().soft_cap(args);
 }
 
+// x [m, 2 n] -> out [m, n] = silu(x[:, :n]) * x[:, n:].
+void silu_and_mul(TensorView x, TensorView out) { activate(x, out, 0.0f); }
+
+// The same with both halves clamped, as gpt-oss has it: see the kernel.
+void swigluoai_and_mul(TensorView x, TensorView out, double limit) {
+  VLLM_CHECK(std::isfinite(limit) && limit > 0,
+             "limit: given " << limit << "; accepted: a positive number");
+  activate(x, out, static_cast<float>(limit));
+}
+
 // x [tokens, heads, dim] *= sigmoid(gate), gate of the same shape or [tokens, heads, 1].
 void mul_sigmoid(TensorView x, TensorView gate) {
   cpu::SigmoidArgs args;
@@ -175,6 +185,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_gated, rms_norm_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gelu_and_mul, gelu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(soft_cap, soft_cap);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(swigluoai_and_mul, swigluoai_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(mul_sigmoid, mul_sigmoid);
 
 }  // namespace vllm

@@ -72,6 +72,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;     // [num_requests]
   int64_t num_requests, num_query_heads;
   int64_t sliding_window;  // 0: none
+  const float* sinks;      // [num_query_heads]: logits of keys without values; may be null
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0: none
   // The plan; it decides who computes what, never a result.
@@ -107,6 +108,7 @@ struct RotaryArgs {
 struct SiluArgs {
   Rows x, out;  // [m, 2 n] -> [m, n]
   int64_t m, n;
+  float limit;  // of the clamped variant; 0 for plain silu
 };
 
 struct GeluArgs {

@@ -47,6 +47,7 @@ def test_ranks_of_experts_add_up_to_all_of_them(checkpoint, tmp_path, layout, cu
     [
         ("modelopt-nvfp4", 48, r"\(down_proj\) on each of 2 .*: 24 columns .* groups of 16"),
         ("ct-mxfp8", 96, r"\(down_proj\) on each of 2 .*: 48 columns .* groups of 32"),
+        ("ct-mxfp4", 96, r"\(down_proj\) on each of 2 .*: 48 columns .* groups of 32"),
         ("ct-int4-128", 128, r"\(down_proj\) on each of 2 .*: 64 columns .* groups of 128"),
         ("awq-32", 72, r"gate_proj, up_proj\) on each of 2 .*: 36 rows cannot be packed by 8"),
     ],

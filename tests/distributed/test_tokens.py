@@ -145,11 +145,28 @@ def test_caps_and_multipliers_are_those_of_one_rank(checkpoint, name):
     check(checkpoint(name), tensor_parallel_size=2)
 
 
+def test_heads_over_latents_that_every_rank_has(checkpoint):
+    llm = check(checkpoint("deepseek_v3"), tensor_parallel_size=2)
+    names = layers(llm)
+    assert any(name.endswith("fused_qkv_a_proj") for name in names)
+
+
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     check(folder, alone={"quantization": "fp8"}, **options)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-normed", "minimax_m2"])
+@pytest.mark.parametrize("shares", ["parts of experts", "whole experts"])
+def test_sigmoid_routers_choose_alike_on_two_ranks(checkpoint, monkeypatch, name, shares):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
+    whole = shares == "whole experts"
+    # Both ranks have the one KV head, whose norm counts it once.
+    changes = {} if whole else {"num_key_value_heads": 1}
+    folder = checkpoint(name, **changes)
+    check(folder, tensor_parallel_size=2, enable_expert_parallel=whole)
 
 
 @pytest.mark.slow
@@ -159,8 +176,9 @@ def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
 
 
 @pytest.mark.slow
-def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint):
-    folder = checkpoint("qwen3_5_moe")
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(checkpoint, name):
+    folder = checkpoint(name)
     check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
 
 

@@ -125,35 +125,52 @@ def candidates(out: str, family: str) -> list[dict]:
     return [candidate for decision in decisions for candidate in decision["candidates"]]
 
 
-@pytest.mark.parametrize("model", ["DeepSeek-V3.1", "Kimi-K2-Instruct"])
-@pytest.mark.parametrize("device", ["sm_90", "sm_100", "cpu"])
-def test_latent_attention_and_its_cache_have_no_kernel(run, model, device):
-    named = next((str(file) for file in CONFIGS if file.stem == model), model)
+@pytest.mark.parametrize("device", ["sm_90", "cpu"])
+def test_sparse_latent_attention_and_its_cache_have_no_kernel(run, device):
+    named = next(str(file) for file in CONFIGS if file.stem == "DeepSeek-V3.2")
     code, out, err = run(named, "--device", device, "--libs", "all", "--json")
     assert code == 1 and "without a kernel" in err
     for family in ("attention", "kv_quant"):
         for candidate in candidates(out, family):
             texts = [reason["text"] for reason in candidate["reasons"]]
-            assert "computes plain attention, not MLA" in texts
+            assert "computes plain attention, not sparse MLA" in texts
     notes = json.loads(out)["model"]["notes"]
-    assert "there is no kernel for attention with MLA here" in notes
+    assert "there is no kernel for attention with sparse MLA here" in notes
 
 
-def test_experts_in_mxfp4_are_rejected_by_every_kernel_for_their_format(run):
-    code, out, _ = run(CONFIGS[0].with_name("gpt-oss-120b.json"), *SM_100, "--json")
-    assert code == 1
-    for candidate in candidates(out, "moe"):
-        texts = [r["text"] for r in candidate["reasons"] if r["why"] == "format"]
-        assert len(texts) == 1 and texts[0].startswith("takes ")
-        assert texts[0].endswith(", not mxfp4")
+@pytest.mark.parametrize("model", ["DeepSeek-V3.1", "Kimi-K2-Instruct"])
+@pytest.mark.parametrize(("device", "chosen"), [("sm_90", "triton"), ("cpu", "torch")])
+def test_latent_attention_and_its_cache_have_kernels(run, model, device, chosen):
+    named = next((str(file) for file in CONFIGS if file.stem == model), model)
+    code, out, err = run(named, "--device", device, "--libs", "all", "--json")
+    assert code == 0, err
+    content = json.loads(out)
+    assert content["model"] == {"served": True, "notes": []}
+    found = [d for d in content["decisions"] if d["problem"]["family"] in ("attention", "kv_quant")]
+    assert found and {d["chosen"] for d in found} == {chosen}
+    layers = {layer for decision in content["decisions"] for layer in decision["layers"]}
+    assert not [name for name in layers if "kv_b_proj" in name], "it is absorbed at load"
+
+
+def test_experts_in_mxfp4_are_rejected_for_their_format_by_kernels_of_other_formats_alone(run):
+    _, out, _ = run(CONFIGS[0].with_name("gpt-oss-120b.json"), *SM_100, "--json")
+    (decision,) = [d for d in json.loads(out)["decisions"] if d["problem"]["family"] == "moe"]
+    rejected = {
+        candidate["backend"]
+        for candidate in decision["candidates"]
+        if any(reason["why"] == "format" for reason in candidate["reasons"])
+    }
+    assert "cutlass" in rejected and rejected.isdisjoint({"marlin", "torch", "cpu"})
 
 
 def test_experts_of_another_activation_are_rejected_by_every_kernel(run):
     name = "Nemotron-3-Super-120B-A12B-NVFP4.json"
     _, out, _ = run(CONFIGS[0].with_name(name), *SM_100, "--json")
     for candidate in candidates(out, "moe"):
-        texts = [reason["text"] for reason in candidate["reasons"]]
-        assert "computes experts with silu, not relu2 without a gate" in texts
+        (text,) = [r["text"] for r in candidate["reasons"] if r["text"].startswith("computes ex")]
+        assert text.removeprefix("computes experts with silu, ").endswith(
+            "not relu2 without a gate"
+        )
     notes = json.loads(out)["model"]["notes"]
     assert "nemotron_h is not served by this engine" in notes[0]
 

@@ -352,12 +352,24 @@ def test_two_reports_are_compared_as_diff_does(run, explain, tmp_path):
     assert "cutlass -> deep_gemm" in {change["title"] for change in json.loads(out)}
 
 
-def test_the_committed_documentation_is_what_the_kernels_declare(run, tmp_path):
-    written = tmp_path / "kernels.md"
-    assert run("docs", "--output", str(written))[0] == 0
-    assert written.read_text() == (REPOSITORY / "docs" / "kernels.md").read_text(), (
-        "docs/kernels.md is out of date: run `vllm kernels docs`"
-    )
+def test_the_committed_documentation_is_what_the_registries_declare(run, tmp_path):
+    pages = {"--output": "kernels.md", "--models": "models.md"}
+    committed = {name: (REPOSITORY / "docs" / name).read_text() for name in pages.values()}
+    (tmp_path / "models.md").write_text(committed["models.md"])
+    words = [word for flag, name in pages.items() for word in (flag, str(tmp_path / name))]
+    assert run("docs", *words)[0] == 0
+    for name, text in committed.items():
+        assert (tmp_path / name).read_text() == text, (
+            f"docs/{name} is out of date: run `vllm kernels docs`"
+        )
+
+
+def test_a_page_of_models_without_its_markers_is_refused_and_nothing_is_written(run, tmp_path):
+    page = tmp_path / "models.md"
+    page.write_text("# Models\n")
+    code, _, err = run("docs", "--output", str(tmp_path / "kernels.md"), "--models", str(page))
+    assert code == 2 and "architectures: written by `vllm kernels docs`" in err
+    assert [*tmp_path.iterdir()] == [page] and page.read_text() == "# Models\n"
 
 
 def test_the_documentation_names_every_variable_and_marks_chips_that_nothing_ran_on():

@@ -36,7 +36,7 @@ REGISTRIES = {
 }
 ARITHMETIC = {
     "_custom_ops.py",
-    "model_executor/layers/quantization/mxfp8.py",
+    "model_executor/layers/quantization/mx.py",
     "model_executor/layers/quantization/nvfp4.py",
     "model_executor/layers/quantization/int4.py",
     "model_executor/layers/quantization/int8.py",
@@ -177,16 +177,13 @@ def test_every_format_that_vllm_quantize_claims_can_be_written():
 
 @pytest.mark.parametrize("known", formats().values(), ids=KINDS)
 @pytest.mark.parametrize("chip", ["cpu", "sm_90"])
-def test_every_format_that_is_served_has_a_kernel_and_no_other(known, chip):
+def test_every_format_has_a_kernel(known, chip):
     device = Device.parse(chip)
     dtype = "bf16" if chip != "cpu" else "fp32"
     problem = LinearProblem(256, 512, sized(known), known.act, dtype=dtype)
     libs = Libs.of([Lib("torch"), Lib("triton", "3.4"), Lib(NATIVE), registry.built()])
     decision = select(problem, device, libs, Policy(), registry.specs("linear"))
-    assert (decision.chosen is not None) is known.is_served
-    if not known.is_served:
-        reasons = [candidate.reasons[-1].text for candidate in decision.candidates]
-        assert all(text.endswith(f", not {known.kind}") for text in reasons)
+    assert decision.chosen is not None
 
 
 @pytest.mark.parametrize("known", QUANTISED, ids=lambda known: known.kind)

@@ -154,6 +154,38 @@ def test_a_cap_that_is_none_is_refused(softcap):
         sequences.whole(0, softcap=softcap)
 
 
+@pytest.mark.parametrize("window", (0, 5, 130))
+@pytest.mark.parametrize("group", (1, 3, 8))
+def test_sinks_take_their_share_of_the_weights(isa, group, window):
+    sequences = Sequences([400, 290, 1], 2 * group, 2)
+    arguments = sequences.arguments([(0, 250, 400), (1, 289, 290), (2, 0, 1)])
+    arguments |= {"sliding_window": window, "sinks": torch.randn(2 * group) * 3}
+    given = cpu_ops.paged_attention(**arguments)
+    assert_close(given, torch_ops.paged_attention(**arguments))
+    without = cpu_ops.paged_attention(**arguments | {"sinks": None})
+    assert (given.norm(dim=-1) < without.norm(dim=-1)).all()
+
+
+def test_a_sink_of_the_size_of_the_only_key_halves_its_value(isa):
+    sequences = Sequences([1], 2, 1)
+    query, block = sequences.queries[0], int(sequences.tables[0, 0])
+    scores = (query[0] @ sequences.k_cache[block, 0, :, 0]) * sequences.softmax_scale
+    value = sequences.v_cache[block, 0, 0]
+    assert_close(sequences.whole(0, sinks=scores), (value / 2).expand(1, 2, -1))
+
+
+def test_sinks_of_any_size_leave_finite_results(isa):
+    sequences = Sequences([40], 2, 1)
+    assert torch.equal(sequences.whole(0, sinks=torch.full((2,), -3e38)), sequences.whole(0))
+    assert_close(sequences.whole(0, sinks=torch.full((2,), 3e38)), torch.zeros(40, 2, 64))
+
+
+def test_sinks_of_the_wrong_length_are_refused():
+    sequences = Sequences([40], 2, 1)
+    with pytest.raises(ValueError, match="sinks"):
+        sequences.whole(0, sinks=torch.zeros(3))
+
+
 CHUNKS = (1, 7, 64, 129)
 
 

@@ -34,8 +34,12 @@ def test_kernels_of_the_cpu_are_right(cache, dtype, backend):
         for window, block_size in ((0, 16), (70, 32), (5, 48)):
             problem = AttentionProblem(*heads, cache, dtype, window)
             assert attention_comparison(problem, backend, block_size, CPU)() < MAX_ERROR[dtype] / 2
-        capped = AttentionProblem(*heads, cache, dtype, 70, "logit softcapping", 0.4, 3.0)
+        capped = replace(
+            problem, sliding_window=70, variant="logit softcapping", scale=0.4, softcap=3.0
+        )
         assert attention_comparison(capped, backend, 16, CPU)() < MAX_ERROR[dtype] / 2
+        sinks = AttentionProblem(*heads, cache, dtype, 70, "sinks")
+        assert attention_comparison(sinks, backend, 16, CPU)() < MAX_ERROR[dtype] / 2
         writing = KVQuantProblem(*heads[1:], cache, dtype)
         assert write_comparison(writing, backend, 16, CPU)() == 0
 

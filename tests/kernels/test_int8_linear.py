@@ -114,7 +114,7 @@ def test_on_a_gpu_it_serves_and_on_a_cpu_weight_only_kernels_come_first():
         "80": "scaled_mm",
         "89": "scaled_mm",
         "90": "scaled_mm",
-        "100": "torch",
+        "100": "marlin",
         "cpu": "cpu",
     }
     assert ask(problem, "cpu", wishes="--require-native").chosen == "scaled_mm"

@@ -29,6 +29,7 @@ from vllm.kernels.triton import (
     attention,
     delta_rule,
     gates,
+    latent_attention,
     linear,
     moe,
     moe_router,
@@ -82,6 +83,18 @@ def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype, softcap: flo
         )  # fmt: skip
     new = empty(7, kv_heads, dim)
     attention.reshape_and_cache(new, new, kv, kv, empty(7, dtype=I64))
+
+
+def latents(heads: int, latent: int, cache: torch.dtype) -> None:
+    """A long prompt, short ones, and decoding."""
+    pages = empty(100, 16, latent + 64, dtype=cache)
+    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 64, 1, 4096)):
+        latent_attention.paged_latent_attention(
+            empty(num_tokens, heads, latent + 64), pages, empty(num_seqs, 300, dtype=I32),
+            empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1, latent,
+            max_query_len=most_new, max_seq_len=longest,
+        )  # fmt: skip
+    latent_attention.write_latents(empty(7, latent + 64), pages, empty(7, dtype=I64), 1.0)
 
 
 def block_products(k: int) -> None:
@@ -163,6 +176,7 @@ def experts(weight: str, num_experts: int, hidden: int, inner: int) -> None:
 CASES = {
     "attention of 128, bf16": lambda: few_heads_to_one_cache_head(),
     "attention of 256, fp8, one head": lambda: all_heads_to_one_cache_head(256, F8),
+    "attention over latents of 512": lambda: latents(128, 512, BF16),
     "block products": lambda: block_products(4096),
     "recurrence": lambda: recurrence(BF16, 128),
     "experts in fp8": lambda: experts("fp8-block", 128, 2048, 768),
@@ -176,6 +190,14 @@ MORE = {
         for dim in (64, 96, 128, 256)
         for cache in (BF16, F8)
         for name in (few_heads_to_one_cache_head, all_heads_to_one_cache_head, capped_scores)
+    },
+    **{
+        f"attention over latents of {latent}, {cache}, {heads} heads": (
+            lambda h=heads, n=latent, c=cache: latents(h, n, c)
+        )
+        for heads in (16, 20, 128)
+        for latent in (256, 512)
+        for cache in (BF16, F8)
     },
     "block products of part of a block": lambda: block_products(4160),
     "recurrence of 256 in float32": lambda: recurrence(F32, 256),

@@ -7,7 +7,15 @@ that layout and kernel are held to one description.
 import numpy as np
 import pytest
 import torch
-from weight_only_cases import FORMATS, SHARDS, make_linear, make_moe
+from weight_only_cases import (
+    FORMATS,
+    INT8,
+    SHARDS,
+    make_linear,
+    make_moe,
+    make_spread_mxfp4,
+    wide_of,
+)
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
@@ -28,6 +36,7 @@ from vllm.ops.weight_only_layout import (
     unpack_codes,
     widen_weight,
 )
+from vllm.ops.weight_only_ops import multiply_experts
 
 WINNER = Candidate("marlin", None)
 SIZES = [(16, 64), (48, 128), (40, 80), (129, 336)]
@@ -136,6 +145,29 @@ def test_every_scale_of_nvfp4_has_a_byte_that_the_kernel_turns_into_it():
     assert torch.equal(as_bf16.view(torch.float32)[1:], scales.float()[1:] * 2.0**118)
     as_fp16 = (codes.int() * 128).short().view(torch.float16)
     assert torch.equal(as_fp16.float()[1:], scales.float()[1:] * 2.0**7)
+
+
+def test_mxfp4_is_exact_with_scales_of_24_octaves_in_a_row():
+    for shift in (-111, -30, 0, 100):
+        tensors, _ = make_spread_mxfp4(num_rows=20)
+        tensors.scales = (tensors.scales.int() + shift).to(torch.uint8)
+        assert torch.equal(widen_weight(pack_weight(tensors)), wide_of(tensors))
+
+
+def test_groups_of_mxfp4_that_are_far_below_others_of_their_row_are_rounded():
+    tensors, _ = make_linear("mxfp4", (16,), 128)
+    tensors.weight[:] = 0x63
+    tensors.scales[:] = torch.tensor([127, 127 - 24, 127 - 26, 127 - 40], dtype=torch.uint8)
+    found = widen_weight(pack_weight(tensors))[0, ::2]  # of codes for 1.5
+    steps = [1.5, 1.5 * 2.0**-24, 0.5 * 2.0**-24, 0]  # 1.5 / 4 is between 0 and 0.5
+    assert torch.equal(found, torch.tensor(steps).repeat_interleave(16))
+
+
+def test_a_group_of_mxfp4_zeros_may_have_any_scale():
+    tensors, _ = make_linear("mxfp4", (16,), 128)
+    tensors.weight[:, :16] &= 0x88
+    tensors.scales[:, 0] = 254
+    assert torch.equal(widen_weight(pack_weight(tensors)), wide_of(tensors))
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
@@ -273,3 +305,45 @@ def test_code_for_fp8_activations_is_asked_for_by_its_own_name():
     )
     for native, found in (("marlin_w4a8_gemm/89", set()), ("marlin_gemm/89", {Why.LIBRARY})):
         assert whys(w4a8, "marlin-w4a8", "sm_89", f"native=0.1+{native}") == found
+
+
+# ---------------------------------------------------------------- int8
+
+
+@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("num_tokens", [3, 100])
+@pytest.mark.parametrize("k", [384, 416])
+def test_int8_is_multiplied_as_two_int4_numbers(name, num_tokens, k):
+    if k % 128 and name == "int8-group[128]":
+        k = 640
+    tensors, wide = make_linear(name, (48, 40), k)
+    packed = pack_weight(tensors)
+    assert (packed.format, packed.is_split, packed.num_columns) == ("int4", True, 2 * k)
+    assert packed.codes.nbytes <= 96 * (k + 32)
+    halves = widen_weight(packed).double().unflatten(1, (2, k)).sum(1)
+    assert (halves - wide).norm() <= 2.0**-20 * wide.norm()  # scales lose their last four bits
+    problem = LinearProblem(88, k, tensors.format)
+    apply = registry.backend("marlin").linear(problem, tensors, WINNER)
+    x = torch.randn(num_tokens, k)
+    expected = x.double() @ wide.T.double()
+    assert (apply(x) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("k", "is_taken"), [(4096, True), (4112, False)])
+def test_int8_of_no_whole_groups_of_32_is_rejected(k, is_taken):
+    problem = LinearProblem(4096, k, WeightFormat.parse("int8-channel"), dtype="bf16")
+    reasons = registry.backend("marlin").SPECS[0].check(problem)
+    assert is_taken == (not reasons)
+    if reasons:
+        assert "4112 columns of int8, and it takes multiples of 32" in reasons[0].text
+
+
+def test_experts_in_int8_are_multiplied_as_two_int4_numbers():
+    experts = [make_linear("int8-group[32]", (40,), 128) for _ in range(2)]
+    packed = pack_experts((tensors for tensors, _ in experts), 2)
+    x, order = torch.randn(5, 128), torch.tensor([3, 9, 0, 4, 1, 2, 7, 8, 6, 5], dtype=torch.int32)
+    blocks = torch.tensor([[1, 0], [0, 6], [6, 10]], dtype=torch.int32)
+    out = multiply_experts(x, packed, blocks, 8, 10, order, top_k=2)
+    for expert, first, end in blocks.T.tolist():
+        expected = x[order[first:end].long() // 2].double() @ experts[expert][1].double().T
+        assert (out[first:end] - expected).norm() <= 1e-5 * expected.norm()

@@ -67,6 +67,7 @@ TAKES_TORCH = (
     "vllm/kernels/delta_numerics.py",
     "vllm/kernels/flashinfer/",
     "vllm/kernels/interface.py",
+    "vllm/kernels/latent_numerics.py",
     "vllm/kernels/numerics.py",
     "vllm/kernels/triton/",
     "vllm/kernels/tuning/",

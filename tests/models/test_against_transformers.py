@@ -95,14 +95,21 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"]
+    "name",
+    [
+        *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
+        *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"),
+        *("deepseek_v2", "deepseek_v3", "qwen3_next"),
+    ],
 )
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
     llm = load(checkpoint(name), max_num_batched_tokens=13)
     assert generate(llm, prompts()) == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"]
+)
 def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     llm = load(checkpoint(name))
     first = llm.generate(as_inputs(prompts()), GREEDY, use_tqdm=False)
@@ -112,7 +119,13 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     assert [o.outputs[0].token_ids for o in again] == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"),
+        *("glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss", "qwen3_next"),
+    ],
+)
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)

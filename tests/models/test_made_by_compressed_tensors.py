@@ -23,7 +23,7 @@ from compressed_tensors.quantization.utils import (
     generate_gparam,
 )
 
-MX = "mxfp8-quantized"
+MX, MX4 = "mxfp8-quantized", "mxfp4-pack-quantized"
 FLOAT, PACKED, FP4 = "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
 # The tool's name of a scheme -> (format of the files, our name of the weights).
 SCHEMES = {
@@ -32,6 +32,9 @@ SCHEMES = {
     "FP8_BLOCK": (FLOAT, "fp8-block[128x128]"),
     "MXFP8": (MX, "mxfp8"),
     "MXFP8A16": (MX, "mxfp8"),
+    "MXFP4": (MX4, "mxfp4"),
+    "MXFP4A16": (MX4, "mxfp4"),
+    "MXFP4XFP8": (MX4, "mxfp4"),
     "NVFP4A16": (FP4, "nvfp4"),
     "NVFP4": (FP4, "nvfp4"),
     "W4A16": (PACKED, "int4-group[128]"),

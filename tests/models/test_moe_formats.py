@@ -1,12 +1,14 @@
 """Experts in the formats of other tools, and as we write them: the logits of a float32 model."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_layouts import LAYOUTS, is_expert, is_projection, modelopt_nvfp4, store
 from safetensors.torch import load_file
+from slow import quick
 from test_other_formats import HALF_STEP, widened
 from test_qwen3_moe import (
     EXPERTS,
@@ -68,10 +70,15 @@ def stored(checkpoint, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", LAYERS)
-def test_experts_give_the_logits_of_their_dequantised_weights(stored, model, layout, backend):
+CASES = [*product(LAYERS, LAYOUTS, [None, "torch"])]
+QUICK = {*product(["qwen3_moe"], LAYOUTS, [None])}
+QUICK |= {*product(["qwen3_moe"], [*LAYOUTS][::4], ["torch"])}
+QUICK |= {*product(["qwen3_5_moe"], ["modelopt-nvfp4", "ct-fp8-block", "gptq-128"], [None])}
+
+
+@pytest.mark.parametrize("case", quick(CASES, QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_experts_give_the_logits_of_their_dequantised_weights(stored, case):
+    model, layout, backend = case
     folder, wide = stored(model, layout)
     llm = load(folder, moe_backend=backend)
     found = {(d.problem.weight.is_quantized, d.chosen) for _, d in records(llm, "moe")}
@@ -79,6 +86,7 @@ def test_experts_give_the_logits_of_their_dequantised_weights(stored, model, lay
     assert (prompt_logprobs(llm, [PROMPT])[0] - reference_logprobs(wide)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_quantising_experts_is_visible_in_these_tests(checkpoint, stored):
     source = checkpoint("qwen3_5_moe", **SHAPE, num_hidden_layers=4)
     for layout in LAYOUTS:

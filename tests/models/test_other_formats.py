@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from checkpoint_layouts import (
     store_each,
 )
 from safetensors.torch import load_file, save_file
+from slow import quick
 from test_fp8 import PROMPT, logprobs, reference_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -50,9 +52,13 @@ def stored(source, tmp_path_factory):
 # ---------------------------------------------------------------- what loads
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored, layout, backend):
+CASES = [*product(LAYOUTS, [None, "torch"])]
+QUICK = {*product(LAYOUTS, [None]), *product([*LAYOUTS][::4], ["torch"])}
+
+
+@pytest.mark.parametrize("case", quick(CASES, QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_a_checkpoint_gives_the_logits_of_its_dequantised_weights(source, stored, case):
+    layout, backend = case
     folder, weights = stored(layout)
     assert len(weights) == 2 * 7
     wanted = reference_logprobs(source, weights)
@@ -222,8 +228,7 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             codes = np.stack([tensor.numpy() & 15, tensor.numpy() >> 4], -1).reshape(
                 len(tensor), -1
             )
-            factor = 1 / tensors[f"{base}.weight_global_scale"].numpy()
-            wide = np.repeat(as_float(scale) * factor, 16, 1)
+            wide = np.repeat(steps_of(tensors, base), codes.shape[1] // scale.shape[1], 1)
             found[f"{base}.weight"] = torch.from_numpy(E2M1[codes] * wide)
         elif tensor.dtype == torch.int32:
             codes = (tensor.numpy()[..., None] >> np.arange(0, 32, 4) & 15).reshape(len(tensor), -1)
@@ -232,12 +237,21 @@ def widened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def steps_of(tensors, base):
+    """Of the groups of a weight in E2M1."""
+    scale = tensors[f"{base}.weight_scale"]
+    if scale.dtype == torch.uint8:
+        return np.exp2(as_float(scale) - 127)
+    return as_float(scale) / tensors[f"{base}.weight_global_scale"].numpy()
+
+
 # Most error of an element, as a part of the largest one that it can share a scale with: half the
 # widest step, and for nvfp4 what E4M3 rounds off its scale. The largest of mxfp8 may be 256, from
 # where on steps are as wide as those before 448.
 HALF_STEP = {
     "fp8-tensor": 16 / 448,
     "mxfp8": 16 / 256,
+    "mxfp4": 1 / 4,
     "nvfp4": (1 + 1 / 16) / 6,
     "w4a16": 0.5 / 7.5,
     "int8": 0.5 / 127,
@@ -264,7 +278,7 @@ def test_w4a16_takes_the_largest_groups_that_fit_all_weights(checkpoint, tmp_pat
     assert logprobs(tmp_path / "out").isfinite().all()
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4", "w4a16"])
 def test_a_weight_that_is_not_of_whole_groups_is_named(checkpoint, tmp_path, format_name):
     source = checkpoint("llama", **SHAPE | {"intermediate_size": 136})
     with pytest.raises(CheckpointError, match=r"down_proj.weight has 136 columns.*16|32"):

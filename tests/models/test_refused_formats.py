@@ -46,6 +46,9 @@ def source(checkpoint):
         ("ct-fp8-channel", "weight_scale"),
         ("ct-mxfp8", "weight_scale"),
         ("modelopt-mxfp8", "weight_scale"),
+        ("ct-mxfp4", "weight_scale"),
+        ("ct-mxfp4", "weight_packed"),
+        ("quark-mxfp4", "weight_scale"),
         ("ct-int4-32-zeros", "weight_zero_point"),
         ("awq-128", "qzeros"),
     ],
@@ -97,6 +100,9 @@ def test_zero_points_of_another_width_are_refused(source, tmp_path, part):
         ("ct-mxfp8", "weight_scale", lambda t: t[:, :2], r"shape \[256, 2\].*\[256, 4\]"),
         ("ct-mxfp8", "weight_scale", lambda t: t.float(), "type F32, but uint8, float8_e8m0fnu is"),
         ("modelopt-mxfp8", "weight", lambda t: t.view(torch.uint8), "type U8, but float8_e4m3fn"),
+        ("ct-mxfp4", "weight_scale", lambda t: t[:, :2], r"shape \[256, 2\].*\[256, 4\]"),
+        ("ct-mxfp4", "weight_packed", lambda t: t[:, :-16], r"shape \[256, 48\].*\[256, 64\]"),
+        ("ct-mxfp4", "weight_packed", lambda t: t.short(), "type I16, but uint8 is needed"),
         ("ct-int4-128", "weight_packed", lambda t: t[1:], r"shape \[255, 16\].*\[256, 16\]"),
         ("ct-int4-32-zeros", "weight_zero_point", lambda t: t.to(torch.int8), "type I8, but int32"),
         ("awq-128", "qweight", lambda t: t.T, r"shape \[32, 128\].*\[128, 32\]"),
@@ -137,7 +143,7 @@ def test_a_scale_that_cannot_be_is_named_with_its_value(
     refused(source, tmp_path, layout, f"{PROJECTION}{part}: scales must be.*{says}", edit)
 
 
-@pytest.mark.parametrize("layout", ["ct-mxfp8", "modelopt-mxfp8"])
+@pytest.mark.parametrize("layout", ["ct-mxfp8", "modelopt-mxfp8", "ct-mxfp4"])
 def test_an_exponent_that_is_nan_is_named(source, tmp_path, layout):
     def edit(tensors):
         tensors[PROJECTION + "weight_scale"][3, 1] = 255
@@ -151,6 +157,7 @@ def test_an_exponent_that_is_nan_is_named(source, tmp_path, layout):
     [
         ({"intermediate_size": 144}, "ct-mxfp8", "down_proj: 144 columns.*groups of 32"),
         ({"intermediate_size": 144}, "modelopt-mxfp8", "down_proj: 144 columns.*groups of 32"),
+        ({"intermediate_size": 144}, "ct-mxfp4", "down_proj: 144 columns.*groups of 32"),
         ({"intermediate_size": 136}, "modelopt-nvfp4", "down_proj: 136 columns.*groups of 16"),
         ({"intermediate_size": 192}, "ct-int4-128", "down_proj: 192 columns.*groups of 128"),
         ({"intermediate_size": 192}, "awq-128", "down_proj: 192 columns.*groups of 128"),
@@ -213,17 +220,41 @@ NAMED = {
         (changed("ct-nvfp4", *WEIGHTS, "num_bits", value=8), "'num_bits': 8.*it takes NVFP4, FP8"),
         *(
             (changed(layout, *WEIGHTS, "dynamic", value=True), "'dynamic': True.*it takes NVFP4")
-            for layout in ("ct-nvfp4", "ct-fp8-channel", "ct-mxfp8", "ct-int8", "ct-int4-128")
+            for layout in (
+                "ct-nvfp4",
+                "ct-fp8-channel",
+                "ct-mxfp8",
+                "ct-mxfp4",
+                "ct-int8",
+                "ct-int4-128",
+            )
         ),
         *(
             (changed(layout, *place, "symmetric", value=False), "'symmetric': False.*it takes NV")
-            for layout in ("ct-fp8-channel", "ct-mxfp8", "ct-int8")
+            for layout in ("ct-fp8-channel", "ct-mxfp8", "ct-mxfp4", "ct-int8")
             for place in (WEIGHTS, INPUTS)
         ),
         (changed("ct-mxfp8", *WEIGHTS, "group_size", value=64), "'group_size': 64.*MXFP8"),
         (changed("ct-mxfp8", *WEIGHTS, "type", value="int"), "'type': 'int'.*it takes NVFP4, FP8"),
         (changed("ct-mxfp8", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP8"),
         (changed("modelopt-mxfp8", "group_size", value=16), "group_size 16.*takes 32 for mxfp8"),
+        (changed("modelopt-mxfp4", "group_size", value=16), "group_size 16.*takes 32 for mxfp4"),
+        *(
+            (changed("quark-mxfp4", "global_quant_config", *path, value=value), says)
+            for path, value, says in [
+                (("weight", "dtype"), "int4", "'dtype': 'int4'.*it takes a weight of .*'fp4'"),
+                (("weight", "group_size"), 16, "'group_size': 16.*it takes a weight of"),
+                (("input_tensors", "is_dynamic"), False, "input_tensors alike and dynamic"),
+                (("input_tensors", "dtype"), "fp8_e4m3", "'fp8_e4m3'.*input_tensors alike"),
+                (("output_tensors",), {"dtype": "fp8_e4m3"}, "and no others"),
+            ]
+        ),
+        (changed("quark-mxfp4", "export", "weight_format", value="fake_quantized"), "'fake_quant"),
+        (changed("quark-mxfp4", "layer_quant_config", value={"*.mlp": {}}), "layer_quant_config"),
+        (changed("quark-mxfp4", "exclude", value=["re:.*q_proj"]), "only .*q_proj is listed"),
+        (changed("ct-mxfp4", *WEIGHTS, "group_size", value=16), "'group_size': 16.*MXFP4"),
+        (changed("ct-mxfp4", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP4"),
+        (changed("ct-mxfp4", *INPUTS, "type", value="int"), "'type': 'int'.*it takes NVFP4"),
         (changed("ct-int4-128", *WEIGHTS, "actorder", value="group"), "'actorder': 'group'"),
         (changed("ct-int4-128", *WEIGHTS, "strategy", value="channel"), "'strategy': 'channel'"),
         (changed("ct-int4-128", *WEIGHTS, "group_size", value=48), "'group_size': 48"),
@@ -288,12 +319,3 @@ def test_a_format_that_no_method_loads_is_an_error_that_names_layer_and_format()
     for method in (methods.linear_method, methods.moe_method):
         with pytest.raises(CheckpointError, match=r"up_proj: weights in bf16 .*fp8-block"):
             method([PROJECTION.rstrip(".")])
-
-
-def test_experts_in_a_format_that_is_only_explained_are_refused(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="weights in mxfp4 are not served by this engine"):
-        LLM(folder, skip_tokenizer_init=True, max_num_seqs=2)

@@ -13,7 +13,7 @@ import torch
 from native import emulated
 from native.emulated import compiled
 from slow import quick
-from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, wide_of
+from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_spread_mxfp4, wide_of
 
 from vllm._custom_ops import scaled_fp8_quant
 from vllm.ops.weight_only_layout import (
@@ -102,6 +102,8 @@ def exact_linear(name, shards, k):
     if name == "nvfp4":
         tensors.scales = powers_of_two(tensors.scales.shape, -1, 2).to(FP8)
         tensors.global_scales = powers_of_two(tensors.global_scales.shape, -3, 1)
+    elif tensors.scales.dtype == torch.uint8:
+        tensors.scales = torch.randint_like(tensors.scales, 125, 129)
     else:
         tensors.scales = powers_of_two(tensors.scales.shape, -2, 2)
     if tensors.weight.dtype == FP8:
@@ -139,6 +141,14 @@ def test_every_shape_is_exact(program, name, shape):
     for n, k, m in ((40, 592, 3), (24, 208, 12), (24, 208, 20), (24, 464, 65)):
         values = {"row_tiles": shape[0], "splits": shape[1]}
         check_products(program, name, (n,), k, m, torch.bfloat16, **values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_scales_of_mxfp4_that_are_as_far_apart_as_they_may_be_are_exact(program, dtype):
+    tensors, wide = make_spread_mxfp4(num_rows=24)
+    x, out = torch.eye(wide.shape[1]).to(dtype), poisoned(wide.shape[1], 24, dtype)
+    call(program, pack_weight(tensors), out, x)
+    assert torch.equal(out, wide.T.to(dtype)) and torch.equal(out.float(), wide.T)
 
 
 def test_chips_without_clusters_split_nothing(program):

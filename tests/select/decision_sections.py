@@ -54,7 +54,7 @@ _SHAPES: dict[str, dict[str, object]] = {
     "16x16": {"n": 16, "k": 16},
     "N 18432/32": {"n": 576, "cut_n": 32},
     "K 18432/32": {"k": 576, "cut_k": 32},
-    "N /32, K 4160": {"n": 576, "k": 4160, "cut_n": 32},
+    "N /32 and K 4160": {"n": 576, "k": 4160, "cut_n": 32},
     "QKV 576+192+192": {"n": 960, "k": 576, "parts": (576, 192, 192)},
     "gate-up 2x1536": {"n": 3072, "k": 576, "parts": (1536, 1536)},
     "bias": {"bias": True},
@@ -156,8 +156,8 @@ _MEASURED: dict[str, Timings | None] = {
     "nothing": None,
     "triton": timed(triton=(1, 8192), deep_gemm=(1, 0), cutlass=(1, 0)),
     "deep_gemm": timed(deep_gemm=(1, 8192), cutlass=(1, 0)),
-    "triton to 64, then cutlass": timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=(1, 0)),
-    "cutlass to 64, then deep_gemm": timed(cutlass=(1, 64), deep_gemm=(65, 8192)),
+    "triton to 64 then cutlass": timed(triton=(1, 64), cutlass=(65, 8192), deep_gemm=(1, 0)),
+    "cutlass to 64 then deep_gemm": timed(cutlass=(1, 64), deep_gemm=(65, 8192)),
     "triton alone": timed(triton=(1, 8192)),
 }
 

@@ -35,7 +35,7 @@ _LETTERS = {
 _HEADER = f"""\
 Decisions of kernel selection. Written by: {COMMAND}
 
-First one row per question: what is asked | what is chosen | what else could run, in order.
+First what is asked | what is chosen | what else could run, in order.
 chosen  backend, activation scheme (none is weight-only), form of scales, refined or padded partial
         scale blocks, and by whom:
         1 --kernel  2 backend flag  3 variable  4 config  5 model rule  6 measured  7 default order
@@ -44,7 +44,9 @@ chosen  backend, activation scheme (none is weight-only), form of scales, refine
 Then by backend the questions that it is rejected for, with every kind of reason (for another
 format, F alone), where no override asks for another:
         {"  ".join(f"{letter} {why.value}" for why, letter in _LETTERS.items())}
-Rejections that differ in one column alone are merged. The texts of all reasons and origins follow.
+A section lists the values of its columns and asks every combination that has a meaning. Questions
+of one answer that differ in one column alone share a row: a cell holds values, separated by commas,
+or * for every value of the column. The texts of all reasons and origins follow.
 
 libs    none: torch, triton and our native library; deep_gemm: with the original DeepGEMM as well;
         deep_gemm+sm120: with one that carries SM120 kernels; flashinfer: with FlashInfer;
@@ -54,7 +56,9 @@ libs    none: torch, triton and our native library; deep_gemm: with the original
 """
 
 Row = tuple[tuple[str, ...], str]
-_MAX_CELL = 60
+Key = tuple[tuple[str, ...], ...]
+Group = tuple[Key, str]
+_MAX_CELL = 80
 _OF_OVERRIDES = " asks for "
 
 
@@ -100,12 +104,11 @@ def table() -> str:
     for section in SECTIONS:
         rows, rejections = answers(section, book)
         head = f"{' | '.join(section.columns)} | chosen | could run"
-        lines += _titled(section.title, (head, *(" | ".join((*key, row)) for key, row in rows)))
+        body = (*_columns(section), "", head, *_printed(section, rows))
+        lines += _titled(section.title, body)
         for backend, found in rejections.items():
-            for position in reversed(range(len(section.columns))):
-                found = _merged(found, position)
             own = rejected.setdefault((section.family, backend), [])
-            own += [f"{section.title}", *("  " + " | ".join((*key, why)) for key, why in found)]
+            own += [section.title, *(f"  {row}" for row in _printed(section, found))]
     for (family, backend), own in sorted(rejected.items(), key=lambda entry: _place(entry[0])):
         lines += _titled(f"Rejected: {family} {backend}", own)
     lines += book.lines()
@@ -155,20 +158,37 @@ def _letters(reasons: Iterable[Reason]) -> str:
     return "F" if "F" in letters else "".join(letters)
 
 
-def _merged(rows: list[Row], position: int) -> list[Row]:
-    """Rows that differ in one column of the key alone, as one."""
-    groups: dict[object, list[Row]] = {}
-    for key, result in rows:
-        rest = (key[:position], key[position + 1 :], result)
-        groups.setdefault(rest, []).append((key, result))
-    return [
-        ((*key[:position], values, *key[position + 1 :]), result)
-        for (key, result), *others in groups.values()
-        for values in _joined([key[position], *(other[position] for other, _ in others)])
-    ]
+def _columns(section: Section) -> Iterator[str]:
+    for name, values in section.columns.items():
+        first, *others = _joined(tuple(values))
+        yield f"{name}: {first}"
+        yield from (f"  {line}" for line in others)
 
 
-def _joined(values: list[str]) -> Iterator[str]:
+def _printed(section: Section, rows: list[Row]) -> Iterator[str]:
+    columns = [tuple(column) for column in section.columns.values()]
+    groups = [(tuple((value,) for value in key), answer) for key, answer in rows]
+    for position in reversed(range(len(columns))):
+        groups = _merged(groups, position)
+    for key, answer in groups:
+        cells = map(_cells, key, columns)
+        yield from (" | ".join((*cell, answer)) for cell in product(*cells))
+
+
+def _merged(groups: list[Group], position: int) -> list[Group]:
+    """Groups that differ in one column alone, as one with the values of all."""
+    values: dict[tuple[Key, Key, str], tuple[str, ...]] = {}
+    for key, answer in groups:
+        rest = (key[:position], key[position + 1 :], answer)
+        values[rest] = values.get(rest, ()) + key[position]
+    return [((*head, own, *tail), answer) for (head, tail, answer), own in values.items()]
+
+
+def _cells(values: tuple[str, ...], column: tuple[str, ...]) -> Iterable[str]:
+    return ["*"] if values == column and len(column) > 1 else _joined(values)
+
+
+def _joined(values: tuple[str, ...]) -> Iterator[str]:
     """The values with commas, in lines of bearable length."""
     line = values[0]
     for value in values[1:]:

@@ -36,6 +36,7 @@ SCHEMES: dict[str, tuple[ActScheme, ...]] = {
     "fp8-channel": (ActScheme.DYNAMIC_TOKEN, ActScheme.DYNAMIC_TENSOR, ActScheme.NONE),
     "fp8-block": (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE),
     "mxfp8": (ActScheme.MXFP8_GROUP32, ActScheme.NONE),
+    "mxfp4": (ActScheme.NONE,),
     "nvfp4": (ActScheme.NVFP4_GROUP16, ActScheme.NONE),
     "int4-group[128]": (ActScheme.NONE,),
     "int8-channel": (ActScheme.DYNAMIC_TOKEN_INT8, ActScheme.NONE),

@@ -56,6 +56,8 @@ def test_built_in_models_can_be_listed_on_any_usual_number_of_ranks(name, ranks)
         ("Devstral-Small-2-24B", 22.5, 24),
         ("Llama-3.1-8B-NVFP4", 7.0, 8.03),
         ("DeepSeek-V3.1", 668, 671),
+        ("GLM-4.6-FP8", 350, 357),
+        ("MiniMax-M2", 226, 230),
     ],
 )
 def test_the_weights_of_built_in_models_add_up_to_their_published_size(name, least, most):

@@ -4,6 +4,7 @@ import difflib
 import subprocess
 import sys
 import time
+from itertools import product, takewhile
 
 import decisions
 import pytest
@@ -16,17 +17,55 @@ from vllm.utils.entry_points import extensions
 HOW = f"read every changed row, then: {decisions.COMMAND}"
 
 
-def test_the_committed_table_is_what_selection_decides():
-    committed, now = decisions.FILE.read_text(), decisions.table()
+@pytest.fixture(scope="module")
+def made():
+    """The table of this code, and the seconds of the processor that it took."""
+    start = time.process_time()
+    table = decisions.table()
+    return table, time.process_time() - start
+
+
+def test_the_committed_table_is_what_selection_decides(made):
+    committed, now = decisions.FILE.read_text(), made[0]
     changed = difflib.unified_diff(committed.splitlines(), now.splitlines(), n=0, lineterm="")
     assert committed == now, "\n".join([HOW, *list(changed)[2:60]])
 
 
-def test_the_table_is_quick_to_make_and_short_enough_to_read():
-    start = time.perf_counter()
-    lines = decisions.table().splitlines()
-    assert time.perf_counter() - start < 5 * slowness()
-    assert len(lines) <= 12000  # one row per question, and what each backend is rejected for
+def test_the_table_is_quick_to_make_and_short_enough_to_read(made):
+    table, seconds = made
+    assert seconds < 5 * slowness()
+    assert len(table.splitlines()) <= 6000
+
+
+def _questions(section, row: str) -> list[tuple[str, ...]]:
+    """The questions that a row of the table answers."""
+    cells = zip(row.split(" | "), section.columns.values(), strict=False)
+    return list(product(*(list(all_) if cell == "*" else cell.split(",") for cell, all_ in cells)))
+
+
+def _in_file(section, title: str) -> list[str]:
+    """The rows below a title, or of a section below a title of rejections."""
+    text = decisions.FILE.read_text().split(f"## {title}\n", 1)[1].split("\n\n## ", 1)[0]
+    if title == section.title:
+        return text.partition("chosen | could run\n")[2].splitlines()
+    lines = text.split(f"{section.title}\n", 1)[1].splitlines()
+    return [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
+def test_its_rows_say_what_is_decided_for_every_question_once(section):
+    def said(title: str) -> list[tuple[tuple[str, ...], str]]:
+        width = len(section.columns)
+        return [
+            (question, " | ".join(row.split(" | ")[width:]).strip())
+            for row in _in_file(section, title)
+            for question in _questions(section, row)
+        ]
+
+    rows, rejections = decisions.answers(section, decisions.Book())
+    assert sorted(said(section.title)) == sorted((key, row.strip()) for key, row in rows)
+    for backend, found in rejections.items():
+        assert sorted(said(f"Rejected: {section.family} {backend}")) == sorted(found)
 
 
 def test_the_command_checks_it_without_torch():

@@ -193,6 +193,8 @@ def test_other_kinds_of_files(tmp_path):
         ((*MODEL, "--layer", "*.down_prj"), "did you mean *.down_proj"),
         ((*MODEL, "--layer", "lm_head"), "run vllm kernels tune"),
         ((*MODEL, "--tp", "3"), "3"),
+        ((*MODEL, "--quantization", "fp9"), "fp9"),
+        ((*MODEL, "--hf-overrides", '{"hidden": 1}'), "hidden"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_said_in_one_line(capsys, words, text):
@@ -230,3 +232,15 @@ def test_each_kernel_has_one_colour():
     assert len(set(PALETTE)) == len(PALETTE)
     of = colours(curves_of(ask(linear(), "90", timings=TIMED)))
     assert len(set(of.values())) == len(of) > 1
+
+
+def test_a_model_is_drawn_as_vllm_serve_reads_it(tmp_path):
+    half = '{"intermediate_size": 6144}'
+    whole, other = (picture_text(tmp_path, *words) for words in ((), ("--hf-overrides", half)))
+    assert "24576" in whole and "12288" in other and "24576" not in other
+
+
+def picture_text(tmp_path, *words: str) -> str:
+    path = tmp_path / "x.svg"
+    assert run(*MODEL, "--layer", "*.gate_up_proj", *words, "-o", str(path)) == 0
+    return path.read_text()

@@ -1,9 +1,11 @@
 """benchmarks/kernels/bench_choice.py, on the CPU and on times that are made up."""
 
 import json
+import math
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "kernels"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_choice  # noqa: E402
+import choice_simulated  # noqa: E402
 from bench_choice import agreement, compared, noisy_choices, summary_of  # noqa: E402
+from choice_models import Rank, text_of_wholes, wholes  # noqa: E402
 from choice_samples import Series, table_of  # noqa: E402
 
 H100 = GPUS["h100"]
@@ -54,7 +58,7 @@ def table(problem, noise=0.001, **us: float) -> Table:
 
 def test_on_this_machine_choices_are_compared_with_fresh_times(tmp_path):
     words = ["choice", "--layer", "fp8-block:128x128", "--tokens", "1,2",
-             "--seconds-per-kernel", "2", "--out", str(tmp_path)]  # fmt: skip
+             "--seconds-per-kernel", "2", "--seconds", "60", "--out", str(tmp_path)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, SCRIPTS / "bench_choice.py", *words], capture_output=True, text=True
     )
@@ -84,19 +88,32 @@ def test_regret_is_that_of_the_chosen_kernel_by_the_fresh_times():
     summary = summary_of(rows)
     assert summary["geometric mean of regret"] == pytest.approx(0.1, abs=0.01)
     assert summary["rows within 3 % or noise"] == 0
-    assert set(summary["whole"]) == set(TOKENS)
 
 
 def test_sums_of_a_whole_model_count_layers():
-    many, few = linear(n=1024), linear(n=2048)
-    layers, series = {}, []
-    for problem, count, us in ((many, 9, 10.0), (few, 1, 20.0)):
-        timings = table(problem, deep_gemm=5.0, cutlass=10.0).timings(problem)
-        layers[problem] = count, ask(problem, "90", timings=timings)
-        series += series_of(problem, spread=0, deep_gemm=us, cutlass=10.0)
-    rows = list(compared(layers, table_of(series, H100, "fresh"), (64,)))
-    assert summary_of(rows)["whole"] == {64: pytest.approx(0.1)}
-    assert summary_of(rows)["worst"].endswith("M = 64: deep_gemm, not cutlass")
+    many, few, untimed = linear(n=1024), linear(n=2048), linear(n=3072)
+    times = {(many, 64): (11.0, 10.0), (few, 64): (20.0, 20.0)}
+    rank = Rank("M", 4, 1, Counter({many: 9, few: 1, untimed: 2}))
+    (whole,) = wholes([rank], times, (1, 64))
+    assert (whole.tokens, whole.timed, whole.layers) == (64, 10, 12)
+    assert whole.ratio == pytest.approx((9 * 11 + 20) / (9 * 10 + 20))
+    assert "10 of 12   1.082" in text_of_wholes([whole])
+
+
+def test_the_committed_choices_hold_by_times_that_an_h100_measured_again(tmp_path):
+    """By the same command on a GPU, and without one by the times that it wrote."""
+    words = ["Qwen3.5-35B-A3B-FP8", "Qwen3-8B-FP8", "--tp", "4", "--fresh",
+             SCRIPTS.parent / "results" / "h100" / "choice_a.json", "--out", tmp_path]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench_choice.py", "choice", *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "choice.json").read_text())
+    own = [one for one in content["whole_models"] if one["model"] == "Qwen3.5-35B-A3B-FP8"]
+    assert [one["tokens"] for one in own] == list(TOKENS)
+    assert all(1.0 <= one["ratio"] <= 1.03 and one["timed"] > 100 for one in own)
 
 
 def test_a_table_of_samples_is_that_of_the_tuner():
@@ -171,3 +188,29 @@ def test_agreement_reads_two_files_and_writes_the_result(tmp_path, monkeypatch, 
     assert "share of the same kernel: 1.0" in capsys.readouterr().out
     content = json.loads((tmp_path / "agreement.json").read_text())
     assert content["tables"] == list(map(str, paths)) and content["goal"] == 0.98
+
+
+# ---------------------------------------------------------------- simulated tunings
+
+
+def test_two_tunings_over_a_committed_table_differ_less_than_alone():
+    """DeepGEMM saves 3 %, the limit of what compiling is worth, and runs differ by up to 2 %."""
+    whole = table(linear(), deep_gemm=10.0, cutlass=10.31)
+    differences = [-0.02, -0.01, 0.0, 0.01, 0.02]
+    alone, over = (
+        choice_simulated.two_tunings(whole, differences, random.Random(1), 10, is_over)
+        for is_over in (False, True)
+    )
+    assert alone.total == over.total == 2 * 10 * len(TOKENS)
+    assert alone.same < 0.9 * alone.total and over.same > alone.same
+    assert all(0 <= one < 0.04 for share in (alone, over) for one in share.logs)
+
+
+def test_differences_of_one_run_are_those_of_two_without_what_is_common():
+    pairs = choice_simulated.pairs_of(
+        table(linear(), a=10.0, b=20.0, c=30.0), table(linear(), a=11.0, b=22.0, c=34.0)
+    )
+    differences = choice_simulated.differences_of([one for one, _ in pairs])
+    assert len(pairs) == 3 * len(TOKENS) and {noise for _, noise in pairs} == {0.002}
+    assert sum(abs(one) > 1e-9 for one in differences) == len(TOKENS)
+    assert min(differences) == pytest.approx(math.log(33 / 34) / math.sqrt(2))

@@ -15,7 +15,6 @@ from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.evidence import imported
-from vllm.kernels.evidence.bf16 import faster_in_bf16
 from vllm.kernels.evidence.imported import (
     BALANCED,
     BANDS,
@@ -23,7 +22,7 @@ from vllm.kernels.evidence.imported import (
     SHIPPED,
     SKEWED,
     find_imported,
-    imported_times,
+    first_times,
     parse_size,
     place_in_tables,
     read_imported,
@@ -64,6 +63,12 @@ def own_folder(tmp_path, monkeypatch):
 def table(chip: Chip, family: str = "moe") -> imported.ImportedTable:
     (found,) = (found for found in find_imported(chip, family) if not found.is_near)
     return found
+
+
+def imported_times(chip: Chip, problem, routing: str = BALANCED) -> imported.ImportedTimes | None:
+    """Of the tables of `chip` that choices may follow."""
+    tables = (found for found in find_imported(chip, problem.family) if found.ranks)
+    return first_times(tables, problem, routing)
 
 
 def split_of(times: imported.ImportedTimes):
@@ -398,7 +403,7 @@ def test_cases_where_bf16_is_faster_than_fp8_are_listed():
 )
 def test_a_layer_that_is_faster_in_bf16_is_among_the_listed_cases(problem, parts):
     """At its worst, by the library that serves so many tokens."""
-    found = faster_in_bf16(B200, problem, parts)
+    found = Known(chip=B200).faster_in_bf16(problem, parts)
     assert found is not None and found.worst_tokens in found.tokens
     assert len(found.tokens) <= found.num_compared
     cases, _ = slower_than_bf16(table(B200, problem.family))
@@ -414,13 +419,13 @@ def test_a_layer_that_is_faster_in_bf16_is_among_the_listed_cases(problem, parts
 
 
 def test_nothing_is_said_of_bf16_where_it_was_not_compared():
-    parts = ((None, "deep_gemm"),)
-    assert faster_in_bf16(B200, linear("bf16", n=5120, k=2048), parts) is None
-    assert faster_in_bf16(B200, linear(n=5136, k=2048), parts) is None  # nobody measured that size
-    assert faster_in_bf16(B200, linear(n=5120, k=2048), ((None, "cutlass"),)) is None
+    known, parts = Known(chip=B200), ((None, "deep_gemm"),)
+    assert known.faster_in_bf16(linear("bf16", n=5120, k=2048), parts) is None
+    assert known.faster_in_bf16(linear(n=5136, k=2048), parts) is None  # nobody measured that size
+    assert known.faster_in_bf16(linear(n=5120, k=2048), ((None, "cutlass"),)) is None
     # Tables of chips that we measure are a cross-check of the import alone.
     h100 = SYSTEMS["h100_sxm"].chip
-    assert faster_in_bf16(h100, linear(n=5120, k=2048), parts) is None
+    assert Known(chip=h100).faster_in_bf16(linear(n=5120, k=2048), parts) is None
 
 
 def test_what_we_measured_too_agrees_with_the_imported_times():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_cases import LIBS, ask, linear, moe
 
+from vllm.kernels.evidence.known import Known
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Entry, Table, read_table, timings_of, write_table
 from vllm.kernels.report import json_report
@@ -112,3 +113,73 @@ def test_noise_is_in_the_json_of_a_decision_and_comes_back():
     del content["decisions"][0]["timings"]["noise"]  # of an earlier version
     (record,) = json_report.parse_report(content).records
     assert isinstance(record[1].timings, Timings) and record[1].timings.noise == ()
+
+
+# ---------------------------------------------------------------- what was chosen before
+
+
+ABLE = (("deep_gemm", None), ("cutlass", None))
+
+
+def row_of(source: str, *, deep_gemm: float, cutlass: float) -> Table:
+    row = {"deep_gemm": timed(deep_gemm, 0.002), "cutlass": timed(cutlass, 0.002)}
+    return Table(H100, "", {linear().size_key: row}, source)
+
+
+def chosen_over(committed: Table | None, own: Table) -> str:
+    tables = (own,) if committed is None else (own, committed)
+    timings = Known(tables).evidence(linear())
+    ((_, backend),) = timings.best_split(ABLE, (1, 8192))
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("deep_gemm", "cutlass", "alone", "stays"),
+    [
+        (100.0, 96.0, "cutlass", True),
+        (100.0, 95.0, "cutlass", False),
+        (101.0, 100.0, "deep_gemm", True),
+    ],
+)
+def test_a_users_times_replace_a_committed_choice_only_for_more_than_runs_differ(
+    deep_gemm, cutlass, alone, stays
+):
+    own = row_of("mine.json", deep_gemm=deep_gemm, cutlass=cutlass)
+    committed = row_of("tuned/t.json", deep_gemm=100.0, cutlass=120.0)
+    assert chosen_over(None, own) == alone
+    assert chosen_over(committed, own) == ("deep_gemm" if stays else alone)
+    theirs = row_of("theirs.json", deep_gemm=100.0, cutlass=120.0)
+    assert chosen_over(theirs, own) == alone  # another of the user's is no choice of this build
+
+
+@pytest.mark.parametrize(("gain", "stays"), [(1.14, True), (1.16, False)])
+def test_a_committed_choice_without_compilation_stays_for_longer(gain, stays):
+    tokens = (1, 64, 512, 2048, 4096)
+    before = Timings("", tokens, (("deep_gemm", (10.0,) * 5), ("cutlass", (10.0,) * 5)))
+    us = (("deep_gemm", (10.0,) * 5), ("cutlass", (10.0, 10.0, 10.0 * gain, 10.0, 10.0)))
+    alone, over = (
+        Timings("", tokens, us, before=one).best_split(ABLE, (1, 8192), ("deep_gemm",))
+        for one in (None, before)
+    )
+    assert alone == ((None, "deep_gemm"),)
+    assert over == (((None, "cutlass"),) if stays else alone)
+
+
+def test_a_committed_choice_that_was_not_timed_by_the_user_does_not_stay():
+    own = row_of("mine.json", deep_gemm=100.0, cutlass=96.0)
+    timings = own.timings(linear())
+    before = Timings("", TOKENS, (("triton", (90.0,) * 3), ("deep_gemm", (100.0,) * 3)))
+    able = (("triton", None), *ABLE)
+    found = replace(timings, before=before).best_split(able, (1, 8192))
+    assert found == ((None, "cutlass"),)
+
+
+def test_a_gain_over_one_range_is_enough():
+    before = Timings("", TOKENS, (("deep_gemm", (10.0,) * 3), ("cutlass", (20.0,) * 3)))
+    us = (("deep_gemm", (10.0, 10.0, 10.8)), ("cutlass", (20.0, 20.0, 10.0)))
+    found = Timings("", TOKENS, us, before=before).best_split(ABLE, (1, 8192))
+    assert found == ((512, "deep_gemm"), (None, "cutlass"))
+    less = (("deep_gemm", (10.0, 10.0, 10.4)), ("cutlass", (20.0, 20.0, 10.0)))
+    assert Timings("", TOKENS, less, before=before).best_split(ABLE, (1, 8192)) == (
+        (None, "deep_gemm"),
+    )

@@ -105,6 +105,18 @@ def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
     assert "quant_method 'hqq' is not supported; it takes fp8" in capsys.readouterr().err
 
 
+def test_a_model_is_read_as_vllm_serve_reads_it(capsys, tmp_path):
+    config = builtin_config("Qwen3-8B-FP8")
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["kernels", "tune", str(tmp_path), "--plan"]
+    assert main([*words, "--quantization", "fp8"]) == 0
+    assert "fp8-block[128x128]:24576x4096" in capsys.readouterr().out
+    assert main([*words, "--hf-overrides", '{"intermediate_size": 6144}']) == 0
+    out = capsys.readouterr().out
+    assert "bf16:12288x4096" in out and "24576" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -115,6 +127,9 @@ def test_a_model_whose_quantisation_is_not_read_is_refused(capsys, tmp_path):
         (("--layer", "fp8-block:8x8", "--timeout", "0"), "--timeout 0.0"),
         (("Qwen3-8B-FP8", "--ep", "0"), "--ep '0'"),
         (("Qwen9",), "Qwen9"),
+        (("Qwen3-8B-FP8", "--quantization", "fp9"), "fp9"),
+        (("--layer", "fp8-block:8x8", "--quantization", "fp8"), "not --layer"),
+        (("--from", "http://localhost:1", "--quantization", "fp8"), "leave out --quantization"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(capsys, words, message):

@@ -1,5 +1,6 @@
 """Everything that is known of one architecture, as a value; its own file makes it."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,23 +21,36 @@ CAUSAL_LM: dict[str, Any] = {
 }
 
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
 @dataclass(frozen=True)
 class Checkpointed:
     """What checkpoints of a model_type look like.
 
     hf_architectures: what config.json calls its classes (`architectures`). is_served: whether the
-    engine runs it; `explain` lists the kernels of all. skipped_tensors: how names of tensors that
+    engine runs it; `explain` lists the kernels of all. family: the name of its models in
+    docs/models.md, where "" stands for the model_type. skipped_tensors: how names of tensors that
     are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
+    has_mtp_layers: checkpoints have layers of multi-token prediction, numbered after those of the
+    decoder, which are skipped.
     """
 
     model_type: str
     hf_architectures: tuple[str, ...]
     is_served: bool = field(default=True, kw_only=True)
+    family: str = field(default="", kw_only=True)
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    has_mtp_layers: bool = field(default=False, kw_only=True)
 
-    def slot_name(self, name: str) -> str | None:
-        """The slot that a checkpoint tensor belongs to; None for one that is not needed."""
+    def slot_name(self, name: str, num_layers: int | None = None) -> str | None:
+        """The slot that a checkpoint tensor belongs to; None for one that is not needed.
+        num_layers: of the decoder, where layers of multi-token prediction are to be told apart."""
+        if self.has_mtp_layers and num_layers is not None:
+            found = _LAYER.match(name)
+            if found is not None and int(found[1]) >= num_layers:
+                return None
         is_skipped = name.removeprefix("model.").startswith(self.skipped_tensors)
         if is_skipped or name.endswith("rotary_emb.inv_freq"):
             return None
@@ -54,11 +68,14 @@ class Architecture(Checkpointed):
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
     field of one that lacks it; derives_layer_types: names of the fields it is derived from;
     derived_fields: others that transformers derives. renamed_fields: newer names of fields, and
-    ours. rope_defaults: rope_parameters of a config without any, of its other fields; rope_theta:
-    of one without that; rope: what transformers makes of the fields and of rope_parameters as
+    ours. rope_defaults: rope_parameters of a config without any, of its other fields; no_window:
+    what transformers makes of the sliding_window of a config that does not use it; rope_theta:
+    where a config has none; rope: what transformers makes of the fields and of rope_parameters as
     given; layer_ropes: of the fields, where each type of layers has its own. omits_sizes: published
-    configs lack sizes that the config class assumes. ue8m0_requant_loses_accuracy: re-quantising
-    its weights to UE8M0 scales costs accuracy that was measured.
+    configs lack sizes that the config class assumes. has_rotary_dim: its field `rotary_dim` says
+    how many columns of a head are rotated. ue8m0_requant_loses_accuracy: re-quantising its weights
+    to UE8M0 scales costs accuracy that was measured. is_in_transformers: False for a model_type
+    that transformers knows only by code that checkpoints bring along, which is not run.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -71,10 +88,13 @@ class Architecture(Checkpointed):
     rope: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda fields, rope: rope
     layer_ropes: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] | None = None
     derived_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    no_window: int | None = None
     rope_theta: float = 10000.0
     partial_rotary_factor: float | None = None
     omits_sizes: bool = False
+    has_rotary_dim: bool = False
     ue8m0_requant_loses_accuracy: bool = False
+    is_in_transformers: bool = True
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from vllm.architectures.activation import activation
 from vllm.architectures.decoder import (
+    GATED,
     SOFTCAP,
     Attention,
     CachedAttention,
@@ -15,6 +16,7 @@ from vllm.architectures.decoder import (
     Mixer,
     MoE,
     NormKind,
+    QKNormSpan,
     QueryScaling,
     Rope,
 )
@@ -118,6 +120,8 @@ class AttentionKind:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    qk_norm_span: QKNormSpan = "head"
+    variant: str = ""
     rope: str | None = ""
     scale: float | None = None
     softcap: float = 0.0
@@ -141,7 +145,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
-    variant = SOFTCAP if kind.softcap else ""
+    variant = SOFTCAP if kind.softcap else kind.variant
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
@@ -153,6 +157,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,
+        qk_norm_span=kind.qk_norm_span,
         rope=kind.rope,
     )
 
@@ -184,29 +189,59 @@ def gated_mlp_of(
     )
 
 
+def shared_experts(fields: Fields, count: str, name: str = "mlp.shared_experts") -> GatedMLP | None:
+    """As many as the field `count` says, each of an expert's size, in one MLP; None for none."""
+    num_shared = fields.optional(count, 0, lowest=0)
+    if not num_shared:
+        return None
+    size = num_shared * fields.size("moe_intermediate_size")
+    return gated_mlp_of(fields, name, Dim(f"{count} * moe_intermediate_size", size))
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """What a family calls the parts of a mixture of experts.
+
+    moe: the module in the decoder layer; gate, correction_bias: in that module, "" for no bias.
+    parts: gate, up and down projection of an expert. top_k, inner: fields of config.json with the
+    experts per token and an expert's intermediate size.
+    """
+
+    moe: str = "mlp"
+    gate: str = "gate"
+    correction_bias: str = ""
+    parts: tuple[str, ...] = GATED
+    top_k: str = "num_experts_per_tok"
+    inner: str = "moe_intermediate_size"
+
+
 def moe(
     fields: Fields,
     count: Dim,
     router: Callable[[int, int], Router],
     shared_expert: GatedMLP | None = None,
     is_shared_gated: bool = False,
+    names: MoENames = MoENames(),
 ) -> MoE:
     """count: of the experts. router: of that number and of the experts per token."""
-    top_k = fields.size("num_experts_per_tok")
+    top_k = fields.size(names.top_k)
     if top_k > count.count:
         raise CheckpointError(
-            f"{fields.source}: num_experts_per_tok = {top_k} is more than {count.field} = "
-            f"{count.count}"
+            f"{fields.source}: {names.top_k} = {top_k} is more than {count.field} = {count.count}"
         )
     hidden = dim(fields, "hidden_size")
-    gates: tuple[Part, ...] = (Part("gate", (count,)),)
+    gate = f"{names.moe}.{names.gate}"
+    gates: tuple[Part, ...] = (Part(gate.rpartition(".")[2], (count,)),)
     if is_shared_gated:
         gates += (Part("shared_expert_gate", (Dim("shared_expert_gate", 1),)),)
-    inner = dim(fields, "moe_intermediate_size")
+    chosen, inner = router(count.count, top_k), dim(fields, names.inner)
+    experts = f"{names.moe}.experts"
+    bias = f"{names.moe}.{names.correction_bias}", (count.count,)
     return MoE(
-        "mlp",
-        LinearSpec("mlp.gate", gates, hidden, "replicated", may_quantize=False),
-        ExpertsSpec("mlp.experts", count, router(count.count, top_k), hidden.size, inner),
+        names.moe,
+        LinearSpec(gate, gates, hidden, "replicated", may_quantize=False),
+        ExpertsSpec(experts, count, chosen, hidden.size, inner, parts=names.parts),
         shared_expert,
         is_shared_gated,
+        bias if chosen.has_correction_bias else None,
     )

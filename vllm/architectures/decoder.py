@@ -17,11 +17,15 @@ from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec
 from vllm.utils.dataclasses import dataclass, replace
 
-SOFTCAP = "logit softcapping"
-"""The variant of attention whose scores have a bound."""
-
 NormKind = Literal["rms", "rms_zero_centred"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
+QKNormSpan = Literal["head", "projection"]
+
+SINKS = "sinks"
+"""The variant of attention in which every query sees one key more, without a value: its logit is a
+weight of the head."""
+SOFTCAP = "logit softcapping"
+"""The variant of attention whose scores have a bound."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,22 @@ class CachedAttention:
     softcap: float = 0.0
 
 
+SWIGLUOAI = "swigluoai"
+"""What an expert of gpt-oss computes between its products: min(g, L) * sigmoid(1.702 min(g, L)) *
+(u clamped to -L..L, plus 1) of gate g and up u, with the limit L."""
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Routed experts, each a gated MLP: `<name>.<expert>.{gate,up,down}_proj` in checkpoints.
-    Ranks hold whole experts, or a share of `intermediate` of every expert.
+    """Routed experts, each a gated MLP: `<name>.<expert>.<part>` in checkpoints, for its gate, its
+    up and its down projection. Ranks hold whole experts, or a share of `intermediate` of every
+    expert.
 
-    activation: of the gate; other than `silu`, and other `parts` than these, are not served.
+    activation: of the gate; other than `silu` and `swigluoai`, and other than three `parts`, are
+    not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
     """
 
     name: str
@@ -60,6 +70,8 @@ class ExpertsSpec:
     intermediate: Dim
     activation: str = "silu"
     parts: tuple[str, ...] = GATED
+    swiglu_limit: float = 0.0
+    has_bias: bool = False
 
     def per_rank(self, tp: int, ep: int) -> tuple[int, int]:
         """Experts on one rank, and the intermediate size that it has of each."""
@@ -97,8 +109,9 @@ class QueryScaling:
 @dataclass(frozen=True)
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
-    output. qk_norm: over each head of q and k, before the rotation. rope: which of `Decoder.ropes`
-    rotates q and k; None for no rotation."""
+    output. qk_norm: over each head of q and k, or over all heads of the projection together
+    (qk_norm_span), before the rotation. rope: which of `Decoder.ropes` rotates q and k; None for no
+    rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -107,6 +120,7 @@ class Attention:
     is_gated: bool = False
     qk_norm: NormKind | None = None
     query_scaling: QueryScaling | None = None
+    qk_norm_span: QKNormSpan = "head"
     rope: str | None = ""
 
     @property
@@ -120,12 +134,28 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA), with the up-projection of the latents absorbed."""
+    """Multi-head latent attention (MLA), with the up-projection of the latents absorbed.
+
+    kv_a_proj: of the input to latents, after them the keys' rotated part, and before both the
+    latents of queries where q_lora_rank is not 0. q_proj: of the latents of queries, else of the
+    input, to heads of nope_dim and rope_dim. kv_b_proj: of latents to nope_dim of keys and
+    value_dim of values, for each head; absorbed. is_interleaved: rotated are pairs of neighbours,
+    not of halves. softmax_scale: of the scores.
+    """
 
     name: str
-    projections: tuple[LinearSpec, ...]
+    kv_a_proj: LinearSpec
+    q_proj: LinearSpec
+    kv_b_proj: LinearSpec
     o_proj: LinearSpec
     attn: CachedAttention
+    q_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool
+    softmax_scale: float
+    query_scaling: QueryScaling | None = None
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -133,7 +163,7 @@ class LatentAttention:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return *self.projections, self.o_proj, self.attn
+        return self.kv_a_proj, self.q_proj, self.kv_b_proj, self.o_proj, self.attn
 
 
 @dataclass(frozen=True)
@@ -172,13 +202,16 @@ class GatedMLP:
 @dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
-    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's."""
+    multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's.
+    correction_bias: name in the layer of the router's correction bias and its shape in checkpoints,
+    one number for each expert; None for a router without one."""
 
     name: str
     gate: LinearSpec
     experts: ExpertsSpec
     shared_expert: GatedMLP | None = None
     is_shared_gated: bool = False
+    correction_bias: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def items(self) -> tuple[Item, ...]:

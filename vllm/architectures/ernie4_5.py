@@ -45,5 +45,6 @@ ARCHITECTURES = (
         },
         nullable=frozenset({"head_dim", "num_key_value_heads", "use_bias"}),
         rope_theta=500000.0,
+        family="Ernie 4.5, dense",
     ),
 )

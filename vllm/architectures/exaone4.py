@@ -68,5 +68,6 @@ ARCHITECTURES = (
         nullable=frozenset({"sliding_window", "layer_types"}),
         layer_types=_layer_types,
         derived_fields=_derived,
+        family="EXAONE 4",
     ),
 )

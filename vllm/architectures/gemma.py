@@ -129,6 +129,7 @@ ARCHITECTURES = (
         },
         nullable=_NULLABLE,
         layer_types=lambda fields: _layer_types(fields, 2),
+        family="Gemma 2",
     ),
     Architecture(
         "gemma3_text",
@@ -147,6 +148,7 @@ ARCHITECTURES = (
         derives_layer_types=("sliding_window_pattern",),
         layer_ropes=_layer_ropes,
         omits_sizes=True,
+        family="Gemma 3, text only",
     ),
     Composite(
         "gemma3",
@@ -161,5 +163,6 @@ ARCHITECTURES = (
             ("language_model.lm_head.", "lm_head."),
         ),
         notice="Gemma3: serving the text model; images are not supported",
+        family="Gemma 3, text only",
     ),
 )

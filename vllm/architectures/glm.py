@@ -50,6 +50,7 @@ ARCHITECTURES = tuple(
         partial(_describe, norms=norms),
         _DEFAULTS,
         derived_fields=_derived,
+        family="GLM-4 9B and 32B",
         partial_rotary_factor=0.5,
     )
     for model_type, name, norms in (("glm", "Glm", LayerNorms()), ("glm4", "Glm4", _NORMS_OF_GLM4))

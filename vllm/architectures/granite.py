@@ -41,5 +41,6 @@ ARCHITECTURES = (
             "attention_multiplier": 1.0,
         },
         nullable=frozenset({"num_key_value_heads"}),
+        family="Granite",
     ),
 )

@@ -25,6 +25,10 @@ class SlidingWindowSpec(FullAttentionSpec):
     window: int
 
 
+MLA = "MLA"
+"""The variant of attention that reads latents."""
+
+
 @dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
     """One latent for each token, of head_dim numbers, whose first value_dim are the values."""

@@ -52,6 +52,7 @@ ARCHITECTURES = (
             "sliding_window": 4096,
         },
         nullable=frozenset({"head_dim", "sliding_window"}),
+        family="Mistral",
     ),
     Architecture(
         "ministral3",
@@ -71,6 +72,7 @@ ARCHITECTURES = (
         },
         nullable=frozenset({"sliding_window"}),
         rope_defaults=_rope_defaults,
+        family="Mistral3",
     ),
     Composite(
         "mistral3",
@@ -84,6 +86,7 @@ ARCHITECTURES = (
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
         ),
+        family="Mistral3",
         notice="Mistral3: serving the text model; images are not supported",
     ),
 )

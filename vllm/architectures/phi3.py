@@ -50,5 +50,6 @@ ARCHITECTURES = (
         nullable=frozenset({"num_key_value_heads", "sliding_window"}),
         rope=_rope,
         partial_rotary_factor=1.0,
+        family="Phi-3, Phi-3.5, Phi-4",
     ),
 )

@@ -25,7 +25,8 @@ from vllm.errors import CheckpointError, did_you_mean
 _LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
+def mixer(fields: Fields, layer: int, is_interleaved: bool = False) -> Attention | DeltaNet:
+    """is_interleaved: as of `_delta_net`."""
     is_full = (layer + 1) % fields.optional("full_attention_interval", _INTERVAL) == 0
     kind = fields.layer_kind(layer) or _LAYER_TYPES[is_full]
     if kind not in _LAYER_TYPES:
@@ -34,7 +35,7 @@ def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
             f"{did_you_mean(kind, _LAYER_TYPES)}"
         )
     if kind == "linear_attention":
-        return fields.once("delta_net", lambda: _delta_net(fields))
+        return fields.once("delta_net", lambda: _delta_net(fields, is_interleaved))
     if not fields.flag("attn_output_gate", True):
         raise CheckpointError(
             f"{fields.source}: attn_output_gate = False is not supported: it takes true"
@@ -46,7 +47,9 @@ def _mixer(fields: Fields, layer: int) -> Attention | DeltaNet:
     )
 
 
-def _delta_net(fields: Fields) -> DeltaNet:
+def _delta_net(fields: Fields, is_interleaved: bool) -> DeltaNet:
+    """is_interleaved: the projections are stored as two weights, whose rows lie together by key
+    head: of each its q, its k, and v and z of its value heads; b and a of them."""
     hidden = dim(fields, "hidden_size")
     key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
     keys = dim(fields, "linear_num_key_heads", key_dim)
@@ -57,10 +60,15 @@ def _delta_net(fields: Fields) -> DeltaNet:
             f"linear_num_key_heads = {keys.count}"
         )
     one_each = Dim("linear_num_value_heads", values.count)
-    qkvz = Part("in_proj_qkv", (keys, keys, values)), Part("in_proj_z", (values,))
-    ba = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
+    channels = keys, keys, values
+    qkvz: tuple[Part, ...] = Part("in_proj_qkv", channels), Part("in_proj_z", (values,))
+    ba: tuple[Part, ...] = Part("in_proj_b", (one_each,)), Part("in_proj_a", (one_each,))
+    if is_interleaved:
+        heads = Dim("linear_num_key_heads", keys.count)
+        qkvz = (Part("in_proj_qkvz", (*channels, values), heads),)
+        ba = (Part("in_proj_ba", (one_each, one_each), heads),)
     taps = fields.optional("linear_conv_kernel_dim", 4)
-    states = RecurrentStateSpec(qkvz[0].dims, taps, values, key_dim, value_dim)
+    states = RecurrentStateSpec(channels, taps, values, key_dim, value_dim)
     return DeltaNet(
         "linear_attn",
         LinearSpec("linear_attn.in_proj_qkvz", qkvz, hidden, "column"),
@@ -87,7 +95,7 @@ def _moe(fields: Fields) -> MoE:
     )
 
 
-def _layer_types(fields: Mapping[str, Any]) -> list[str]:
+def layer_types(fields: Mapping[str, Any]) -> list[str]:
     interval = fields.get("full_attention_interval", _INTERVAL)
     if type(interval) is not int or interval < 1:
         raise CheckpointError(
@@ -119,22 +127,27 @@ _CHECKPOINTS: dict[str, Any] = {
 
 
 def _models(
-    name: str, hf_name: str, feed_forward: Callable[[Fields, int], FeedForward], defaults: Any
+    names: tuple[str, str, str],
+    feed_forward: Callable[[Fields, int], FeedForward],
+    defaults: Any,
 ) -> tuple[Checkpointed, ...]:
-    """The text model, and the multimodal one around it."""
+    """The text model, and the multimodal one around it. names: model_type, the start of its
+    classes, family."""
+    name, hf_name, family = names
     text = Architecture(
         f"{name}_text",
         (f"{hf_name}ForCausalLM",),
-        partial(decoder, mixer=_mixer, feed_forward=feed_forward, norm="rms_zero_centred"),
+        partial(decoder, mixer=mixer, feed_forward=feed_forward, norm="rms_zero_centred"),
         _DEFAULTS | defaults,
         nullable=frozenset({"layer_types"}),
-        layer_types=_layer_types,
+        layer_types=layer_types,
         derives_layer_types=("full_attention_interval",),
         partial_rotary_factor=0.25,
         # GSM8K falls by 4 to 12 points when FP8 weights are re-quantised to the UE8M0 scales that
         # DeepGEMM needs on capability family 100 (0.74 against 0.78 to 0.79, B200, 1,319 questions,
         # 5-shot).
         ue8m0_requant_loses_accuracy=True,
+        family=family,
         **_CHECKPOINTS,
     )
     whole = Composite(
@@ -143,6 +156,7 @@ def _models(
         (text.model_type,),
         notice="Qwen3.5: serving the text model; images are not supported, and weights for vision "
         "and for multi-token prediction are skipped",
+        family=family,
         **_CHECKPOINTS,
     )
     return text, whole
@@ -163,9 +177,9 @@ _MOE = {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
-
+_MOE_FAMILY = "Qwen3.5 mixture of experts"
 
 ARCHITECTURES = (
-    *_models("qwen3_5", "Qwen3_5", gated_mlp, _DENSE),
-    *_models("qwen3_5_moe", "Qwen3_5Moe", _feed_forward, _MOE),
+    *_models(("qwen3_5", "Qwen3_5", "Qwen3.5"), gated_mlp, _DENSE),
+    *_models(("qwen3_5_moe", "Qwen3_5Moe", _MOE_FAMILY), _feed_forward, _MOE),
 )

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from vllm.architectures.fields import Fields
 from vllm.errors import CheckpointError
 from vllm.utils.dataclasses import dataclass
 
@@ -48,3 +49,19 @@ class Router:
         """Of the `route` ops, besides logits and bias."""
         names = ("top_k", "renormalise", "scoring", "num_groups", "topk_groups", "routed_scale")
         return {name: getattr(self, name) for name in names}
+
+
+def sigmoid_router(
+    fields: Fields, num_experts: int, top_k: int, renormalises: bool = True
+) -> Router:
+    """Of DeepSeek V3 and its like. renormalises: where config.json does not say norm_topk_prob."""
+    return Router(
+        num_experts,
+        top_k,
+        renormalise=fields.flag("norm_topk_prob", renormalises),
+        scoring="sigmoid",
+        has_correction_bias=True,
+        num_groups=fields.optional("n_group", 1),
+        topk_groups=fields.optional("topk_group", 1),
+        routed_scale=fields.number("routed_scaling_factor", 1.0),
+    )

@@ -35,5 +35,6 @@ ARCHITECTURES = (
             "mlp_bias": False,
         },
         nullable=frozenset({"head_dim", "num_key_value_heads"}),
+        family="Seed-OSS",
     ),
 )

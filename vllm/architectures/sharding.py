@@ -1,5 +1,6 @@
 """Linear layers by their full sizes, and the one function that cuts them into per-rank shards."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from vllm.errors import ConfigError
@@ -67,10 +68,15 @@ class Region:
 @dataclass(frozen=True)
 class Part:
     """A checkpoint weight that is merged into a linear layer. dims: what its rows are made of (q, k
-    and v, say), each of which is cut by itself."""
+    and v, say), each of which is cut by itself.
+
+    interleaved: the checkpoint has the rows unit by unit of this dimension, in each those of all
+    `dims`, where the layer has each of `dims` in one piece. None for weights that need no sorting.
+    """
 
     name: str
     dims: tuple[Dim, ...]
+    interleaved: Dim | None = None
 
     @property
     def num_rows(self) -> int:
@@ -79,9 +85,15 @@ class Part:
     def regions(
         self, columns: Dim, style: ParallelStyle, rank: int, ranks: int
     ) -> tuple[Region, ...]:
-        """What the rank holds: one region, or one for each of `dims`."""
+        """What the rank holds: one region, or one for each of `dims`, or of each its units."""
         num_rows, num_columns = self.num_rows, columns.size
         own_columns = columns.span(rank, ranks) if style == "row" else (0, num_columns)
+        if self.interleaved is not None:
+            assert style == "column"
+            return tuple(
+                Region(rows, own_columns, num_rows, num_columns)
+                for rows in self._interleaved_rows(self.interleaved, rank, ranks)
+            )
         if style != "column" or ranks == 1:
             return (Region((0, num_rows), own_columns, num_rows, num_columns),)
         regions, start = [], 0
@@ -93,6 +105,16 @@ class Part:
             start += dim.size
         return tuple(regions)
 
+    def _interleaved_rows(self, units: Dim, rank: int, ranks: int) -> Iterator[Span]:
+        """In the order of the layer; every one of `dims` has a multiple of as many units."""
+        first, stop = units.span(rank, ranks)
+        unit, offset = self.num_rows // units.count, 0
+        for dim in self.dims:
+            own = dim.size // units.count
+            for start in range(first * unit + offset, stop * unit + offset, unit):
+                yield start, start + own
+            offset += own
+
 
 @dataclass(frozen=True)
 class LinearSpec:
@@ -101,7 +123,8 @@ class LinearSpec:
     name: within its decoder layer; parts have names beside it. inputs: columns of W. style: what
     tensor parallelism divides: `column` the outputs, `row` the inputs, `replicated` nothing.
     may_quantize: False for routers, which checkpoints keep in a floating point type whether their
-    config says so or not.
+    config says so or not. is_absorbed: no kernel multiplies by it; at load it becomes what other
+    products multiply by.
     """
 
     name: str
@@ -110,6 +133,7 @@ class LinearSpec:
     style: ParallelStyle
     bias: bool = False
     may_quantize: bool = True
+    is_absorbed: bool = False
 
     def shards(self, prefix: str, rank: int, ranks: int) -> list[tuple[str, Region]]:
         """(checkpoint name, region) of everything that one tensor-parallel rank holds, in order.

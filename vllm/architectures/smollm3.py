@@ -82,5 +82,6 @@ ARCHITECTURES = (
         layer_types=_layer_types,
         derived_fields=_derived,
         rope_theta=2000000.0,
+        family="SmolLM3",
     ),
 )

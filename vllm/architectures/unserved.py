@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from vllm.architectures.build import AttentionKind, attention, dim, gated_mlp_of
 from vllm.architectures.decoder import GATED, ExpertsSpec, Item
-from vllm.architectures.deepseek_v3 import MLA, latent_attention
+from vllm.architectures.deepseek_v3 import latent_attention
 from vllm.architectures.fields import Fields
+from vllm.architectures.kv_cache import MLA
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.architectures.unserved_fields import (

@@ -57,15 +57,9 @@ class _Family:
 
 _FAMILIES = {
     "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
-    "glm4_moe": _Family(has_output_bias=False),
-    "gpt_oss": _Family(router="router", variant="sinks", activation="clamped swiglu with biases"),
     "llama4_text": _Family(mlp="feed_forward", moe="feed_forward.", router="router",
                            shared="shared_expert", has_shared_expert=True),
-    "minimax_m2": _Family(moe="block_sparse_moe."),
-    "mixtral": _Family(moe="block_sparse_moe."),
     "nemotron_h": _Family("backbone.layers.", attention="mixer", mlp="mixer", moe="mixer."),
-    "qwen2_moe": _Family(shared="shared_expert"),
-    "qwen3_next": _Family(shared="shared_expert", is_gated=True),
 }  # fmt: skip
 
 

@@ -47,11 +47,13 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
     """The config that transformers would make of a config.json; None where only it can tell."""
     model_type = raw["model_type"]
     try:
-        if not isinstance(model_type, str) or "auto_map" in raw:
+        if not isinstance(model_type, str):
+            return None
+        architecture = text_architecture(model_type)
+        if "auto_map" in raw and (architecture is None or architecture.is_in_transformers):
             return None
         if (whole := composite(model_type)) is not None:
             return _composite(raw, whole)
-        architecture = text_architecture(model_type)
         is_ours = architecture is not None and architecture.is_served
         return _text(raw, architecture) if is_ours else None
     except (_Unusual, CheckpointError):
@@ -83,14 +85,17 @@ def _text(raw: Mapping[str, Any], architecture: Architecture | None) -> HFConfig
     _require(0 < layers <= 1024 and heads > 0)
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
-    _require(raw.get("head_dim", known.get("head_dim")) or fields["hidden_size"] % heads == 0)
+    is_divided = raw.get("head_dim", known.get("head_dim")) is None and "kv_lora_rank" not in known
+    _require(not is_divided or fields["hidden_size"] % heads == 0)
     if "head_dim" in known and fields["head_dim"] is None:
         fields["head_dim"] = fields["hidden_size"] // heads
     if "use_sliding_window" in known and not fields["use_sliding_window"]:
-        fields["sliding_window"] = None
+        fields["sliding_window"] = architecture.no_window
     if "mlp_only_layers" in known:
         fields["mlp_only_layers"] = fields["mlp_only_layers"] or []
         _require(all(type(layer) is int for layer in fields["mlp_only_layers"]))
+    if "mlp_layer_types" in known and fields["mlp_layer_types"] is None:
+        fields["mlp_layer_types"] = ["dense"] + ["sparse"] * (layers - 1)
     _require(architecture.layer_types is not None or "layer_types" not in raw)
     if architecture.layer_types is not None:
         kinds = fields["layer_types"]
@@ -118,7 +123,8 @@ def _with_defaults(
         value = fields[name]
         if name in _TOKENS or name == "dtype":
             continue
-        if name in ("layer_types", "mlp_only_layers", "no_rope_layers", "architectures"):
+        if name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers",
+                    "architectures"):  # fmt: skip
             _require(value is None or type(value) is list)
         elif value is None:
             _require(name in nullable)
@@ -132,7 +138,8 @@ def _rope(
 ) -> dict[str, Any]:
     """One flat dictionary of what older configs spread over rope_theta, rope_scaling and
     partial_rotary_factor."""
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    head_dim = fields.get("qk_rope_head_dim") or fields.get("head_dim")
+    head_dim = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
     _require(head_dim % 2 == 0)
     if architecture.layer_ropes is not None:
         _require("rope_scaling" not in raw or isinstance(raw["rope_scaling"], dict | None))
@@ -143,7 +150,11 @@ def _rope(
     given = architecture.rope_defaults(fields) if given is None else given
     _require(isinstance(given, dict) and _LAYER_TYPES.isdisjoint(given))
     rope = {"rope_theta": raw.get("rope_theta", architecture.rope_theta), **given}
-    factor = raw.get("partial_rotary_factor", architecture.partial_rotary_factor)
+    factor = architecture.partial_rotary_factor
+    if architecture.has_rotary_dim and raw.get("rotary_dim") is not None:
+        _require(type(raw["rotary_dim"]) is int)
+        factor = raw["rotary_dim"] / head_dim
+    factor = raw.get("partial_rotary_factor", factor)
     if factor is not None:
         rope.setdefault("partial_rotary_factor", factor)
     return _one_rope(raw, fields, rope, architecture)

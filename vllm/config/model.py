@@ -1,7 +1,8 @@
 """Which model is served, and what its own files say about it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class ModelConfig:
     def architecture(self) -> Checkpointed:
         """The first of the classes that config.json names and the engine runs."""
         return served(self.architectures)
+
+    @property
+    def slot_name(self) -> Callable[[str], str | None]:
+        """As of the architecture, for this number of layers."""
+        num_layers = len(self.decoder.layers) if self.decoder is not None else None
+        return partial(self.architecture.slot_name, num_layers=num_layers)
 
     def ties_embeddings(self, tensors: Iterable[str]) -> bool:
         """Whether the output projection is the embedding's weight. tensors: names of those that the

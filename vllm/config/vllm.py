@@ -53,8 +53,7 @@ class VllmConfig:
         quant, model = self.quant_config, self.model_config
         if quant is None or model.decoder is None:
             return
-        slot_name = model.architecture.slot_name
-        if text := named_wrongly(tuple(model.decoder.items()), quant, slot_name):
+        if text := named_wrongly(tuple(model.decoder.items()), quant, model.slot_name):
             raise CheckpointError(f"{model.model}: {text}")
 
     def _decide_use_deep_gemm(self) -> None:

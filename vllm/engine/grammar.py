@@ -47,12 +47,34 @@ def _compile_choice(compiler: Any, text: str) -> Any:
     return compiler.compile_grammar(f"root ::= {root}")
 
 
+def _compile_structural_tag(compiler: Any, text: str) -> Any:
+    given = json.loads(text)
+    is_whole = isinstance(given, dict) and given.get("type") == "structural_tag"
+    return compiler.compile_structural_tag(
+        given if is_whole else {"type": "structural_tag", "format": given}
+    )
+
+
+def _compile_tool_calls(compiler: Any, text: str) -> Any:
+    from xgrammar import get_model_structural_tag
+
+    asked = json.loads(text)
+    or_else = asked.pop("or_else", None)
+    calls = get_model_structural_tag(**asked, max_whitespace_cnt=_MAX_WHITESPACE)
+    if or_else is None:
+        return compiler.compile_structural_tag(calls)
+    either = {"type": "or", "elements": [calls.model_dump()["format"], or_else]}
+    return compiler.compile_structural_tag({"type": "structural_tag", "format": either})
+
+
 _COMPILERS: dict[str, Callable[[Any, str], Any]] = {
     "json": _compile_json,
     "json_object": lambda compiler, _: _compile_json(compiler, '{"type": "object"}'),
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "choice": _compile_choice,
     "grammar": lambda compiler, text: compiler.compile_grammar(text),
+    "structural_tag": _compile_structural_tag,
+    "tool_calls": _compile_tool_calls,
 }
 GRAMMAR_KINDS = tuple(_COMPILERS)
 """Fields of StructuredOutputsParams that hold a grammar."""

@@ -55,8 +55,7 @@ class FormatDescription:
     the weight, for kernels that take it. merged_kind: what several weights become as one layer,
     where that is another kind. kept_at_load: layers that quantising while loading leaves alone, by
     the last part of their names. gemm_variable: the environment variable that chooses the backend
-    of its linear layers. quantize: how `vllm quantize` makes it, None where it does not. is_served:
-    whether the engine loads it; `explain` tells of all.
+    of its linear layers. quantize: how `vllm quantize` makes it, None where it does not.
     """
 
     element: str
@@ -72,7 +71,6 @@ class FormatDescription:
     kept_at_load: tuple[str, ...] = ()
     gemm_variable: str = ""
     quantize: QuantizeOption | None = None
-    is_served: bool = True
 
     @property
     def kind(self) -> str:

@@ -30,7 +30,7 @@ FORMAT = FormatDescription(
     # Weights too: their codes are rounded a second time.
     rounded_scales=Scales.UE8M0,
     # The gates of a gated delta-net, one row a head; the vendor's FP8 checkpoints keep them too.
-    kept_at_load=("in_proj_a", "in_proj_b"),
+    kept_at_load=("in_proj_a", "in_proj_b", "in_proj_ba"),
     quantize=QuantizeOption(
         "fp8-block",
         "E4M3 with one scale per 128x128 block, edge blocks partial",

@@ -1,6 +1,6 @@
-"""MXFP4: E2M1 with a UE8M0 scale byte per 32 columns. Known to readers; no kernel here takes it."""
+"""MXFP4: E2M1 with a UE8M0 scale byte per 32 columns (OCP Microscaling Formats 1.0)."""
 
-from vllm.formats.description import FormatDescription, StoredTensor
+from vllm.formats.description import FormatDescription, QuantizeOption, StoredTensor
 from vllm.formats.scales import Scales
 
 GROUP = 32
@@ -12,5 +12,9 @@ FORMAT = FormatDescription(
     per_scale=(1, GROUP),
     codes_per_byte=2,
     rounded_scales=Scales.ACTIVATION,
-    is_served=False,
+    quantize=QuantizeOption(
+        "mxfp4",
+        f"E2M1 with a power-of-two scale per {GROUP} columns, weight-only",
+        is_whole=True,
+    ),
 )

@@ -36,6 +36,8 @@ _OCTAVES = 3.0
 _QUERY_SIZE = 1.5
 # Larger windows are not reached: their keys alone would take the memory of a small model.
 _MOST_WINDOW = 4096
+# Logits of sinks: about that of the keys that count.
+_SINKS = 2.0
 # Which requests a step has (`_requests`): kernels for prompts with decodes, for decodes and for a
 # prompt alone may be different ones.
 _STEPS = ((0, 1, 2, 3, 4), (2, 3, 4), (0,))
@@ -62,6 +64,7 @@ def attention_comparison(
         kernel: PagedAttention = registry.backend(backend).attention(problem, None)
         kernel.k_cache, kernel.v_cache = _caches(pages.cache)
         kernel.k_scale, kernel.v_scale = pages.scales
+        kernel.sinks = pages.sinks
         return max(_step_error(kernel, pages, step) for step in steps)
 
     return run
@@ -87,12 +90,13 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     window: int = 0,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """float32 [T, heads, head_dim] of the last T positions q [T, heads, head_dim], with float32 k
-    and v [keys, kv heads, head_dim] of all. window, softcap: 0 for none. scale: None for
-    head_dim ** -0.5."""
+    and v [keys, kv heads, head_dim] of all. window, softcap: 0 for none. sinks: float32 [heads],
+    logits of keys without values. scale: None for head_dim ** -0.5."""
     num_new, dim = len(q), q.shape[2]
     by_kv_head = q.float().view(num_new, k.shape[1], -1, dim)
     scores = torch.einsum("qhgd,khd->hgqk", by_kv_head, k) * (scale or dim**-0.5)
@@ -101,7 +105,11 @@ def attention_reference(
     position = torch.arange(len(k), device=k.device)
     behind = position[len(k) - num_new :, None] - position
     is_seen = (behind >= 0) & ((behind < window) | (window == 0))
-    weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    if sinks is not None:
+        added = sinks.view(*scores.shape[:2], 1, 1).expand(-1, -1, num_new, -1)
+        scores = torch.cat([scores, added], -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hgqk,khd->qhgd", weights, v).reshape(q.shape)
 
 
@@ -231,6 +239,7 @@ class _Pages:
         self._problem, self._block_size = problem, block_size
         self._draw = _Draw(problem.head_dim, dtype_of(problem.dtype), device)
         self.scales = _scales(problem.format)
+        self.sinks = self._draw.sinks(problem.num_heads) if problem.variant == "sinks" else None
         sizes = _requests(problem.sliding_window)
         counts = [cdiv(keys, block_size) for _, keys in sizes]
         num_pages = sum(counts) + 1
@@ -257,8 +266,8 @@ class _Pages:
         # The same scores whatever they are scaled with.
         q *= problem.head_dim**-0.5 / problem.softmax_scale
         k, v = wide
-        options = problem.sliding_window, problem.softmax_scale, problem.softcap
-        expected = attention_reference(q, k, v, *options)
+        options = self.sinks, problem.softmax_scale, problem.softcap
+        expected = attention_reference(q, k, v, problem.sliding_window, *options)
         return _Request(torch.cat([q, *new], 1), expected, pages, num_keys)
 
     def batch(self, requests: Sequence[_Request]) -> AttentionBatch:
@@ -319,6 +328,11 @@ class _Draw:
     def _normal(self, num_tokens: int, num_heads: int) -> Tensor:
         shape = num_tokens, num_heads, self._head_dim
         return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def sinks(self, num_heads: int) -> Tensor:
+        """float32 [heads]."""
+        drawn = torch.randn(num_heads, generator=self._generator, device=self._device)
+        return (drawn + 1) * _SINKS
 
     def shuffled(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self._generator, device=self._device)

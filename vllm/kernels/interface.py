@@ -58,10 +58,10 @@ class LinearTensors:
     shard_rows: rows of weight per shard. bias: float32 [N] or None. input_scale: float32 scalar
     of a static activation scheme or None.
 
-    Scales of MXFP8 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8 [N, K / 2],
-    the even column in the low nibble. Which tensors a format has, with shapes and dtypes: its file
-    in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) * scale;
-    zero_points None: 8 everywhere.
+    Scales of MXFP8 and MXFP4 are UE8M0, uint8. Packed formats hold two codes a byte: weight uint8
+    [N, K / 2], the even column in the low nibble. Which tensors a format has, with shapes and
+    dtypes: its file in `vllm/formats/`. w = code * scale * global scale, or (code - zero point) *
+    scale; zero_points None: 8 everywhere.
 
     columns: int64 [K], where the weight holds columns in another order than x: which of x's each
     is; None for x's own order. `make_linear` reorders x, so that no kernel sees it.
@@ -110,10 +110,10 @@ class LinearTensors:
             shards = zip(self.global_scales, self.shard_rows, strict=True)
             of_rows = torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
             return self.scales.float() * of_rows[:, None]
-        if self.is_packed:
-            return self.scales
         if self.scales.dtype == torch.uint8:  # UE8M0
             return ue8m0_decode(self.scales)
+        if self.is_packed:
+            return self.scales
         rows = []
         start = 0
         for num_rows, offset in zip(self.shard_rows, self.offsets_of_shards()):
@@ -157,6 +157,7 @@ _OF_GATE_UP = (
     "gate_up_input_scales",
     "gate_up_global_scales",
     "gate_up_zero_points",
+    "gate_up_bias",
 )
 
 
@@ -179,6 +180,8 @@ class MoETensors:
     A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
     down by column_offset columns.
 
+    Biases: float32 [E, 2 * intermediate] and [E, hidden], or None.
+
     is_up_first: up comes before gate, in gate_up and in all that belongs to it. Only kernels that
     take the layout UP_FIRST (vllm/kernels/select/spec.py) are given that.
     """
@@ -196,6 +199,8 @@ class MoETensors:
     down_global_scales: Tensor | None = None
     gate_up_zero_points: Tensor | None = None
     down_zero_points: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     is_up_first: bool = False
 
     @property
@@ -234,6 +239,7 @@ class MoETensors:
             self.gate_up,
             (inner, inner),
             self.gate_up_scales,
+            self.gate_up_bias,
             input_scale=self.gate_up_input_scales,
             global_scales=self.gate_up_global_scales,
             zero_points=self.gate_up_zero_points,
@@ -244,6 +250,7 @@ class MoETensors:
             self.down,
             (self.down.shape[1],),
             self.down_scales,
+            self.down_bias,
             input_scale=self.down_input_scales,
             global_scales=self.down_global_scales,
             zero_points=self.down_zero_points,
@@ -260,6 +267,7 @@ class MoETensors:
         gate_up, down = self.all_experts()
         for part in (gate_up, down):
             part.weight, part.scales = part.weight[index], own(part.scales)
+            part.bias = own(part.bias)
             part.global_scales, part.zero_points = own(part.global_scales), own(part.zero_points)
             part.input_scale = None if part.input_scale is None else part.input_scale[index].max()
         return gate_up, down

@@ -16,6 +16,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.activations import input_quant
 from vllm.kernels.backends import emulation
+from vllm.kernels.backends.shared import expert_activation
 from vllm.kernels.interface import LinearKernel, LinearTensors, MoEKernel, MoETensors
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -245,13 +246,14 @@ def reference_experts(
     is_cut = tensors.row_offset or tensors.column_offset
     if is_cut and _pads(candidate):
         tensors = padded_experts(tensors)
+    activate = expert_activation(problem, torch_ops)
     total = torch.zeros_like(x, dtype=torch.float32)
     for index in range(tensors.num_experts):
         rows, places = torch.where(ids == index)
         if rows.numel():
             gate_up, down = tensors.expert(index)
             between = reference(candidate, gate_up, x[rows]).to(dtype)
-            out = reference(candidate, down, torch_ops.silu_and_mul(between))
+            out = reference(candidate, down, activate(between))
             total.index_add_(0, rows, out * weights[rows, places, None])
     return total
 
@@ -315,6 +317,8 @@ def random_experts(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
         if scheme is not None:
             scale = size * _INPUT_SCALES[scheme]
             found[f"{stack}_input_scales"] = torch.full((own, num_shards), scale, device=device)
+        if problem.bias:
+            found[f"{stack}_bias"] = make.normal(found[stack].shape[:2])
     return MoETensors(problem.weight, row_offset=row_offset, column_offset=column_offset, **found)
 
 

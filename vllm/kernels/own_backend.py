@@ -7,6 +7,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +24,9 @@ SYNTAX = "PATTERN=path/to/file.py:Name"
 FAMILIES = ("linear", "moe")
 _COMPILES = ("", "triton")
 _DTYPES = ("bf16", "fp16", "fp32")
-_TEXT = re.compile(r"(?P<pattern>[^=]+)=(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
-_BACKEND = re.compile(r"[a-z]\w*(-[a-z0-9-]+)?", re.ASCII)
-_DEVICE = re.compile(r"cpu|sm_\d+x?")
+_TEXT = r"(?P<pattern>[^=]+)=(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)"
+_BACKEND = r"[a-z]\w*(-[a-z0-9-]+)?"
+_DEVICE = r"cpu|sm_\d+x?"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class OwnBackend:
     @classmethod
     def parse(cls, text: str) -> "OwnBackend | None":
         """None for a text that names no file; ConfigError for one that names it wrongly."""
-        if match := _TEXT.fullmatch(text):
+        if match := re.fullmatch(_TEXT, text):
             return cls(match["pattern"], Path(match["path"]).expanduser().absolute(), match["name"])
         value = text.partition("=")[2]
         if "/" in value or value.endswith(".py") or ".py:" in value:
@@ -129,10 +130,10 @@ def _spec_problem(spec: Any) -> str:
         return f"SPECS has {spec!r}; it takes KernelSpec"
     if spec.family not in FAMILIES:
         return f"family {spec.family!r}; it takes {' or '.join(FAMILIES)}"
-    if not isinstance(spec.backend, str) or not _BACKEND.fullmatch(spec.backend):
+    if not isinstance(spec.backend, str) or not re.fullmatch(_BACKEND, spec.backend, re.ASCII):
         return f"backend {spec.backend!r}; it takes a name such as mine or mine-fast"
     accepted: dict[str, Callable[[str], object]] = {
-        "devices": _DEVICE.fullmatch,
+        "devices": partial(re.fullmatch, _DEVICE),
         "formats": formats().__contains__,
         "dtypes": _DTYPES.__contains__,
         "act": list(ActScheme).__contains__,

@@ -100,6 +100,8 @@ def moe_problem(
         cut_experts=ep,
         requant_error=requant_error,
         activation=spec.activation,
+        swiglu_limit=spec.swiglu_limit,
+        bias=spec.has_bias,
     )
 
 
@@ -110,10 +112,13 @@ def attention_problems(
     cache = spec.cache
     kv_heads, window = cache.kv_heads.per_rank(tp), getattr(cache, "window", 0)
     heads = spec.heads.per_rank(tp)
-    cache_variant = spec.variant if isinstance(cache, MLAAttentionSpec) else ""
-    scores = window, spec.variant, spec.scale, spec.softcap
+    cache_variant, value_dim = "", 0
+    if isinstance(cache, MLAAttentionSpec):
+        cache_variant, value_dim = spec.variant, cache.value_dim
+    sizes = heads, kv_heads, cache.head_dim
+    scale, softcap = spec.scale, spec.softcap
     return (
-        AttentionProblem(heads, kv_heads, cache.head_dim, kv_format, dtype, *scores),
+        AttentionProblem(*sizes, kv_format, dtype, window, spec.variant, value_dim, scale, softcap),
         KVQuantProblem(kv_heads, cache.head_dim, kv_format, dtype, cache_variant),
     )
 
@@ -163,6 +168,8 @@ def layer_problems(
         error = quant_config.requant_error(layer_format[0]) if quant_config else None
         if isinstance(item, LinearSpec):
             regions = [region for _, region in item.shards("", 0, tp)]
+            if item.is_absorbed:
+                return ()
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_tensor, int4, int8, mxfp8, nvfp4
+from vllm.formats import fp8_block, fp8_tensor, int4, int8, mxfp4, mxfp8, nvfp4
 from vllm.formats.description import FormatDescription
 from vllm.formats.registry import quantizable
 from vllm.formats.weight_format import WeightFormat
 from vllm.ops import int8 as int8_ops
 from vllm.ops import nvfp4 as nvfp4_ops
+from vllm.ops.mxfp4 import mxfp4_quantize
 from vllm.ops.packed_weights import int4_quantize, pack_int32
 from vllm.utils.fp8 import per_block_cast_to_fp8, ue8m0_encode
 
@@ -79,6 +80,18 @@ def _mxfp8(weight_format: WeightFormat) -> Format:
     return Format(_compressed_tensors("mxfp8-quantized", weights, inputs), quantise)
 
 
+def _mxfp4(weight_format: WeightFormat) -> Format:
+    """Weight-only."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": mxfp4.GROUP}
+    weights |= {"dynamic": False, "scale_dtype": "torch.uint8"}
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        packed, scales = mxfp4_quantize(weight)
+        return {name + "_packed": packed, name + "_scale": scales}
+
+    return Format(_compressed_tensors("mxfp4-pack-quantized", weights, None), quantise)
+
+
 def _nvfp4(weight_format: WeightFormat) -> Format:
     """Weight-only. Each weight has the global scale that fits it."""
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
@@ -134,6 +147,7 @@ _WRITERS: dict[str, Callable[[WeightFormat], Format]] = {
     fp8_block.FORMAT.kind: _fp8_block,
     fp8_tensor.FORMAT.kind: _fp8_tensor,
     mxfp8.FORMAT.kind: _mxfp8,
+    mxfp4.FORMAT.kind: _mxfp4,
     nvfp4.FORMAT.kind: _nvfp4,
     int4.FORMAT.kind: _int4,
     int8.CHANNEL.kind: _int8,

@@ -4,7 +4,7 @@ Importing this module loads the library and raises `NativeLibraryError` if it ca
 Wrong arguments raise ValueError naming the argument, what was given and what is accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ sample_tokens = _ops.sample_tokens
 _library = native.load()
 _linear_pack = _library.linear_pack
 _linear = _library.linear
+_swigluoai_and_mul = _library.swigluoai_and_mul
 _rms_norm_gated = _library.rms_norm_gated
 _mul_sigmoid = _library.mul_sigmoid
 _gelu_and_mul = _library.gelu_and_mul
@@ -152,6 +153,13 @@ def soft_cap(x: Tensor, softcap: float) -> None:
     _soft_cap(x, softcap)
 
 
+def swigluoai_and_mul(x: Tensor, limit: float) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n], as `vllm.architectures.decoder.SWIGLUOAI` says."""
+    out = x.new_empty((x.shape[0], x.shape[1] // 2))
+    _swigluoai_and_mul(x, out, limit)
+    return out
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1].
 
@@ -165,11 +173,12 @@ def routed_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     experts: Sequence[tuple[LinearWeight, LinearWeight]],
+    activate: Callable[[Tensor], Tensor] = silu_and_mul,
 ) -> Tensor:
     """x [tokens, n] -> [tokens, n]: for each token the weighted sum of its experts' results.
 
     `topk_ids` int64 [tokens, k] are distinct indices into `experts`, the pairs of gate-up [2 i, n]
-    and down [n, i]; an expert gives down(silu_and_mul(gate_up(x))) in x's type. `topk_weights`
+    and down [n, i]; an expert gives down(activate(gate_up(x))) in x's type. `topk_weights`
     float32 [tokens, k]. An id of -1 adds nothing. The sum is in float32, in the order of the
     columns.
     """
@@ -182,7 +191,7 @@ def routed_experts(
     results[absent] = 0
     for (gate_up, down), rows in zip(experts, rows_of, strict=True):
         if len(rows):
-            results[rows] = linear(silu_and_mul(linear(x[rows // top_k], gate_up)), down)
+            results[rows] = linear(activate(linear(x[rows // top_k], gate_up)), down)
     total = torch.zeros(x.shape)
     # A product and a sum, each rounded: one fused operation may round as torch's vector or its
     # scalar loop does, and with that depend on where in the batch a token stands.
@@ -224,6 +233,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache.
@@ -232,8 +242,9 @@ def paged_attention(
     the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
     block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
     (p - sliding_window, p], or [0, p] where the window is 0. Rows of requests of no keys, which
-    fill up a batch of a fixed size, become zeros. `softcap`: scaled scores become softcap *
-    tanh(score / softcap); 0 for none.
+    fill up a batch of a fixed size, become zeros. `sinks` float32 [num_heads]: of each head the
+    logit of a key without a value, which every query sees. `softcap`: scaled scores become softcap
+    * tanh(score / softcap); 0 for none.
     """
     if out is None:
         out = query.new_empty(query.shape)
@@ -241,7 +252,8 @@ def paged_attention(
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     batch = block_tables, query_start_loc, seq_lens
     scales = k_scale, v_scale
-    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, softcap)
+    variant = sinks, softcap
+    _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, *variant)
     return out
 
 

@@ -1,5 +1,5 @@
-"""Weights of 4 bits, two codes a byte (nvfp4, int4), and of int8: widened; int4 from the layouts of
-checkpoints too.
+"""Weights of 4 bits, two codes a byte (nvfp4, mxfp4, int4), and of int8: widened; int4 from the
+layouts of checkpoints too.
 
 int4 values are (code - zero point) * scale with codes and zero points of 0 to 15; 8 is the zero
 point of symmetric weights. compressed-tensors packs eight codes into an int32, the first column
@@ -14,10 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from vllm.formats import mxfp4, nvfp4
 from vllm.kernels.interface import LinearTensors
 from vllm.ops.nvfp4 import e2m1_decode, pack_e2m1, unpack_e2m1
 
 PER_INT32 = 8
+E2M1_ELEMENTS = (nvfp4.FORMAT.element, mxfp4.FORMAT.element)
 SYMMETRIC_ZERO = 8
 # Position in an int32, from the lowest bits on -> which of eight neighbours lies there.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -39,7 +41,7 @@ def element_values(tensors: LinearTensors) -> Tensor:
         return (tensors.weight - shifts).bfloat16()
     if not tensors.is_packed:
         return tensors.weight
-    if tensors.format.element == "nvfp4":
+    if tensors.format.element in E2M1_ELEMENTS:
         table = _pairs_of_e2m1(tensors.weight.device)
         found = table.index_select(0, tensors.weight.flatten().int())
         return found.view(_E4M3).view(tensors.weight.shape[0], -1)
@@ -55,6 +57,14 @@ def pack_with(pack: Callable[..., Packed], tensors: LinearTensors) -> Packed:
     apart, in float32.
     """
     return pack(element_values(tensors), tensors.row_scales(), tensors.block_k, tensors.bias)
+
+
+def dequantised(tensors: LinearTensors) -> Tensor:
+    """The weight with its scales, float32 [N, K]."""
+    wide, scales = element_values(tensors).float(), tensors.row_scales()
+    if scales is None:
+        return wide
+    return wide * scales.repeat_interleave(tensors.block_k, 1)[:, : wide.shape[1]]
 
 
 @cache

@@ -87,8 +87,9 @@ _GPU_AXES = (("block", "token", "head", "dim"),) * 2
 class PagedAttention:
     """Writes K and V of new tokens to the cache, then attends causally over it.
 
-    k_scale, v_scale: what an FP8 cache stores is divided by. planner: of a kernel that the host
-    plans, shared by layers.
+    k_scale, v_scale: what an FP8 cache stores is divided by. sinks: float32 [heads] of the variant
+    `sinks`, logits of keys without values; else None. planner: of a kernel that the host plans,
+    shared by layers.
     """
 
     planner: GraphPlanner | None = None
@@ -100,6 +101,7 @@ class PagedAttention:
         self.dtype = dtype_of(problem.format)
         self.scale = problem.softmax_scale
         self.k_scale = self.v_scale = 1.0
+        self.sinks: Tensor | None = None
         self.k_cache = self.v_cache = torch.empty(0)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -113,6 +115,16 @@ class PagedAttention:
         self.k_cache, self.v_cache = (
             zeros_on_demand(tuple(sizes[axis] for axis in axes), self.dtype, device)
             for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
+        )
+
+    def zeros(self, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+        """What a call takes before the batch."""
+        problem = self.problem
+        counts = problem.num_heads, problem.num_kv_heads, problem.num_kv_heads
+        dtype = dtype_of(problem.dtype)
+        return tuple(
+            torch.zeros(num_tokens, heads, problem.head_dim, dtype=dtype, device=device)
+            for heads in counts
         )
 
     def by_token(self) -> tuple[Tensor, Tensor]:
@@ -146,6 +158,8 @@ class PagedAttention:
         )
         if self.problem.softcap:
             bounds["softcap"] = self.problem.softcap
+        if self.sinks is not None:
+            bounds["sinks"] = self.sinks
         requests = batch.block_tables, batch.query_start_loc, batch.seq_lens
         options = self.scale, self.problem.sliding_window, self.k_scale, self.v_scale
         return self._attend(q, self.k_cache, self.v_cache, *requests, *options, **bounds)

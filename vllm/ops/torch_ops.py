@@ -3,7 +3,7 @@
 Same functions, signatures and contract (`vllm.ops`); clear rather than fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,14 @@ def soft_cap(x: Tensor, softcap: float) -> None:
     x.copy_(softcap * torch.tanh(x.float() / softcap))
 
 
+def swigluoai_and_mul(x: Tensor, limit: float) -> Tensor:
+    """x [tokens, 2 n] -> [tokens, n], as `vllm.architectures.decoder.SWIGLUOAI` says."""
+    gate, up = x.float().chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    glu = gate * torch.sigmoid(1.702 * gate)
+    return (glu * (up.clamp(-limit, limit) + 1)).to(x.dtype)
+
+
 def mul_sigmoid(x: Tensor, gate: Tensor) -> None:
     """In place: x [tokens, heads, dim] *= sigmoid(gate), gate of that shape or [..., 1]."""
     x.copy_(x.float() * torch.sigmoid(gate.float()))
@@ -144,6 +152,7 @@ def routed_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     experts: Sequence[tuple[LinearWeight, LinearWeight]],
+    activate: Callable[[Tensor], Tensor] = silu_and_mul,
 ) -> Tensor:
     """x [tokens, n] -> [tokens, n]: for each token the weighted sum of its experts' results.
 
@@ -154,7 +163,7 @@ def routed_experts(
     for index, (gate_up, down) in enumerate(experts):
         is_chosen = topk_ids == index
         if x.is_cuda or bool(is_chosen.any()):
-            result = linear(silu_and_mul(linear(x, gate_up)), down).float()
+            result = linear(activate(linear(x, gate_up)), down).float()
             weight = (topk_weights * is_chosen).sum(1, keepdim=True)
             total += torch.where(is_chosen.any(1, keepdim=True), result * weight, 0.0)
     return total.to(x.dtype)
@@ -190,10 +199,12 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. softcap: scores
-    become softcap * tanh(score / softcap); 0 for none."""
+    """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. sinks: float32
+    [heads], logits of keys without values that every query sees. softcap: scores become softcap *
+    tanh(score / softcap); 0 for none."""
     result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
@@ -216,7 +227,11 @@ def paged_attention(
         is_seen = ahead >= 0
         if sliding_window > 0:
             is_seen &= ahead < sliding_window
-        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~is_seen, float("-inf"))
+        if sinks is not None:
+            added = sinks[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat((scores, added), -1)
+        weights = scores.softmax(-1)[..., :seq_len]
         result[rows] = (weights @ values).transpose(0, 1).to(query.dtype)
     return _deliver(result, out)
 

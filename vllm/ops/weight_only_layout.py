@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.interface import LinearTensors
-from vllm.ops.nvfp4 import GROUP, e2m1_decode, pack_e2m1, unpack_e2m1
+from vllm.ops.nvfp4 import GROUP, e2m1_decode, e2m1_encode, pack_e2m1, unpack_e2m1
 from vllm.utils.math_utils import cdiv, round_up
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
@@ -30,6 +31,8 @@ LEAST_GROUP = 32
 SYMMETRIC_ZERO = 8
 _E4M3_NAN = 0x7F
 _E5M3_BIAS = 22
+_SPLIT_GROUP = 128  # columns, at most, that share a scale in int8 as int4
+_MXFP4_LEAST, _MXFP4_MOST = -16, 8  # exponents of scales in the layout of NVFP4
 # Axes of codes [N, K] within tiles: row halves (8 rows apart) and groups; eight columns as two
 # products, two pairs in each, two elements in each.
 _AXES = {"r": 2, "g": 8, "h": 2, "q": 4, "i": 2, "p": 2, "e": 2}
@@ -44,12 +47,14 @@ _PACKED = {"nvfp4": "gqhiepr", "int4": "gqhiepr", "w4a8": "gqhiper", "fp8": "hgq
 class PackedWeight:
     """[num_rows, num_columns], or with experts before every other dimension.
 
-    format: fp8, nvfp4, int4, or w4a8 for int4 that E4M3 activations are multiplied by. codes: uint8
-    [tiles of rows, tiles of columns, loads, 32, 16]. scales: of nvfp4, uint8 [tiles of rows, tiles
-    of columns, 32, 2] in the form of `e5m3_encode`; of others, float32 [tiles of rows, groups of
-    columns_per_scale columns, 16], with 1 for 16 where the rows of every tile have the same, and
-    None for 1 everywhere; of int4 and w4a8, the last four bits are the zero point, and no part of
-    the scale. row_factors: float32 [num_rows] or None for 1. w = element * scale * row factor.
+    format: fp8 (also of MXFP8), nvfp4 (also of MXFP4), int4, or w4a8 for int4 that E4M3 activations
+    are multiplied by. codes: uint8 [tiles of rows, tiles of columns, loads, 32, 16]. scales: of
+    nvfp4, uint8 [tiles of rows, tiles of columns, 32, 2] in the form of `e5m3_encode`; of others,
+    float32 [tiles of rows, groups of columns_per_scale columns, 16], with 1 for 16 where the rows
+    of every tile have the same, and None for 1 everywhere; of int4 and w4a8, the last four bits are
+    the zero point, and no part of the scale. row_factors: float32 [num_rows] or None for 1.
+    w = element * scale * row factor. is_split: of int8, whose columns are there twice
+    (`int8_as_int4`): x is multiplied twice side by side.
     """
 
     format: str
@@ -59,6 +64,7 @@ class PackedWeight:
     scales: Tensor | None
     row_factors: Tensor | None
     columns_per_scale: int = 0
+    is_split: bool = False
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -111,6 +117,8 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
         if scales.shape[1] == 1:
             return replace(packed, row_factors=scales[:, 0].float().contiguous())
         return _with_group_scales(packed, scales.float(), tensors.block_k)
+    if name == "int8":
+        return replace(_pack(int8_as_int4(tensors), by_fp8=False), is_split=True)
     num_columns *= 2
     codes = unpack_e2m1(tensors.weight)
     assert tensors.scales is not None
@@ -119,6 +127,8 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
         packed = PackedWeight(name, num_rows, num_columns, pack_codes(codes, name), None, None)
         marked = _with_zero_points(tensors.scales.float(), tensors.zero_points)
         return _with_group_scales(packed, marked, tensors.block_k)
+    if name == "mxfp4":
+        return _pack_mxfp4(codes, tensors.scales)
     assert tensors.global_scales is not None
     is_zero = (tensors.scales.float() == 0).repeat_interleave(GROUP, 1)
     codes = codes.masked_fill(is_zero, 0)
@@ -127,6 +137,70 @@ def _pack(tensors: LinearTensors, by_fp8: bool) -> PackedWeight:
     scales = _tiles_of_nvfp4_scales(e5m3_encode(tensors.scales))
     return PackedWeight(
         name, num_rows, num_columns, pack_codes(codes, name), scales, factors.contiguous()
+    )
+
+
+def int8_as_int4(tensors: LinearTensors) -> LinearTensors:
+    """int8 [N, K], K % 32 == 0, as int4 [N, 2 K] of the same bytes, of which the columns that come
+    first hold the upper four bits of each code, with 16 times its scale, and the others the lower
+    four. Zero points are split alike: code - zero = 16 (upper - upper) + (lower - lower), exact."""
+    num_columns = tensors.weight.shape[1]
+    columns = min(tensors.block_k, num_columns & -num_columns, _SPLIT_GROUP)
+    scales = tensors.row_scales()
+    if columns < LEAST_GROUP or scales is None or tensors.block_k % columns:
+        raise ValueError(
+            f"{num_columns} columns of int8 with scales of {tensors.block_k}; the kernel takes "
+            f"multiples of {LEAST_GROUP}"
+        )
+    repeats = num_columns // columns // scales.shape[1]
+    scales = scales.float().repeat_interleave(repeats, 1)
+    zeros = torch.zeros_like(scales, dtype=torch.int8)
+    if tensors.zero_points is not None:
+        zeros = tensors.zero_points.repeat_interleave(repeats, 1)
+    return LinearTensors(
+        WeightFormat("int4", "group", (1, columns)),
+        pack_e2m1(_halves(tensors.weight)),
+        tensors.shard_rows,
+        torch.cat((16 * scales, scales), 1),
+        zero_points=_halves(zeros),
+    )
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """int8 [N, K] -> uint8 [N, 2 K]: c = 16 (first - 8) + second."""
+    return torch.cat(((codes >> 4) + 8, codes & 15), 1).view(torch.uint8)
+
+
+def _pack_mxfp4(codes: Tensor, exponents: Tensor) -> PackedWeight:
+    """In the layout of NVFP4: every group as two, with scales of whole powers of two, and a row
+    factor that brings the largest of a row to 2^8. codes: uint8 [N, K], one each. exponents: uint8
+    [N, K / 32].
+
+    Scales go down to 2^-16, with which products in fp16 are exact. Groups whose scale is smaller,
+    2^24 times below that of another group of the row, are rounded to it: float32 sums have no more
+    digits.
+    """
+    num_rows, num_columns = codes.shape
+    groups = cdiv(num_columns, GROUP)
+    values = pad(codes, (0, groups * GROUP - num_columns)).unflatten(1, (groups, GROUP))
+    scales = exponents.int().repeat_interleave(2, 1)[:, :groups] - 127
+    scales = torch.where(((values & 7) == 0).all(-1), -127, scales)
+    # The least normal float32 is 2^-126.
+    factors = (scales.amax(1, keepdim=True) - _MXFP4_MOST).clamp(min=-126)
+    missing = (_MXFP4_LEAST - (scales - factors)).clamp(min=0)
+    if bool(missing.any()):
+        smaller = torch.ldexp(e2m1_decode(values), -missing.unsqueeze(-1))
+        values = torch.where(missing.unsqueeze(-1) > 0, e2m1_encode(smaller), values)
+    coded = (scales - factors + missing + _E5M3_BIAS) << 3
+    packed = pack_codes(values.flatten(1)[:, :num_columns], "nvfp4")
+    row_factors = torch.ldexp(torch.ones_like(factors[:, 0], dtype=torch.float32), factors[:, 0])
+    return PackedWeight(
+        "nvfp4",
+        num_rows,
+        num_columns,
+        packed,
+        _tiles_of_nvfp4_scales(coded.to(torch.uint8)),
+        row_factors.contiguous(),
     )
 
 

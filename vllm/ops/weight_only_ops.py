@@ -83,6 +83,8 @@ def multiply(
 
 def _operand(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
     """x as the kernel takes it for this weight, and the scales of its rows."""
+    if weight.is_split:
+        return torch.cat((x, x), 1), None
     if weight.format != "w4a8":
         return x, None
     q, scales = scaled_fp8_quant(x, use_per_token_if_dynamic=True)
@@ -92,6 +94,7 @@ def _operand(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
 def multiply_wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, most_bytes: int) -> Tensor:
     """The same through torch's GEMM, but not for w4a8: rows of the weight are widened in x's type,
     as many at a time as fill `most_bytes`."""
+    x, _ = _operand(x, weight)
     num_rows, num_columns = weight.num_rows, weight.num_columns
     num_parts = -(-num_rows * num_columns * x.element_size() // most_bytes)
     step = -(-num_rows // (num_parts * _PART_ROWS)) * _PART_ROWS

@@ -278,13 +278,8 @@ def _attention_calls(
     """Calls of the KV cache writer, unless it is fused into the rotary kernel, and of attention."""
     if layer.kernel.planner is not None:
         return
-    problem = layer.kernel.problem
     for num_tokens, num_seqs, longest in sizes:
         batch = inputs.padding(num_tokens, num_seqs, longest)
-        dtype, device = dtype_of(problem.dtype), batch.positions.device
-        q, k, v = (
-            torch.zeros(num_tokens, heads, problem.head_dim, dtype=dtype, device=device)
-            for heads in (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads)
-        )
-        yield layer.writing, num_tokens, partial(layer.kernel.write, k, v, batch.attention)
-        yield layer.decision, num_tokens, partial(layer, q, k, v, batch)
+        q, *kv = layer.kernel.zeros(num_tokens, batch.positions.device)
+        yield layer.writing, num_tokens, partial(layer.kernel.write, *kv, batch.attention)
+        yield layer.decision, num_tokens, partial(layer, q, *kv, batch)

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from vllm.architectures.kv_cache import MLA
 from vllm.kernels import registry
 from vllm.kernels.cache_numerics import attention_comparison, write_comparison
 from vllm.kernels.delta_numerics import delta_rule_comparison
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import running, stand_in
+from vllm.kernels.latent_numerics import latent_attention_comparison, latent_write_comparison
 from vllm.kernels.make_kernel import make_linear, make_moe
 from vllm.kernels.numerics import LinearCase, MoECase
 from vllm.kernels.select import eligibility
@@ -60,10 +62,15 @@ class Probe:
         nothing of it is blamed on the kernel."""
         problem, backend = self.problem, self.candidate.backend
         device = torch.device(self.decision.device.kind)
+        of_pages = self.block_size, device
         if isinstance(problem, AttentionProblem):
-            return attention_comparison(problem, backend, self.block_size, device)
+            compare = (
+                latent_attention_comparison if problem.variant == MLA else attention_comparison
+            )
+            return compare(problem, backend, *of_pages)
         if isinstance(problem, KVQuantProblem):
-            return write_comparison(problem, backend, self.block_size, device)
+            check = latent_write_comparison if problem.variant == MLA else write_comparison
+            return check(problem, backend, *of_pages)
         if isinstance(problem, DeltaRuleProblem):
             return delta_rule_comparison(problem, backend, device)
         return self._products(problem, device)

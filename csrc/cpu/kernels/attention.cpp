@@ -111,6 +111,14 @@ void merge_tile(const TileWork& work, const float* tile_max, const float* tile_s
   }
 }
 
+// What the sink of the row's head adds to the sum of weights.
+float sink_weight(const TileWork& work, int64_t head, int64_t row) {
+  if (work.args->sinks == nullptr) return 0.0f;
+  float lanes[kLanes];
+  store(lanes, exp(sub(set1(work.args->sinks[head]), set1(work.max[row]))));
+  return lanes[0];
+}
+
 void store_rows(const TileWork& work) {
   const AttentionArgs& args = *work.args;
   const float factor = args.cache.v_scale * pending_factor(args.cache.type);
@@ -121,7 +129,7 @@ void store_rows(const TileWork& work) {
       const int64_t head = work.kv_head * work.group + row % work.group;
       auto* out = data + (work.query->first_token + row / work.group) * args.out.token_stride +
                   head * args.out.head_stride;
-      const F32x16 scale = set1(factor / work.sum[row]);
+      const F32x16 scale = set1(factor / (work.sum[row] + sink_weight(work, head, row)));
       for (int64_t d = 0; d < work.head_dim; d += kLanes) {
         const F32x16 value = mul(load(work.out + row * work.padded_dim + d), scale);
         store_first<kType>(out + d, value, static_cast<int>(work.head_dim - d));

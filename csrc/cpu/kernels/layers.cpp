@@ -167,6 +167,14 @@ void rotary(const RotaryArgs& args) {
   });
 }
 
+// min(x, limit) * sigmoid(1.702 min(x, limit)) * (y clamped to +-limit + 1).
+SIMD_INLINE F32x16 clamped_swiglu(F32x16 x, F32x16 y, F32x16 limit) {
+  const F32x16 gate = min(x, limit);
+  const F32x16 up = max(min(y, limit), sub(zero(), limit));
+  const F32x16 glu = div(gate, exp_of_minus_plus_1(mul(gate, set1(1.702f))));
+  return mul(glu, add(up, set1(1.0f)));
+}
+
 // silu(x) * y with silu(x) = x / (1 + e^-x).
 void silu_and_mul(const SiluArgs& args) {
   share_rows(args.m, args.n, [&](int64_t row) {
@@ -178,7 +186,9 @@ void silu_and_mul(const SiluArgs& args) {
         const int count = lanes_left(args.n, i);
         const F32x16 gate = load_first<kType>(x + i, count);
         const F32x16 up = load_first<kType>(x + args.n + i, count);
-        store_first<kType>(out + i, mul(silu(gate), up), count);
+        const F32x16 value = args.limit > 0 ? clamped_swiglu(gate, up, set1(args.limit))
+                                            : mul(silu(gate), up);
+        store_first<kType>(out + i, value, count);
       }
     });
   });

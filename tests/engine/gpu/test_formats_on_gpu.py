@@ -35,7 +35,14 @@ MOST, MEAN = 0.2, 0.03
 MEAN_OF_QUANTISED = 0.3
 # Layouts that come to the same weights as others once they are read, which is tested on the CPU.
 SAME = {"ct-nvfp4", "ct-nvfp4a16", "ct-fp8-tensor", "ct-int4-w4a8", "awq-32", "modelopt-fp8-block"}
-SAME |= {"ct-int8-static", "ct-mxfp8a16", "modelopt-mxfp8"}
+SAME |= {
+    "ct-int8-static",
+    "ct-mxfp8a16",
+    "modelopt-mxfp8",
+    "ct-mxfp4a16",
+    "modelopt-mxfp4",
+    "quark-mxfp4",
+}
 # On two GPUs, with these sizes, each rank has whole groups, and half of the rows of the block of
 # 128 that is all of K, and of V. Without graphs, which take ranks longer to start with; on one GPU
 # every format is captured.
@@ -127,11 +134,9 @@ def test_weight_only_kernels_give_the_logits_of_the_dequantised_weights(
     stored = tmp_path / "stored"
     stored.mkdir()
     weights = store(source, stored, build, config, is_projection)
-    # int8 that is not multiplied in int8 is widened.
-    backend = "torch" if "int8" in layout or "gptq8" in layout else "marlin"
-    moe_backend = backend if model != "llama" else None
-    llm = load(stored, linear_backend=backend, moe_backend=moe_backend, **spread(num_gpus))
-    assert chosen(llm) == {backend}
+    moe_backend = "marlin" if model != "llama" else None
+    llm = load(stored, linear_backend="marlin", moe_backend=moe_backend, **spread(num_gpus))
+    assert chosen(llm) == {"marlin"}
     assert_near(prompt_logprobs(llm), expected_logprobs(wide_copy(source, weights, tmp_path / "w")))
 
 

@@ -1,6 +1,8 @@
 """humming-kernels behind the selector on a GPU: every format within its benchmark's tolerance, in
 graphs, and in no more memory than the checkpoint. Needs the library and nvcc."""
 
+from itertools import product
+
 import pytest
 import torch
 from weight_only_cases import make_linear, wide_of
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.gpu
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int4-group[32]", "int4-group[128]")
 SIZES = [((128,), 128), ((640,), 1152), ((512, 128, 128), 1024), ((4096,), 4096)]
 NUM_TOKENS = (1, 2, 8, 16, 17, 64, 100, 128, 513, 2048)
+TAKEN = [*product(FORMATS, (torch.bfloat16, torch.float16)), ("mxfp4", torch.bfloat16)]
 MAX_ERROR = 5e-3  # as of benchmarks/kernels/bench_weight_only.py
 
 
@@ -32,7 +35,7 @@ def made(name, shards, k, dtype=torch.bfloat16, bias=False):
     """(kernel, weight float64 [N, K] as the kernel rounds it, bias)"""
     tensors, _ = make_linear(name, shards, k, device="cuda")
     tensors.bias = torch.randn(sum(shards), device="cuda") if bias else None
-    form = Scales.FLOAT32 if name == "fp8-block" else Scales.ACTIVATION
+    form = {"fp8-block": Scales.FLOAT32, "mxfp4": ""}.get(name, Scales.ACTIVATION)
     problem = LinearProblem(
         sum(shards), k, WeightFormat.parse(name), dtype=SHORT_NAMES[dtype], bias=bias
     )
@@ -41,8 +44,7 @@ def made(name, shards, k, dtype=torch.bfloat16, bias=False):
     return registry.backend("humming").linear(problem, tensors, winner), wide, tensors.bias
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "dtype"), TAKEN, ids=str)
 @pytest.mark.parametrize(("shards", "k"), SIZES, ids=str)
 def test_products_are_within_the_tolerance_for_any_number_of_tokens(name, shards, k, dtype):
     apply, wide, _ = made(name, shards, k, dtype)

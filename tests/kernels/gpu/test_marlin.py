@@ -3,7 +3,7 @@ output type's rounding on random ones, and refusals. Needs the native library wi
 
 import pytest
 import torch
-from weight_only_cases import FORMATS, FP8, fill_blocks, make_linear, make_moe, wide_of
+from weight_only_cases import FORMATS, FP8, INT8, fill_blocks, make_linear, make_moe, wide_of
 
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
@@ -16,6 +16,7 @@ from vllm.ops.weight_only_layout import (
 )
 from vllm.ops.weight_only_ops import multiply, multiply_wide
 from vllm.platforms import native
+from vllm.utils.torch_utils import SHORT_NAMES
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000, 4096]
@@ -41,6 +42,8 @@ def exact_linear(name, n, k):
     if name == "nvfp4":
         tensors.scales = powers_of_two(tensors.scales.shape, -1, 2).to(FP8)
         tensors.global_scales = torch.full((1,), 0.25, device="cuda")
+    elif tensors.scales.dtype == torch.uint8:
+        tensors.scales = torch.randint_like(tensors.scales, 125, 129)
     else:
         tensors.scales = powers_of_two(tensors.scales.shape, -2, 2)
     if tensors.weight.dtype == FP8:
@@ -173,6 +176,21 @@ def test_the_backend_is_captured_in_a_graph_and_waits_for_what_comes_before(name
         assert (y.double() - expected).norm() < 5e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (200, 640), (4096, 4096)])
+def test_int8_is_multiplied_as_two_int4_numbers(name, n, k, dtype):
+    tensors, wide = make_linear(name, (n,), k, device="cuda")
+    problem = LinearProblem(n, k, tensors.format, dtype=SHORT_NAMES[dtype])
+    apply = registry.backend("marlin").linear(problem, tensors, Candidate("marlin", None))
+    for m in NUM_TOKENS:
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        expected = x.double() @ wide.double().T
+        # A weight that is widened into memory is rounded in each half.
+        most = TOLERANCE[dtype] * (1 if m <= 64 else 2)
+        assert (apply(x).double() - expected).norm() <= most * expected.norm(), m
+
+
 # ---------------------------------------------------------------- experts
 
 
@@ -183,10 +201,10 @@ def routed(num_tokens, num_experts, top_k):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 40, 700])
-@pytest.mark.parametrize("name", [*FORMATS])
+@pytest.mark.parametrize("name", [*FORMATS, *INT8])
 def test_experts_give_the_weighted_sum_of_their_results(name, num_tokens):
     hidden, inner, num_experts, top_k = 272, 144, 6, 3
-    if name.startswith("int4"):
+    if name.startswith("int"):
         hidden, inner = 256, 128
     tensors, wide = make_moe(name, num_experts, hidden, inner, "cuda")
     sizes = (num_experts, top_k, hidden, inner)

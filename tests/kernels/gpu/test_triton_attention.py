@@ -41,9 +41,11 @@ class Batch:
         scales: tuple[float, float] = (1.0, 1.0),
         window: int = 0,
         num_padding: int = 0,
+        has_sinks: bool = False,
     ):
         self.requests, self.scales, self.window = list(requests), scales, window
         self.block_size, self.scale = block_size, 1 / math.sqrt(dim)
+        self.sinks = torch.randn(num_heads, device=DEVICE) * 3 if has_sinks else None
         lens = [keys for _, keys in requests]
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 2
@@ -87,6 +89,7 @@ class Batch:
             self.window,
             *self.scales,
             out=out,
+            sinks=self.sinks,
             softcap=self.softcap,
             max_query_len=max(1, *(n for n, _ in self.requests)) if self.requests else 1,
             max_seq_len=max_seq_len or max(n for _, n in self.requests),
@@ -112,7 +115,11 @@ class Batch:
             position = torch.arange(seq_len, device=DEVICE)
             distance = position[seq_len - query_len :, None] - position
             is_seen = (distance >= 0) & ((distance < self.window) | (self.window == 0))
-            weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~is_seen, -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.double()[:, None, None].expand(-1, query_len, 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[..., :seq_len]
             result[rows] = (weights @ v).transpose(0, 1)
         return result
 
@@ -180,6 +187,28 @@ def test_scores_are_soft_capped(window: int, requests: list) -> None:
     assert_close(given, batch.expected())
     batch.softcap = 0.0
     assert not torch.allclose(given, batch.attend(), atol=0.1)
+
+
+@pytest.mark.parametrize("requests", (DECODES, PROMPTS, CHUNKS), ids=("decode", "prompt", "mixed"))
+@pytest.mark.parametrize("window", (0, 64, 128))
+def test_sinks_take_their_share_of_the_weights(window: int, requests: list) -> None:
+    batch = Batch(requests, 16, 2, 64, window=window, has_sinks=True)
+    given = batch.attend()
+    assert_close(given, batch.expected())
+    batch.sinks = None
+    with pytest.raises(AssertionError):
+        assert_close(given, batch.expected())
+
+
+@pytest.mark.parametrize("num_requests", (1, 8))
+def test_sinks_count_once_however_the_keys_are_split(num_requests: int) -> None:
+    batch = Batch([(1, 37 + 300 * r) for r in range(num_requests)], 9, 3, 64, has_sinks=True)
+    assert_close(batch.attend(4096), batch.expected())
+
+
+def test_sinks_leave_zeros_where_there_are_no_keys() -> None:
+    batch = Batch([(40, 60), (3, 0), (1, 0), (1, 9)], num_padding=5, has_sinks=True)
+    assert_close(batch.attend(), batch.expected())
 
 
 # A type of the query, whether the cache is FP8, a block size: each pair of them is there.

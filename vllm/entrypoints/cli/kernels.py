@@ -48,8 +48,11 @@ def add_parser(subparsers: Any) -> None:
     kernels_explain.add_parser(kinds)
     for kind, (place, text) in _KINDS.items():
         kinds.add_parser(kind, help=text, fill=partial(_fill, place))
-    docs = kinds.add_parser("docs", help="Write docs/kernels.md from what the kernels declare.")
+    docs = kinds.add_parser(
+        "docs", help="Write docs/kernels.md, and the tables of docs/models.md that have markers."
+    )
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
+    docs.add_argument("--models", type=Path, default=Path("docs/models.md"), metavar="FILE")
     docs.set_defaults(run=run_docs)
 
 
@@ -80,6 +83,16 @@ def run_list(args: argparse.Namespace) -> None:
 
 
 def run_docs(args: argparse.Namespace) -> None:
+    from vllm.kernels.report import models_page
     from vllm.kernels.report.docs import document
 
+    models = models_page.rewritten(_read_text(args.models), args.models)
     kernels_explain.write_text(args.output, document())
+    kernels_explain.write_text(args.models, models)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import Problem
 from vllm.kernels.selection import Selection
 from vllm.machine import Device
 from vllm.platforms.installed import installed_chip, installed_device
@@ -31,9 +32,21 @@ if TYPE_CHECKING:
     from vllm.kernels.report.model_files import ModelFiles
 
 _MIN_WIDTH, _MAX_WIDTH = 72, 120
-# How a model is read, and what else the flags of `vllm serve` say.
 _OF_MODEL = ["quantization", "hf_overrides"]
 _PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """How a model is read, as `vllm serve` reads it: what `asked_model` takes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.add_cli_args(parser, "model, the flags of vllm serve", _OF_MODEL)
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """ConfigError where they are given for single layers."""
+    if args.quantization is not None or args.hf_overrides is not None:
+        raise ConfigError("--quantization and --hf-overrides say how MODEL is read, not --layer")
 
 
 def add_parser(kinds: Any) -> None:
@@ -68,7 +81,7 @@ def add_parser(kinds: Any) -> None:
     text("--model-type", metavar="TYPE", help="Apply the rules for this model_type.")
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
-    EngineArgs.add_cli_args(parser, "model, the flags of vllm serve", _OF_MODEL)
+    add_model_flags(parser)
     EngineArgs.add_cli_args(parser, "preferences, the flags of vllm serve", _PREFERENCES)
     shown = parser.add_argument_group("output")
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
@@ -168,10 +181,7 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
             raise ConfigError(
                 f"--tp and --ep cut models; write a cut layer as {question.BLOCKS}:18432/32xK"
             )
-        if args.quantization is not None or args.hf_overrides is not None:
-            raise ConfigError(
-                "--quantization and --hf-overrides say how MODEL is read, not --layer"
-            )
+        check_model_flags(args)
         dtype = question.dtype_of(args.dtype, {}, device)
         return Asked([question.layer_of(text, dtype) for text in args.layer], asked_type or "")
     found = asked_model(args.model, args, device)
@@ -219,9 +229,7 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
         refusal = refusal or text
         layers = replace(layers, is_served=False)
         notes.append(f"the engine refuses this checkpoint: {text}")
-    weights = (p.weight for _, p in problems if isinstance(p, LinearProblem | MoEProblem))
-    is_loaded = all(weight.description.is_served for weight in weights)
-    facts = ModelFacts(layers.is_served and is_loaded, tuple(notes))
+    facts = ModelFacts(layers.is_served, tuple(notes))
     return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
 
 
@@ -233,7 +241,8 @@ def _misfit(
     from vllm.kernels.problems import first_misfit, named_wrongly
 
     if layers.is_served:
-        slot_name = known()[config["model_type"]].slot_name
+        num_layers = layers.text.get("num_hidden_layers")
+        slot_name = partial(known()[config["model_type"]].slot_name, num_layers=num_layers)
         if text := named_wrongly(layers.items, quant_config, slot_name):
             return text
     return first_misfit(layers.items, quant_config, args.tp, args.ep)

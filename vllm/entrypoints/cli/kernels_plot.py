@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm.config.kernel import KernelConfig
 from vllm.config.selection import Facts, selection_for
-from vllm.entrypoints.cli.kernels_explain import asked_model
+from vllm.entrypoints.cli.kernels_explain import add_model_flags, asked_model
 from vllm.errors import ConfigError, nearest_names
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import plot, question
@@ -36,6 +36,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
          "'*.down_proj'.")  # fmt: skip
     text("-o", "--output", type=Path, metavar="FILE", default=Path("kernel_times.svg"),
          help=f"{', '.join(plot.FORMATS)}. Default: kernel_times.svg.")  # fmt: skip
+    add_model_flags(parser)
     parser.set_defaults(run=run_plot)
 
 

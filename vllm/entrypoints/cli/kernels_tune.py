@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
 
-from vllm.entrypoints.cli.kernels_explain import asked_model
+from vllm.entrypoints.cli.kernels_explain import add_model_flags, asked_model, check_model_flags
 from vllm.entrypoints.cli.tune_from import add_from, ask_server, plan_line
 from vllm.errors import ConfigError
 from vllm.kernels import registry
@@ -56,6 +56,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     text("--again", action="store_true", help="Measure again what the table already holds.")
     text("--plan", action="store_true", help="Print what would be measured, and stop.")
     text("--output", type=Path, metavar="FILE", help=f"Default: in {user_folder()}.")
+    add_model_flags(parser)
     add_from(parser)
     limits = parser.add_argument_group("limits")
     text = limits.add_argument
@@ -93,6 +94,8 @@ def run_tune(args: argparse.Namespace) -> int:
         raise ConfigError("give a MODEL, --layer or --from; see vllm kernels tune --help")
     if args.api_key is not None and args.url is None:
         raise ConfigError("--api-key is of the server that --from names")
+    if not args.models and args.url is None:
+        check_model_flags(args)
     _check_limits(args)
     device = probe_device()
     if device.kind == "cuda":
@@ -151,9 +154,7 @@ def _layers(args: argparse.Namespace, device: Device) -> Counter[KernelProblem]:
     found: Counter[KernelProblem] = Counter()
     ranks = product(_numbers("--tp", args.tp), _numbers("--ep", args.ep))
     for (tp, ep), model in product(ranks, args.models):
-        given = argparse.Namespace(
-            dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, tp=tp, ep=ep
-        )
+        given = argparse.Namespace(**{**vars(args), "tp": tp, "ep": ep})
         asked = asked_model(model, given, device)
         if asked.refusal:
             raise ConfigError(f"{model}: {asked.refusal}")

@@ -36,12 +36,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, fill: "Callable[[Parser], None] | None" = None, **options: Any):
         options.setdefault("allow_abbrev", False)
+        options.setdefault("add_help", fill is None)
         super().__init__(**options)
         self._fill = fill
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         if self._fill is not None:
             fill, self._fill = self._fill, None
+            self.add_argument("-h", "--help", action="help", help="show this help message and exit")
             fill(self)
         return super().parse_known_args(*arguments, **options)
 
@@ -94,7 +96,7 @@ def _parser(command: str) -> Parser:
         import_module(SUBCOMMANDS[command][0]).add_parser(subparsers)
     for name, (_, text) in SUBCOMMANDS.items():
         if name not in subparsers.choices:
-            subparsers.add_parser(name, help=text)
+            subparsers.add_parser(name, help=text, add_help=False)  # lists it alone
     return parser
 
 

@@ -50,6 +50,14 @@ def _add_server_flags(group: Any) -> None:
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
          help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
+    text("--tool-call-parser", type=_text, metavar="NAME",
+         help="How the model writes tool calls; default: by its chat template.")  # fmt: skip
+    text("--tool-parser-plugin", metavar="FILE",
+         help="Python file with a parser that --tool-call-parser names.")  # fmt: skip
+    text("--enable-auto-tool-choice", action="store_true",
+         help="No effect: tools are taken wherever a parser is known.")  # fmt: skip
+    text("--reasoning-parser", type=_text, metavar="NAME",
+         help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
     text("--max-waiting", type=_number(int, 0, 2**31, "a count of 0 or more"),
          help="Maximum waiting sequences; more get 503 (default: no limit).")  # fmt: skip
     text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
@@ -75,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
     report = begin_report(process_start())
     settings = _settings(args)
+    _check_parsers(settings)
     raise_file_limit()
     listener = bind(args.host, args.port)
     engine_args = EngineArgs.from_cli_args(args, _model(args))
@@ -101,6 +110,20 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
     return ServerSettings(**given)
+
+
+def _check_parsers(settings: ServerSettings) -> None:
+    """ConfigError for a name that no parser has, before anything is loaded."""
+    if settings.tool_call_parser is not None:
+        from vllm.tool_parsers.registry import tool_parser
+
+        tool_parser(settings.tool_call_parser, settings.tool_parser_plugin)
+    elif settings.tool_parser_plugin is not None:
+        raise ConfigError("--tool-parser-plugin needs --tool-call-parser NAME")
+    if settings.reasoning_parser is not None:
+        from vllm.reasoning.registry import reasoning_format
+
+        reasoning_format(settings.reasoning_parser)
 
 
 def _read_template(given: str) -> str:

@@ -32,7 +32,14 @@ def add_from(parser: argparse.ArgumentParser) -> None:
 def ask_server(args: argparse.Namespace, device: Device) -> Traffic:
     """Prints what is asked of it. ConfigError, HttpError: there is no such server, or another model
     is meant. device: this machine's."""
-    usual = {"tp": "1", "ep": "1", "dtype": "auto", "kv_cache_dtype": "auto", "layer": []}
+    usual: dict[str, Any] = {
+        "tp": "1",
+        "ep": "1",
+        "dtype": "auto",
+        "kv_cache_dtype": "auto",
+        "layer": [],
+    }
+    usual |= {"quantization": None, "hf_overrides": None}
     given = {
         f"--{name.replace('_', '-')}": getattr(args, name) != value for name, value in usual.items()
     }

@@ -1,13 +1,18 @@
 """`/v1/chat/completions`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 from fastapi import Response
 
+from vllm.entrypoints.openai.answer_format import AnswerFormat, AnswerReader
 from vllm.entrypoints.openai.generation import Answer, Json, Service, built
 from vllm.entrypoints.openai.logprobs import chat_logprobs, positions
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tool_parsers.parser import Arguments, Call, Content, Event, Reasoning
 
 
 async def create_chat_completion(
@@ -16,37 +21,109 @@ async def create_chat_completion(
     text = await service.prompts.render(request)
     # The template writes the special tokens itself.
     prompt = await service.prompts.encode(text, add_special_tokens=False)
-    return await _Answer(service, request, f"chatcmpl-{request_id}", [prompt]).response()
+    template = service.prompts.template(request)
+    form = service.answers.of(request, template, text)
+    return await _Answer(service, request, f"chatcmpl-{request_id}", [prompt], form).response()
 
 
 @dataclass
 class _Answer(Answer):
-    """n choices to one prompt. started: choices whose opening was sent."""
+    """n choices to one prompt. readers: of those whose opening was sent, or that are whole.
+    reasoning: of each choice that has not ended, in parts. callers: choices that call tools."""
 
     request: ChatCompletionRequest
-    started: set[int] = field(default_factory=set)
+    form: AnswerFormat
+    readers: dict[int, AnswerReader] = field(default_factory=dict)
+    reasoning: dict[int, list[str]] = field(default_factory=dict)
+    num_reasoning_tokens: int = 0
+    callers: set[int] = field(default_factory=set)
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        changes: Json = {}
+        if self.form.grammar is not None:
+            changes["structured_outputs"] = StructuredOutputsParams(**self.form.grammar)
+        if self.form.keeps_special_tokens:
+            changes["skip_special_tokens"] = False
+        return msgspec.structs.replace(params, **changes) if changes else params
+
     async def choice(self, index: int, output: RequestOutput, new: CompletionOutput) -> Json:
         if not self.extra:
             self.extra = await self.prompt_fields(output)
-        content = self._echoed() + new.text
-        message = {"role": self.service.response_role, "content": content, "refusal": None}
+        message: Json = {"role": self.service.response_role, "content": None, "refusal": None}
+        message |= self._message(await self._read(new))
+        if not message.get("tool_calls") or self._echoed():
+            message["content"] = self._echoed() + (message["content"] or "")
         return await self._choice({"message": message}, new)
 
     async def chunks(
         self, index: int, output: RequestOutput, new: CompletionOutput
     ) -> list[tuple[Json, Json]]:
-        chunk = await self._choice({"delta": {"content": new.text}}, new)
-        if new.index in self.started:
+        is_first, has_extra = new.index not in self.readers, not self.readers
+        delta = self._delta(await self._read(new))
+        chunk = await self._choice({"delta": delta}, new)
+        if not is_first:
             return [(chunk, {})]
-        extra = {} if self.started else await self.prompt_fields(output)
-        self.started.add(new.index)
+        extra = await self.prompt_fields(output) if has_extra else {}
         delta = {"role": self.service.response_role, "content": self._echoed()}
         opening = {"index": new.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [(opening, extra), (chunk, {})]
+
+    async def _read(self, new: CompletionOutput) -> list[Event]:
+        """What `new` adds to its choice."""
+        reader = self.readers.get(new.index)
+        if reader is None:
+            reader = self.readers[new.index] = self.form.reader()
+        events = reader.feed(new.text, new.finish_reason is not None)
+        texts = self.reasoning.setdefault(new.index, [])
+        texts += [event.text for event in events if isinstance(event, Reasoning)]
+        if texts and new.finish_reason is not None:
+            text = "".join(self.reasoning.pop(new.index))
+            self.num_reasoning_tokens += len(await self.service.prompts.tokens(text))
+        if any(isinstance(event, Call) for event in events):
+            self.callers.add(new.index)
+        if self.request.include_reasoning is False:
+            return [event for event in events if not isinstance(event, Reasoning)]
+        return events
+
+    def _message(self, events: Iterable[Event]) -> Json:
+        """Of a whole answer."""
+        message = self._texts(events)
+        calls: dict[int, Json] = {}
+        for event in events:
+            if isinstance(event, Call):
+                function = {"name": event.name, "arguments": ""}
+                calls[event.index] = {"id": event.id, "type": "function", "function": function}
+            elif isinstance(event, Arguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def _delta(self, events: Iterable[Event]) -> Json:
+        """Of a part of an answer; of a plain one its content, be it empty."""
+        delta = self._texts(events)
+        if self.form.is_plain:
+            delta.setdefault("content", "")
+        calls: list[Json] = []
+        for event in events:
+            if isinstance(event, Call):
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"index": event.index, "id": event.id, "type": "function",
+                              "function": function})  # fmt: skip
+            elif isinstance(event, Arguments):
+                if not calls or calls[-1]["index"] != event.index:
+                    calls.append({"index": event.index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
+        return delta | ({"tool_calls": calls} if calls else {})
+
+    def _texts(self, events: Iterable[Event]) -> Json:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        texts: Json = {"content": content} if content else {}
+        if reasoning:
+            texts |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return texts
 
     async def _choice(self, content: Json, new: CompletionOutput) -> Json:
         shape = None
@@ -54,10 +131,20 @@ class _Answer(Answer):
             places = positions(new.token_ids, new.logprobs or [])
             num_top, prompts = self.request.top_logprobs or 0, self.service.prompts
             shape = await built([new.logprobs], chat_logprobs, places, num_top, prompts)
-        return self.core(new.index, new, content, shape)
+        choice = self.core(new.index, new, content, shape)
+        if choice["finish_reason"] == "stop" and new.index in self.callers:
+            choice["finish_reason"] = "tool_calls"
+        return choice
+
+    def _usage(self) -> Json:
+        usage = super()._usage()
+        if self.form.is_plain:
+            return usage
+        details = {"reasoning_tokens": self.num_reasoning_tokens}
+        return {**usage, "completion_tokens_details": details}
 
     def _echoed(self) -> str:
         """The message being continued, where the request asks for it to be part of the answer."""
         last = self.request.messages[-1]
         is_echoed = self.request.echo and last.role == self.service.response_role
-        return last.content if is_echoed else ""
+        return last.content or "" if is_echoed else ""

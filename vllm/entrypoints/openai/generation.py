@@ -13,6 +13,7 @@ import msgspec
 from fastapi import Response
 
 from vllm.engine.async_llm import AsyncLLM
+from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
@@ -30,13 +31,14 @@ class Service:
     """The served model as the endpoints see it.
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
-    chat answers. numbers: of requests to the engine.
+    chat answers. answers: how chat answers are read. numbers: of requests to the engine.
     """
 
     engine: AsyncLLM
     prompts: Prompts
     sampling_defaults: Mapping[str, Any]
     response_role: str = "assistant"
+    answers: AnswerFormats = field(default_factory=AnswerFormats)
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 

@@ -4,6 +4,7 @@ A long prompt takes seconds to tokenise; the threads release the interpreter loc
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _NUM_THREADS = 2
+
+# Templates that ask whether a turn has content, of turns with tool calls.
+_TELLS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 
 # Arguments of apply_chat_template that a request's chat_template_kwargs must not take over.
 _RESERVED = frozenset(
@@ -100,10 +104,15 @@ class Prompts:
             raise RequestError(
                 f"chat_template_kwargs must not set {', '.join(taken)}", "chat_template_kwargs"
             )
+        template = self.template(request)
+        absent = None if _TELLS_NONE.search(template) else ""
+        if request.reasoning_effort is not None:
+            kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
         render = partial(
             tokenizer.apply_chat_template,
-            [message.for_template() for message in request.messages],
-            chat_template=self._template(request),
+            [message.for_template(absent) for message in request.messages],
+            chat_template=template,
+            tools=request.template_tools,
             tokenize=False,
             add_generation_prompt=request.opens_answer,
             continue_final_message=bool(request.continue_final_message),
@@ -120,6 +129,11 @@ class Prompts:
                 f"the chat template cannot render these messages: {error}{fix}", "messages"
             ) from error
 
+    async def tokens(self, text: str) -> list[int]:
+        """Of a part of an answer."""
+        tokenizer = self._needed("text")
+        return await self._in_thread(tokenizer.encode, text, add_special_tokens=False)
+
     def token_bytes(self, token_id: int, text: str) -> list[int]:
         """UTF-8 bytes of a token; `text` cannot tell where a token holds part of a character."""
         spelling = None
@@ -127,7 +141,7 @@ class Prompts:
             spelling = self.tokenizer.convert_ids_to_tokens(token_id)
         return _bytes_of_spelling(spelling) or list(text.encode())
 
-    def _template(self, request: TemplateFields) -> str:
+    def template(self, request: TemplateFields) -> str:
         if request.chat_template is not None:
             if not self.trusts_requests:
                 raise RequestError(

@@ -8,15 +8,17 @@ that say nothing about the text (IGNORED_FIELDS) are dropped.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tool_parsers.schemas import Tool
 
 IGNORED_FIELDS = frozenset(
     {
-        "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier",
-        "prompt_cache_key", "prompt_cache_retention",
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "verbosity",
     }
 )  # fmt: skip
 """Accepted at the top level of a request and without effect."""
@@ -26,6 +28,7 @@ MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 10
+NAMED = "function:"
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -92,6 +95,12 @@ class _Strict(BaseModel):
         return {name: value for name, value in fields.items() if value is not None}
 
 
+class _Lenient(_Strict):
+    """Fields that are not known are left out."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
 class StreamOptions(_Strict):
     """continuous_usage_stats: usage so far in every chunk."""
 
@@ -128,6 +137,7 @@ class StructuredOutputs(_Strict):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerationRequest(_Strict):
@@ -198,6 +208,10 @@ class GenerationRequest(_Strict):
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
+        asked = self.asked_grammar()
+        return StructuredOutputsParams(**asked) if asked else None
+
+    def asked_grammar(self) -> dict[str, Any]:
         """The one grammar asked for, under whichever name."""
         asked = {
             f"guided_{kind}": {kind: grammar}
@@ -211,9 +225,7 @@ class GenerationRequest(_Strict):
             asked["response_format"] = self.response_format.grammar()
         if len(asked) > 1:
             raise RequestError(f"{', '.join(asked)} exclude each other", list(asked)[1])
-        for grammar in asked.values():
-            return StructuredOutputsParams(**grammar)
-        return None
+        return next(iter(asked.values()), {})
 
 
 class CompletionRequest(GenerationRequest):
@@ -253,23 +265,100 @@ class CompletionRequest(GenerationRequest):
         }
 
 
-class ChatMessage(_Strict):
-    """One turn. Fields that a client copies from an answer are taken while they are empty."""
+class FunctionCall(_Lenient):
+    name: str
+    arguments: str | dict[str, Any] | None = None
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_message_text)]
+
+class ToolCall(_Lenient):
+    """A call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates take the arguments as an object."""
+        arguments = self.function.arguments or {}
+        if isinstance(arguments, str):
+            arguments = _json_object(arguments, self.function.name)
+        function = {"name": self.function.name, "arguments": arguments}
+        call = {"type": "function", "function": function}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+def _json_object(text: str, name: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError(
+            f"messages: arguments of a call of {name!r} are {text[:80]!r}; they take the text of "
+            f"a JSON object",
+            "messages",
+        )
+    return found
+
+
+class ChatMessage(_Lenient):
+    """One turn. Fields that are not known are left out: clients send answers back with their own.
+    tool_call_id: of a turn of role tool, which call it answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_message_text)] = None
     name: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = None
-    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _has_content(self) -> "ChatMessage":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing: only an assistant's with tool_calls may lack it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of role assistant")
+        return self
+
+    def for_template(self, without_content: str | None = "") -> dict[str, Any]:
+        """without_content: what the template takes for the content of a turn that has none."""
         role = "system" if self.role == "developer" else self.role
-        kept = {"content", "name", "reasoning_content"}
-        return {"role": role, **self.model_dump(include=kept, exclude_none=True)}
+        content = without_content if self.content is None else self.content
+        turn: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        reasoning = self.reasoning_content or self.reasoning
+        others = {"name": self.name, "reasoning_content": reasoning,
+                  "tool_call_id": self.tool_call_id}  # fmt: skip
+        return turn | {key: value for key, value in others.items() if value is not None}
+
+
+class FunctionDefinition(_Lenient):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolParam(_Lenient):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def tool(self) -> Tool:
+        own = self.function
+        return Tool(own.name, own.description, own.parameters, own.strict)
+
+
+class NamedFunction(_Lenient):
+    name: str
+
+
+class NamedToolChoice(_Lenient):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class TemplateFields(_Strict):
@@ -280,6 +369,13 @@ class TemplateFields(_Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolParam] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """What the template is told of tools."""
+        return [param.tool().to_json() for param in self.tools or ()] or None
 
     @property
     def opens_answer(self) -> bool:
@@ -298,22 +394,31 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
 
+    @property
+    def choice(self) -> str:
+        """none, auto, required, or the name of a tool after `function:`."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return f"{NAMED}{self.tool_choice.function.name}"
+        return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.choice == "none" else super().template_tools
+
     def check(self) -> None:
         super().check()
         self.check_template_fields()
-        for offered, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-            wish = getattr(self, choice)
-            if wish not in (None, "none", "auto") or (getattr(self, offered) and wish != "none"):
-                raise RequestError(
-                    f'{offered} are not supported: leave them out or set {choice} to "none"',
-                    offered,
-                )
+        self._check_tools()
+        if self.functions or self.function_call not in (None, "none"):
+            raise RequestError("functions are not supported: give them as tools", "functions")
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities takes ["text"] only', "modalities")
         if self.top_logprobs is not None and not self.logprobs:
@@ -322,6 +427,20 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
             raise RequestError(
                 f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, not {self.top_logprobs}",
                 "top_logprobs",
+            )
+
+    def _check_tools(self) -> None:
+        names = [param.function.name for param in self.tools or ()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RequestError(f"tools has {min(twice)!r} twice; give each its own name", "tools")
+        choice = self.choice
+        if choice == "required" and not names:
+            raise RequestError("tool_choice required needs tools", "tool_choice")
+        if choice.startswith(NAMED) and choice.removeprefix(NAMED) not in names:
+            offered = ", ".join(names) or "none"
+            raise RequestError(
+                f"tool_choice names {choice.removeprefix(NAMED)!r}; tools offers {offered}",
+                "tool_choice",
             )
 
     def own_params(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from vllm.engine.async_llm import AsyncLLM
+from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
 from vllm.entrypoints.openai.http import Gate
@@ -19,7 +20,9 @@ from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import EngineDeadError
 from vllm.logger import get_logger
+from vllm.reasoning.registry import reasoning_format
 from vllm.sampling_params import generation_defaults
+from vllm.tool_parsers.registry import tool_parser
 
 logger = get_logger(__name__)
 
@@ -171,7 +174,15 @@ def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
     defaults.pop("max_tokens", None)
     if defaults:
         logger.info("sampling defaults of this model: %s", defaults)
-    return Service(engine, prompts, defaults, settings.response_role)
+    return Service(engine, prompts, defaults, settings.response_role, _answer_formats(settings))
+
+
+def _answer_formats(settings: ServerSettings) -> AnswerFormats:
+    calls, reasoning = settings.tool_call_parser, settings.reasoning_parser
+    return AnswerFormats(
+        tool_parser(calls, settings.tool_parser_plugin) if calls else None,
+        reasoning_format(reasoning) if reasoning else None,
+    )
 
 
 async def _first(*waits: Awaitable[Any]) -> None:

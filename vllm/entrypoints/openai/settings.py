@@ -15,6 +15,9 @@ class ServerSettings:
     chat_template: str | None
     trust_request_chat_template: bool
     generation_config: str
+    tool_call_parser: str | None
+    tool_parser_plugin: str | None
+    reasoning_parser: str | None
     response_role: str
     max_waiting: int | None
     max_body_size: int

@@ -1,10 +1,11 @@
-"""compressed-tensors checkpoints (llm-compressor): NVFP4, FP8, MXFP8, int8 and int4, by layer."""
+"""compressed-tensors checkpoints (llm-compressor): NVFP4, MXFP4, FP8, MXFP8, int8, int4, by
+layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp4, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.description import INTEGER_GROUPS
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
@@ -23,6 +24,7 @@ _FORMATS = (
     "mxfp8-quantized",
     "int-quantized",
     "pack-quantized",
+    "mxfp4-pack-quantized",
 )
 _DYNAMIC_GROUP = 128
 _FP8 = {"tensor": fp8_tensor.FORMAT, "channel": fp8_channel.FORMAT}
@@ -42,6 +44,7 @@ _NVFP4_NAMES = TensorNames(
     global_scale="weight_global_scale",
     is_divisor=True,
 )
+_MXFP4_NAMES = TensorNames("weight_packed")
 _INT4_NAMES = TensorNames("weight_packed", zero_point="weight_zero_point", packing="int32")
 
 
@@ -175,7 +178,7 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"weights {_short(group['weights'])}, input_activations "
             f"{_short(group.get('input_activations'))}, output_activations "
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
-            f"scales per tensor, channel or block, MXFP8, symmetric int8 per channel with "
+            f"scales per tensor, channel or block, MXFP8, MXFP4, symmetric int8 per channel with "
             f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
             f"quantised, and int4 in groups of {', '.join(map(str, INTEGER_GROUPS))} columns with "
             f"activations in FP8 per token or not quantised"
@@ -262,6 +265,21 @@ def _mxfp8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     return StoredLayer(weight, mxfp8.FORMAT.act) if is_known else None
 
 
+def _mxfp4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    """Activations that the checkpoint lets be quantised, to MXFP4 or FP8, are left as they are."""
+
+    def is_mx(args: _Args) -> bool:
+        return _is_symmetric(args, 4, "float", "group") and args.get("group_size") == mxfp4.GROUP
+
+    def is_dynamic_float(args: _Args) -> bool:
+        is_fp8 = _is_symmetric(args, 8, "float", "group", "token")
+        return (is_mx(args) or is_fp8) and args.get("dynamic") is True
+
+    if not is_mx(weights) or not (inputs is None or is_dynamic_float(inputs)):
+        return None
+    return StoredLayer(WeightFormat.of(mxfp4.FORMAT.kind), mxfp4.FORMAT.act, _MXFP4_NAMES)
+
+
 def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     group: Any = weights.get("group_size")
     # Activation order within groups only: others shuffle the columns.
@@ -278,7 +296,7 @@ def _int4(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
     return StoredLayer(weight, act, _INT4_NAMES, has_zero_points=has_zero_points)
 
 
-_PARSERS = dict(zip(_FORMATS, (_nvfp4, _fp8, _mxfp8, _int8, _int4)))
+_PARSERS = dict(zip(_FORMATS, (_nvfp4, _fp8, _mxfp8, _int8, _int4, _mxfp4)))
 
 
 def _short(args: object) -> str:

@@ -9,7 +9,7 @@ from vllm.errors import CheckpointError
 
 EVERY_LINEAR = "Linear"
 _PART = r"(layers\.\d+|[A-Za-z_]\w*)"
-_OF_ALL_EXPERTS = re.compile(rf"({_PART}(\.{_PART})*)?")
+_OF_ALL_EXPERTS = rf"({_PART}(\.{_PART})*)?"
 
 
 class LayerNames:
@@ -72,7 +72,7 @@ def tell_experts_apart(*lists: Iterable[str]) -> bool:
     layer's, or a pattern that is more than a part of a name."""
     entries = (entry for own in lists for entry in own)
     bare = (e.removeprefix("re:").replace("\\.", ".").strip("^.*$") for e in entries)
-    return not all(map(_OF_ALL_EXPERTS.fullmatch, bare))
+    return not all(re.fullmatch(_OF_ALL_EXPERTS, one) for one in bare)
 
 
 def layers_listed(config: Mapping[str, Any], *fields: str) -> list[str]:

@@ -1,10 +1,10 @@
-"""NVIDIA ModelOpt checkpoints: NVFP4, FP8 and MXFP8, one for all layers or each layer its own."""
+"""NVIDIA ModelOpt checkpoints: NVFP4, MXFP4, FP8 and MXFP8, for all layers or each its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
+from vllm.formats import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, merged
 from vllm.formats.readers.cache_scales import has_fp8_cache_scales
@@ -26,6 +26,7 @@ _SCHEMES = {
     "FP8_PB_WO": _FP8_BLOCK,
     "FP8_BLOCK_SCALES": _FP8_BLOCK,
     "MXFP8": StoredLayer(WeightFormat.of(mxfp8.FORMAT.kind), mxfp8.FORMAT.act),
+    "MXFP4": StoredLayer(WeightFormat.of(mxfp4.FORMAT.kind), mxfp4.FORMAT.act),
 }
 
 

@@ -23,11 +23,12 @@ from vllm.formats.readers.modelopt import (
     ModelOptNvFp4Config,
 )
 from vllm.formats.readers.mxfp4 import Mxfp4Config
+from vllm.formats.readers.quark import QuarkConfig
 from vllm.utils.entry_points import extensions
 
 ENTRY_POINTS = "vllm.quantization_readers"
 _BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, ModelOptMixedConfig,
-            CompressedTensorsConfig, AwqConfig, GptqConfig, Mxfp4Config)  # fmt: skip
+            CompressedTensorsConfig, AwqConfig, GptqConfig, Mxfp4Config, QuarkConfig)  # fmt: skip
 
 # quant_methods that are refused with what to take instead.
 _REFUSED = {

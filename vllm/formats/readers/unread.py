@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.formats.readers.layer_names import LayerNames
 
-_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers",
+_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers", "exclude",
           "llm_int8_skip_modules")  # fmt: skip
 
 

@@ -49,8 +49,8 @@ def _head_size(problem: Problem) -> list[Reason]:
 _Cache = partial(_Spec, formats=shared.CACHES, check=_head_size)
 SPECS = (
     _Spec(family="linear", formats=shared.WEIGHTS, native=("cpu_linear",)),
-    _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",)),
-    _Cache(family="attention", native=("cpu_attention",), variants=shared.SOFTCAP),
+    _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",), **shared.EXPERTS),
+    _Cache(family="attention", native=("cpu_attention",), variants=shared.SINKS | shared.SOFTCAP),
     _Cache(family="kv_quant", native=("cpu_cache_write",)),
     _Spec(
         family="delta_rule",
@@ -89,7 +89,8 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
         experts.append((gate_up, down))
-    return lambda x, weights, ids: cpu_ops.routed_experts(x, weights, ids, experts)
+    activate = shared.expert_activation(problem, cpu_ops)
+    return lambda x, weights, ids: cpu_ops.routed_experts(x, weights, ids, experts, activate)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
+from vllm.kernels.backends.shared import expert_activation
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.kernels.select.spec import KernelSpec
@@ -72,12 +73,14 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     pairs = (tensors.expert(index) for index in range(tensors.num_experts))
     experts = [tuple(_kernel(part, winner, dtype) for part in pair) for pair in pairs]
 
+    activate = expert_activation(problem, torch_ops)
+
     def apply(x: "Tensor", weights: "Tensor", ids: "Tensor") -> "Tensor":
         total = torch.zeros_like(x, dtype=torch.float32)
         for index, (gate_up, down) in enumerate(experts):
             rows, places = torch.where(ids == index)
             if rows.numel():
-                inner = torch_ops.silu_and_mul(gate_up(x[rows].to(dtype)))
+                inner = activate(gate_up(x[rows].to(dtype)))
                 total.index_add_(0, rows, down(inner).float() * weights[rows, places, None])
         return total.to(x.dtype)
 

@@ -57,6 +57,8 @@ SPECS = (
         scales=(("*", Scales.ACTIVATION),),
         check=_columns_per_scale,
     ),
+    # Powers of two of the range that bf16 has.
+    _Spec(formats=frozenset({"mxfp4"}), dtypes=frozenset({"bf16"})),
     # Its scales are of whole blocks.
     _Spec(
         formats=frozenset({"fp8-block"}),
@@ -123,6 +125,12 @@ def describe(
     stored = {"weight": packed.view(torch.int32)}
     rows, columns = tensors.format.block
     description: dict[str, Any]
+    if tensors.format.element == "mxfp4":
+        assert tensors.scales is not None
+        stored["weight_scale"] = tensors.scales.contiguous().view(torch.float8_e8m0fnu)
+        description = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0"}
+        description |= {"weight_scale_type": "group", "weight_scale_group_size": 32}
+        return description, stored
     if tensors.format.element == "nvfp4":
         assert tensors.scales is not None
         stored["weight_scale"] = tensors.scales.contiguous()

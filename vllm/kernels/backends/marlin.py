@@ -1,10 +1,12 @@
-"""Weight-only kernels: FP8, MXFP8, NVFP4 and int4 weights widened in registers, activations
-untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that were made
-for it, where tensor cores take FP8 from registers.
+"""Weight-only kernels: FP8, MXFP8, NVFP4, MXFP4, int4 and int8 weights widened in registers,
+activations untouched; and int4 weights by activations in FP8 (`marlin-w4a8`), for checkpoints that
+were made for it, where tensor cores take FP8 from registers.
 
 Few tokens are multiplied by our own kernel, which widens the packed weight in registers, once for
 128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. By FP8
 activations it multiplies any number: scales of groups leave nothing that torch's FP8 GEMM takes.
+MXFP4 is packed as NVFP4, and int8 as twice as many columns of int4, which cost torch's GEMM twice
+the work. Neither has run on hardware.
 The kernel is tested on Hopper; its code is also run thread by thread on a CPU
 (tests/native/test_weight_only_gemm.py). Products by FP8 activations have run on 9.0 alone, where no
 backend asks for them.
@@ -51,18 +53,29 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     columns = problem.weight.block[1]
     if problem.weight.scale == "block":  # a cut leaves steps that every shard can begin with
         columns = shared.cut_columns(problem).refined(columns)
+    if problem.weight.element == "int8":  # as two int4 numbers, in groups
+        k = problem.k if isinstance(problem, LinearProblem) else problem.hidden
+        sizes = [k] if isinstance(problem, LinearProblem) else [k, problem.intermediate]
+        odd = next((size for size in sizes if size % _LEAST_GROUP), 0)
+        text = f"{odd} columns of int8, and it takes multiples of {_LEAST_GROUP}"
+        return shared.shape_reasons((odd > 0, text))
     is_refused = columns > 0 and (columns < _LEAST_GROUP or columns & (columns - 1) > 0)
     text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
     return shared.shape_reasons((is_refused, text))
+
+
+def _expert_reasons(problem: Problem) -> list[Reason]:
+    assert isinstance(problem, MoEProblem)
+    is_refused = problem.activation != "silu" and not problem.bias
+    text = f"computes {problem.activation} of experts with biases alone"
+    return _columns_per_scale(problem) + shared.shape_reasons((is_refused, text))
 
 
 _Spec = partial(
     KernelSpec,
     backend="marlin",
     devices=shared.FROM_SM80,
-    formats=frozenset(
-        {"fp8-tensor", "fp8-channel", "fp8-block", "mxfp8", "nvfp4", "int4-group", "int4-channel"}
-    ),
+    formats=shared.WEIGHTS - shared.FLOATS,
     dtypes=shared.HALF,
     libs=((NATIVE, ""),),
     native=("marlin_gemm",),
@@ -86,7 +99,12 @@ _W4A8 = partial(
 SPECS = (
     _Spec(family="linear"),
     # Rows are sorted by expert, and put together again, by Triton kernels.
-    _Spec(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
+    _Spec(
+        family="moe",
+        libs=((NATIVE, ""), ("triton", "3.2")),
+        check=_expert_reasons,
+        **shared.EXPERTS,
+    ),
     _W4A8(family="linear"),
     _W4A8(family="moe", libs=((NATIVE, ""), ("triton", "3.2"))),
 )
@@ -114,6 +132,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
     from vllm.kernels import cuda_ops
     from vllm.kernels.triton import moe_rows
+    from vllm.kernels.triton.expert_bias import activate_biased, add_biases
     from vllm.ops import torch_ops
     from vllm.ops.weight_only_layout import pack_experts
     from vllm.ops.weight_only_ops import multiply_experts
@@ -122,6 +141,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     stacks = zip(*(tensors.expert(index) for index in range(num_experts)))
     gate_up, down = (pack_experts(stack, num_experts, by_fp8) for stack in stacks)
     ops = cuda_ops if tensors.down.is_cuda else torch_ops
+    gate_up_bias, down_bias = tensors.gate_up_bias, tensors.down_bias
 
     def apply(
         x: "Tensor", weights: "Tensor", ids: "Tensor", block_rows: int | None = None
@@ -132,9 +152,16 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         if block_rows is None:
             share = num_pairs / num_experts
             block_rows = next((size for size in _BLOCK_ROWS if share <= size), _BLOCK_ROWS[-1])
-        rows = moe_rows.sort(ids.contiguous(), num_experts, block_m=block_rows)
+        ids = ids.contiguous()
+        rows = moe_rows.sort(ids, num_experts, block_m=block_rows)
         inner = multiply_experts(x, gate_up, rows.blocks, block_rows, num_pairs, rows.order, top_k)
-        out = multiply_experts(ops.silu_and_mul(inner), down, rows.blocks, block_rows, num_pairs)
+        if gate_up_bias is None:
+            inner = ops.silu_and_mul(inner)
+        else:
+            inner = activate_biased(inner, gate_up_bias, ids, rows.positions, problem.swiglu_limit)
+        out = multiply_experts(inner, down, rows.blocks, block_rows, num_pairs)
+        if down_bias is not None:
+            add_biases(out, down_bias, ids, rows.positions)
         return moe_rows.combine(out, weights, rows.positions, num_experts)
 
     if tensors.down.is_cuda:

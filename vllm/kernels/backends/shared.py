@@ -4,6 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.architectures.decoder import SINKS as _SINKS
+from vllm.architectures.decoder import SOFTCAP as _SOFTCAP
+from vllm.architectures.decoder import SWIGLUOAI
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis
 from vllm.formats.scales import Scales
@@ -24,11 +27,17 @@ BLOCK = 128
 
 FLOATS = frozenset({"fp32", "bf16", "fp16"})
 WEIGHTS = FLOATS | {
-    *("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "nvfp4"),
+    *("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4", "nvfp4"),
     *("int4-group", "int4-channel", "int8-group", "int8-channel"),
 }
 CACHES = FLOATS | {"fp8"}
-SOFTCAP = frozenset({"logit softcapping"})  # of attention
+SINKS = frozenset({_SINKS})  # of attention
+SOFTCAP = frozenset({_SOFTCAP})  # of attention
+# Of kernels that compute the experts of gpt-oss too.
+EXPERTS: dict[str, Any] = {
+    "activation_functions": frozenset({"silu", SWIGLUOAI}),
+    "takes_expert_bias": True,
+}
 STATES = frozenset({"fp32"})  # of the delta rule
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
@@ -56,6 +65,14 @@ NVFP4: dict[str, Any] = {
 def shape_reasons(*checks: tuple[bool, str]) -> list[Reason]:
     """Of checks (is it refused, why) those that refuse."""
     return [Reason(Why.SHAPE, text) for is_refused, text in checks if is_refused]
+
+
+def expert_activation(problem: MoEProblem, ops: Any) -> "Callable[[Tensor], Tensor]":
+    """[T, 2 * intermediate] -> [T, intermediate], gate before up, by an ops module (vllm.ops)."""
+    if problem.activation == SWIGLUOAI:
+        return partial(ops.swigluoai_and_mul, limit=problem.swiglu_limit)
+    activate: Callable[[Tensor], Tensor] = ops.silu_and_mul
+    return activate
 
 
 def delta_rule_heads(problem: Problem) -> list[Reason]:

@@ -4,7 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.kernels.backends.shared import CACHES, FLOATS, SOFTCAP, STATES, WEIGHTS
+from vllm.architectures.kv_cache import MLA
+from vllm.kernels.backends.shared import (
+    CACHES,
+    EXPERTS,
+    FLOATS,
+    SINKS,
+    SOFTCAP,
+    STATES,
+    WEIGHTS,
+    expert_activation,
+)
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -49,9 +59,9 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS),
-    _Spec(family="attention", formats=CACHES, waits=True, variants=SOFTCAP),
-    _Spec(family="kv_quant", formats=CACHES, waits=True),
+    _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
+    _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS | SOFTCAP | {MLA}),
+    _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
 )
 
@@ -93,26 +103,41 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
         (pack_with(torch_ops.pack_linear, gate_up), pack_with(torch_ops.pack_linear, down))
         for gate_up, down in map(tensors.expert, range(tensors.num_experts))
     ]
-    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts)
+    activate = expert_activation(problem, torch_ops)
+    return lambda x, weights, ids: torch_ops.routed_experts(x, weights, ids, experts, activate)
 
 
 def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttention":
     from vllm.ops import torch_ops
     from vllm.ops.paged_attention import PagedAttention
 
+    if problem.variant == MLA:
+        from vllm.ops.latent_attention import LatentPagedAttention, paged_latent_attention
+
+        return LatentPagedAttention(paged_latent_attention, write, problem)
+
     def attend(
-        q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", *batch: Any, **options: Any
+        q: "Tensor",
+        k_cache: "Tensor",
+        v_cache: "Tensor",
+        *batch: Any,
+        sinks: "Tensor | None" = None,
+        softcap: float = 0.0,
+        **bounds: int,
     ) -> "Tensor":
-        own = {
-            name: options[name] for name in ("softcap",) if name in options
-        }  # others bound grids
-        return torch_ops.paged_attention(q, *_as_on_cpu(k_cache, v_cache), *batch, **own)
+        compute = partial(torch_ops.paged_attention, sinks=sinks, softcap=softcap)
+        return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
 
     return PagedAttention(attend, write, problem)
 
 
 def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.ops import torch_ops
+
+    if problem.variant == MLA:
+        from vllm.ops.latent_attention import write_latents
+
+        return write_latents
 
     def write(
         k: "Tensor",

@@ -4,6 +4,7 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
+from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -42,15 +43,22 @@ _Spec = partial(
 # Scale blocks of any size.
 _Block = partial(_Spec, devices=_FP8_CHIPS, **shared.FP8_BLOCKS | {"blocks": frozenset()})
 _LAYOUTS = frozenset({"standard", "batched"})
-_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS)
+_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.EXPERTS)
 # Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
 _LEAST_STEP = 32
 # Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
 _MOST_HEADS = 64
+_LATENTS = frozenset({MLA})
 
 
 def _heads(problem: Problem) -> list[Reason]:
     assert isinstance(problem, AttentionProblem)
+    if problem.variant == MLA:
+        latent, rope = problem.value_dim, problem.head_dim - problem.value_dim
+        return shared.shape_reasons(
+            (latent > 512, f"latents of {latent} are larger than 512"),
+            (rope > 128, f"rotated parts of {rope} are larger than 128"),
+        )
     group = problem.num_heads // problem.num_kv_heads
     return shared.shape_reasons(
         (problem.head_dim > 256, f"head_dim = {problem.head_dim} is more than 256"),
@@ -68,16 +76,17 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((step < _LEAST_STEP, text))
 
 
-_Attention = partial(_Spec, family="attention", check=_heads, variants=shared.SOFTCAP)
+_VARIANTS = shared.SINKS | shared.SOFTCAP | _LATENTS
+_Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),
-    _Block(family="moe", layouts=_LAYOUTS, check=_columns_per_scale),
+    _Block(family="moe", layouts=_LAYOUTS, **shared.EXPERTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),
     _Attention(formats=_FP8, devices=_FP8_CHIPS),
-    _Spec(family="kv_quant", formats=shared.HALF),
-    _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS),
+    _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
+    _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.
     _Spec(family="delta_rule", formats=shared.STATES, check=shared.delta_rule_heads),
 )
@@ -115,11 +124,22 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
     from vllm.kernels.triton.attention import paged_attention
     from vllm.ops.paged_attention import PagedAttention
 
+    if problem.variant == MLA:
+        from vllm.kernels.triton.latent_attention import paged_latent_attention
+        from vllm.ops.latent_attention import LatentPagedAttention
+
+        return LatentPagedAttention(paged_latent_attention, write, problem)
+
     return PagedAttention(paged_attention, write, problem)
 
 
 def kv_quant(problem: KVQuantProblem) -> "CacheWriter":
     from vllm.kernels.triton.attention import reshape_and_cache
+
+    if problem.variant == MLA:
+        from vllm.kernels.triton.latent_attention import write_latents
+
+        return write_latents
 
     return reshape_and_cache
 

@@ -1,37 +1,37 @@
 """Where others measured the same layer to be faster in bf16: a quantised weight takes half the
 memory or less, and not always less time. Standard library only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm.kernels.evidence.imported import (
     BALANCED,
     ImportedTable,
     Kind,
     Series,
-    find_imported,
     parse_times,
     place_in_tables,
     size_text,
 )
 from vllm.kernels.evidence.splits import TOLERANCE
-from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
 
 
-def faster_in_bf16(chip: Chip, problem: Problem, parts: Parts) -> FasterInBf16 | None:
-    """What the tables of `chip` say of the chosen `parts`, each for its numbers of tokens; None
-    where nobody measured this very size in both types, or bf16 is nowhere faster."""
+def faster_in_bf16(
+    tables: Iterable[ImportedTable], problem: Problem, parts: Parts
+) -> FasterInBf16 | None:
+    """What the tables say of the chosen `parts`, each for its numbers of tokens; None where nobody
+    measured this very size in both types, or bf16 is nowhere faster."""
     if not isinstance(problem, LinearProblem | MoEProblem) or not problem.weight.is_quantized:
         return None
     place = place_in_tables(problem, BALANCED)
     if place is None:
         return None
     (weight_format, activation, routing), size = place
-    for table in find_imported(chip, problem.family):
+    for table in tables:
         kind = table.kind(weight_format, activation, routing)
         plain = table.kind("bf16", activation, routing)
-        if kind is None or plain is None or not table.ranks:
+        if kind is None or plain is None:
             continue
         found = _compared(table, kind, plain, size_text(size), parts, problem.m_range)
         if found is not None:

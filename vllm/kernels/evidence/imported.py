@@ -9,7 +9,7 @@ import gzip
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from math import exp, hypot, log, log2
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import Chip, user_folder
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem
 from vllm.machine import Device
 from vllm.utils.dataclasses import dataclass, replace
 
@@ -89,33 +89,23 @@ class ImportedTimes:
         return tuple(found)
 
 
-def imported_times(chip: Chip, problem: Problem, routing: str = BALANCED) -> ImportedTimes | None:
-    """What the tables say of `problem` on `chip`; None where they have no near size of its format
-    with a kernel that a backend here calls too. routing: of tokens to experts, BALANCED or SKEWED.
-    ConfigError for a table that is broken."""
-    if not isinstance(problem, LinearProblem | MoEProblem):
-        return None
-    ranking = (table for table in find_imported(chip, problem.family) if table.ranks)
-    return first_times(ranking, problem, routing)
-
-
 def first_times(
     tables: Iterable["ImportedTable"],
     problem: LinearProblem | MoEProblem,
     routing: str = BALANCED,
 ) -> ImportedTimes | None:
-    """Of the first table that says something of the problem."""
+    """Of the first table that says something of the problem: that has a near size of its format
+    with a kernel that a backend here calls too. routing: of tokens to experts, BALANCED or SKEWED.
+    """
     return next(filter(None, (table.times(problem, routing) for table in tables)), None)
 
 
-def tables_that_rank(chip: Chip, family: str) -> tuple["ImportedTable", ...]:
+def comparing(tables: Iterable["ImportedTable"]) -> Iterator["ImportedTable"]:
     """With those kinds of layers alone for which two kernels compare that backends here call."""
-    comparing = (
-        replace(table, kinds=tuple(kind for kind in table.kinds if len(kind.by_backend) > 1))
-        for table in find_imported(chip, family)
-        if table.ranks
-    )
-    return tuple(table for table in comparing if table.kinds)
+    for table in tables:
+        kinds = tuple(kind for kind in table.kinds if len(kind.by_backend) > 1)
+        if kinds:
+            yield replace(table, kinds=kinds)
 
 
 # ---------------------------------------------------------------- one kind of layer
@@ -376,7 +366,7 @@ class ImportedTable:
     def times(
         self, problem: LinearProblem | MoEProblem, routing: str = BALANCED
     ) -> ImportedTimes | None:
-        """See `imported_times`."""
+        """See `first_times`."""
         asked = place_in_tables(problem, routing)
         kind = self.kind(*asked[0]) if asked else None
         times = kind.at(asked[1]) if asked and kind else None
@@ -410,7 +400,8 @@ def file_name(chip: Chip, family: str) -> str:
 
 
 def find_imported(chip: Chip, family: str) -> tuple[ImportedTable, ...]:
-    """Of this chip, the user's first, then of the same chip with other memory."""
+    """Of this chip, the user's first, then of the same chip with other memory. ConfigError for one
+    that is broken."""
     every = [
         read_imported(path)
         for folder in (user_folder() / FOLDER, SHIPPED)

@@ -13,7 +13,7 @@ from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, u
 from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,30 +38,36 @@ class Known:
         by backend, what is here."""
         measured = timings_of(self.tables, problem, versions)
         if measured is not None and measured.grade is Grade.MEASURED:
-            return measured
+            before = self._before(problem, versions)
+            return measured if before is None else replace(measured, before=before)
         estimated = estimate_of(self.costs, problem, versions)
         return measured or self._imported(problem) or estimated
+
+    def _before(self, problem: Problem, versions: Mapping[str, str] | None) -> Timings | None:
+        """What this build's tables say where a user measured the problem too."""
+        own = [table for table in self.tables if not table.is_near]
+        if all(table.is_shipped or problem.size_key not in table.rows for table in own):
+            return None
+        return timings_of([table for table in own if table.is_shipped], problem, versions)
 
     def _imported(self, problem: Problem) -> Timings | None:
         """None where others measured no two kernels that a backend here calls too, or their tables
         of this chip are a cross-check of ours alone."""
         if self.chip is None or not isinstance(problem, LinearProblem | MoEProblem):
             return None
-        times = imported.first_times(_imported_tables(self, problem.family), problem)
+        times = imported.first_times(_comparing_tables(self, problem.family), problem)
         return None if times is None else as_evidence(times)
 
     def faster_in_bf16(self, problem: Problem, parts: Parts) -> FasterInBf16 | None:
         """What others measured where choices may follow them; see `evidence/bf16.py`."""
         if self.chip is None:
             return None
-        if not any(table.ranks for table in imported.find_imported(self.chip, problem.family)):
-            return None
-        return faster_in_bf16(self.chip, problem, parts)
+        return faster_in_bf16(_imported_tables(self, problem.family), problem, parts)
 
     def digests(self) -> Iterator[str]:
         """Names of the tables, with what they hold, and of the user's other files."""
         for table in self.tables:
-            content = repr((table.chip, table.rows)).encode()
+            content = repr((table.chip, dict(table.rows))).encode()
             yield f"{Path(table.source).name} {_digest(content)}"
         folders = path_of_fitted(user_folder() / "_").parent, user_folder() / imported.FOLDER
         for folder in folders:
@@ -71,8 +77,15 @@ class Known:
 
 @lru_cache(maxsize=8)
 def _imported_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
+    """Those that choices may follow."""
     assert known.chip is not None
-    return imported.tables_that_rank(known.chip, family)
+    return tuple(table for table in imported.find_imported(known.chip, family) if table.ranks)
+
+
+@lru_cache(maxsize=8)
+def _comparing_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
+    """With those kinds of layers alone for which two kernels compare that backends here call."""
+    return tuple(imported.comparing(_imported_tables(known, family)))
 
 
 def as_evidence(times: imported.ImportedTimes) -> Timings | None:

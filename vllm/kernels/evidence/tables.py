@@ -196,6 +196,11 @@ class Table:
     source: str = ""
     is_near: bool = False
 
+    @property
+    def is_shipped(self) -> bool:
+        """With this build."""
+        return self.source.startswith(f"{SHIPPED.name}/")
+
     def timings(
         self, problem: Problem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
@@ -322,32 +327,45 @@ def read_table(path: Path) -> Table:
     """ConfigError names the file and what is wrong with it."""
     try:
         state = path.stat()
-        table = _read(path, state.st_mtime_ns, state.st_size, state.st_ino)
+        return _read(path, state.st_mtime_ns, state.st_size, state.st_ino)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no table of measured kernels ({type(error).__name__}: {error}): delete it "
             f"and run vllm kernels tune again"
         ) from error
-    shown = f"tuned/{path.name}" if path.parent == SHIPPED else str(path)
-    return replace(table, source=shown)
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, *state: int) -> Table:
-    return _parse(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _parse(content: Mapping[str, Any]) -> Table:
-    rows = {
-        str(size_key): {
-            str(backend): _parse_entry(entry, is_of_attention(size_key))
-            for backend, entry in row.items()
-        }
-        for size_key, row in content["rows"].items()
-    }
+    content = json.loads(path.read_text(encoding="utf-8"))
     # Versions before this one did not write the memory; their rows mean nothing here either.
     numbers = int(content["num_sms"]), int(content.get("memory_gb_per_s", 0))
-    return Table(Chip(Device.parse(content["device"]), *numbers), str(content["name"]), rows)
+    chip, rows = Chip(Device.parse(content["device"]), *numbers), _Rows(content["rows"])
+    name, is_shipped = str(content["name"]), path.parent == SHIPPED
+    if is_shipped:
+        return Table(chip, name, rows, f"{SHIPPED.name}/{path.name}")
+    return Table(chip, name, dict(rows), str(path))  # which may be broken anywhere
+
+
+class _Rows(Mapping[str, Mapping[str, Entry]]):
+    """Of a file, each parsed when it is asked for: a model has few of them."""
+
+    def __init__(self, content: Mapping[str, Mapping[str, Any]]):
+        self._content = {**content}
+        self._parsed: dict[str, dict[str, Entry]] = {}
+
+    def __getitem__(self, size_key: str) -> dict[str, Entry]:
+        if size_key not in self._parsed:
+            row, has_steps = self._content[size_key], is_of_attention(size_key)
+            entries = {name: _parse_entry(entry, has_steps) for name, entry in row.items()}
+            self._parsed[size_key] = entries
+        return self._parsed[size_key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
 
 
 def is_of_attention(size_key: str) -> bool:

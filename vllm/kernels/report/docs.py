@@ -154,16 +154,16 @@ vllm kernels explain Qwen3-8B-FP8 --hf-overrides '{"quantization_config": null}'
 Architectures that the engine does not serve are explained too. The report says "not served by this
 engine" (`model.served` in JSON) and where the layers come from, in this order:
 
-1. the description of the architecture, where this engine has one (DeepSeek V3);
+1. the description of the architecture, where this engine has one (of a class
+   that it does not run);
 2. the names and shapes of the tensors, where MODEL has safetensors files;
 3. the fields of config.json, by the names that model families give them. Sizes are then those that
    the fields imply, not those of the weights.
 
 Kinds of layers that are not known are left out, and the report counts them, as it names fields that
-are not taken into account. Attention and experts that no kernel here computes (MLA, sinks, other
-activation functions than SiLU) are listed without a kernel, and the exit code is 1. The same holds
-for weights in a format that is known but not served, such as MXFP4. Layers whose quantisation is
-not read are named in a note with the name of their format.
+are not taken into account. Attention and experts that no kernel here computes (sparse MLA, other
+activation functions than SiLU) are listed without a kernel, and the exit code is 1. Layers whose
+quantisation is not read are named in a note with the name of their format.
 """
 
 _REQUANT = """

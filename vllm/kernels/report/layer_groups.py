@@ -67,8 +67,12 @@ def _without_moot_reasons(candidate: Candidate) -> Candidate:
 def by_text(records: Iterable[Record], text_of: Callable[[Decision], str]) -> dict[str, str]:
     """What `text_of` says of decisions, if anything, with the layers of which it says so."""
     found: dict[str, list[str]] = {}
+    said: dict[int, str] = {}
     for layer, decision in records:
-        if text := text_of(decision):
+        text = said.get(id(decision))
+        if text is None:
+            text = said[id(decision)] = text_of(decision)
+        if text:
             found.setdefault(text, []).append(layer)
     return {text: ", ".join(compress(layers)) for text, layers in found.items()}
 

@@ -47,7 +47,7 @@ GPUS = {
 }
 
 _SERIES = tuple(f"{number}0" for number in range(1, 10))
-_NO_NAME = re.compile(
+_NO_NAME = (
     r"nvidia|geforce|tesla|quadro|rtx|jetson|agx|dgx|ti|super|blackwell|workstation|server|edition"
     r"|generation|sxm\d?|\d+gb|hbm\d?e?|nvl\d+"
 )
@@ -67,10 +67,8 @@ LAYER_SYNTAX = (
     f"{BLOCKS}:18432/32x7168 (rows over 32 ranks), {PACKED}:4096x7168:1,64 (1 to 64 tokens); or "
     f"attention:HEADS/KV_HEADSxDIM[:CACHE], such as attention:32/8x128:fp8"
 )
-_ATTENTION = re.compile(
-    r"attention:(?P<heads>\d+)/(?P<kv_heads>\d+)x(?P<dim>\d+)(?::(?P<cache>\w+))?", re.ASCII
-)
-_LAYER = re.compile(
+_ATTENTION = r"attention:(?P<heads>\d+)/(?P<kv_heads>\d+)x(?P<dim>\d+)(?::(?P<cache>\w+))?"
+_LAYER = (
     r"(?P<format>[^:]+):(?P<n>\d+(?:\+\d+)*)(?:/(?P<cut_n>\d+))?x(?P<k>\d+)(?:/(?P<cut_k>\d+))?"
     r"(?::(?P<m>\d+(?:,\d+)*))?"
 )
@@ -118,7 +116,7 @@ def gpu_names(gpus: str) -> Iterator[str]:
 def _plain_name(gpu: str) -> str:
     """Without words that people and drivers add or leave out: `NVIDIA A100-SXM4-80GB` is a100."""
     words = re.findall("[a-z0-9]+", gpu.lower())
-    name = "".join(word for word in words if not _NO_NAME.fullmatch(word))
+    name = "".join(word for word in words if not re.fullmatch(_NO_NAME, word))
     return re.sub("^(nvidia|geforce|rtx|jetson|dgx)+", "", name)
 
 
@@ -193,9 +191,9 @@ def runs_on(spec: KernelSpec, device: Device) -> bool:
 def layer_of(text: str, dtype: str) -> tuple[str, Problem]:
     """A linear layer or attention from LAYER_SYNTAX, with its name. Sizes before `/` of a linear
     layer are of all ranks."""
-    if match := _ATTENTION.fullmatch(text):
+    if match := re.fullmatch(_ATTENTION, text, re.ASCII):
         return text, _attention_of(text, match, dtype)
-    match = None if text.startswith("attention:") else _LAYER.fullmatch(text)
+    match = None if text.startswith("attention:") else re.fullmatch(_LAYER, text)
     if match is None:
         raise ConfigError(f"--layer {text!r} is not readable: it takes {LAYER_SYNTAX}")
     weight = WeightFormat.parse(match["format"])

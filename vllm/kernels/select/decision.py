@@ -10,7 +10,7 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import Problem
 from vllm.kernels.select.reason import Origin, Reason
 from vllm.machine import Device
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, field
 
 Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
@@ -39,7 +39,8 @@ class Evidence(ABC):
     the times that are not stale. error: by backend, the mean relative error for each of `tokens`
     where the times are not measured here, () where they are. noise: relative uncertainty of each
     of `us`; () where it is not known. steps: of attention, what each of `tokens` are the new tokens
-    of (`kernels/evidence/steps.py`); () of other problems.
+    of (`kernels/evidence/steps.py`); () of other problems. before: what would choose without what
+    a user measured; its choice stays for differences that a second measurement may not show.
     """
 
     source: str
@@ -50,6 +51,7 @@ class Evidence(ABC):
     error: tuple[tuple[str, tuple[float, ...]], ...] = ()
     noise: ByBackend = ()
     steps: tuple[str, ...] = ()
+    before: "Evidence | None" = field(default=None, compare=False)
 
     @property
     def columns(self) -> "tuple[int | str, ...]":

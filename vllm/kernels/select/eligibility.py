@@ -123,6 +123,8 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
     if problem.activation not in spec.activation_functions:
         text = f"computes experts with {names(spec.activation_functions)}, not {problem.activation}"
         reasons.append(Reason(Why.NUMERICS, text))
+    if problem.bias and not spec.takes_expert_bias:
+        reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
     if spec.blocks:
         reasons += _block_reasons(spec, problem.weight)
     inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)

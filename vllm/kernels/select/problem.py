@@ -1,11 +1,14 @@
 """Problems: what a layer asks a kernel to compute, complete and printable."""
 
+from itertools import groupby
 from typing import ClassVar
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
 from vllm.utils.dataclasses import dataclass
+
+_MOST_LISTED = 8  # parts of a layer that are named one by one
 
 
 def comes_quantised(name: str) -> bool:
@@ -61,8 +64,15 @@ class LinearProblem:
         return sizes + _fits_text(self)
 
     def __str__(self) -> str:
-        merged = f"({'+'.join(map(str, self.parts))})" if len(self.parts) > 1 else ""
+        merged = f"({_parts_text(self.parts)})" if len(self.parts) > 1 else ""
         return f"linear {self.weight}:{self.n}{merged}x{self.k} {self.dtype}" + " bias" * self.bias
+
+
+def _parts_text(parts: tuple[int, ...]) -> str:
+    """4096+1024+1024; of many parts, how often each comes: 32x128+32x256."""
+    if len(parts) <= _MOST_LISTED:
+        return "+".join(map(str, parts))
+    return "+".join(f"{len([*run])}x{size}" for size, run in groupby(parts))
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,8 @@ class MoEProblem:
     num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
     expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
     or `batched` (a padded block per expert, as low-latency all-to-all delivers them). activation:
-    of the gate, `silu`; other texts say what an expert computes instead.
+    of the gate, `silu` or `swigluoai` with its swiglu_limit; other texts say what an expert
+    computes instead. bias: both products have one.
     """
 
     family: ClassVar[str] = "moe"
@@ -91,6 +102,8 @@ class MoEProblem:
     cut_experts: int = 1
     requant_error: float | None = None
     activation: str = "silu"
+    swiglu_limit: float = 0.0
+    bias: bool = False
 
     @property
     def format(self) -> str:
@@ -121,7 +134,9 @@ class MoEProblem:
 
     @property
     def _other_activation(self) -> str:
-        return "" if self.activation == "silu" else f", {self.activation}"
+        """`, swigluoai with biases`; "" for silu without."""
+        biases = " with biases" * self.bias
+        return "" if self.activation == "silu" and not biases else f", {self.activation}{biases}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
@@ -160,9 +175,10 @@ class _CacheProblem:
 class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
-    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention. scale:
-    of scores before the softmax, None for head_dim ** -0.5. softcap: scaled scores become softcap *
-    tanh(score / softcap), 0 for none; the variant says so too.
+    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    value_dim: of a value, the first columns of a key (`MLA`); 0 for values of their own of
+    head_dim. scale: of scores before the softmax, None for head_dim ** -0.5. softcap: scaled scores
+    become softcap * tanh(score / softcap), 0 for none; the variant says so too.
     """
 
     family: ClassVar[str] = "attention"
@@ -174,6 +190,7 @@ class AttentionProblem(_CacheProblem):
     dtype: str = "bf16"
     sliding_window: int = 0
     variant: str = ""
+    value_dim: int = 0
     scale: float | None = None
     softcap: float = 0.0
 
@@ -183,6 +200,7 @@ class AttentionProblem(_CacheProblem):
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        heads += f" with values of {self.value_dim}" if self.value_dim else ""
         window = f" window={self.sliding_window}" if self.sliding_window else ""
         variant = _variant_text(self.variant)
         return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"

@@ -71,6 +71,9 @@ class KernelSpec:
     variants: frozenset[str] = frozenset()
     """Variants of attention that it computes besides the plain one."""
     takes_bias: bool = True
+    """Of a linear kernel."""
+    takes_expert_bias: bool = False
+    """Of a MoE kernel: biases of both products."""
     is_emulation: bool = False
     guarantees: frozenset[str] = frozenset()
     ran_on: frozenset[str] = frozenset()

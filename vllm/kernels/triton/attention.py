@@ -123,6 +123,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     *,
     max_query_len: int,
@@ -132,7 +133,8 @@ def paged_attention(
 
     block_tables int32 [R, max blocks], query_start_loc int32 [R + 1], seq_lens int32 [R]: the last
     query_len of a request's seq_len keys belong to its new tokens. Rows of requests of no keys,
-    and those past query_start_loc[R], become zeros. `max_query_len` and `max_seq_len` bound what
+    and those past query_start_loc[R], become zeros. `sinks` float32 [heads]: of each head the logit
+    of a key without a value, which every query sees. `max_query_len` and `max_seq_len` bound what
     is in these tensors and choose the grid; all else is read on the device, so that a captured
     graph serves other lengths within the bounds. `softcap`: scaled scores become softcap *
     tanh(score / softcap), 0 for none. Memory for partial results comes from torch's
@@ -143,7 +145,7 @@ def paged_attention(
         return out
     call = _Call(
         out, query, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-        *score_scales(scale * k_scale, softcap), v_scale, sliding_window,
+        *score_scales(scale * k_scale, softcap), v_scale, sliding_window, sinks,
     )  # fmt: skip
     has_others = seq_lens.shape[0] > 1
     if max_query_len > 1:
@@ -201,6 +203,7 @@ class _Call(NamedTuple):
     softcap: float | None
     v_scale: float
     sliding_window: int
+    sinks: Tensor | None
 
     def sizes(self) -> dict[str, int]:
         """Constants that both kernels are compiled for."""
@@ -239,8 +242,8 @@ def _prefill(call: _Call, min_query_len: int) -> None:
         tile, other = few, many
         num_programs, values = arguments(few)
     prefill_kernel[(num_programs,)](*values, **sizes, **tile.options())
-    caps = call.softcap is not None
-    compiled_for = (query.dtype, call.k_cache.dtype, query.device, caps, *sizes.values())
+    parts = call.softcap is not None, call.sinks is not None
+    compiled_for = (query.dtype, call.k_cache.dtype, query.device, *parts, *sizes.values())
     if few != many and query.is_cuda and compiled_for not in _compiled:
         _compiled.add(compiled_for)
         prefill_kernel.warmup(*arguments(other)[1], grid=(1,), **sizes, **other.options())

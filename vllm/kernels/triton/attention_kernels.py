@@ -12,6 +12,8 @@ import triton.language as tl
 
 from vllm.kernels.triton.moe_kernels import begin_dependent
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 # ---------------------------------------------------------------- parts of both kernels
 
 
@@ -89,6 +91,16 @@ def _add_tile(
 
 
 @triton.jit
+def _add_sinks(row_max, row_sum, sinks, heads, is_row):
+    """Sums of weights with those of the heads' sinks, logits of keys without values."""
+    if sinks is not None:
+        logits = tl.load(sinks + heads, mask=is_row, other=float("-inf")) * LOG2_E
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        row_sum += tl.exp2(logits - shift)
+    return row_sum
+
+
+@triton.jit
 def _normalise(acc, row_sum, v_scale):
     """Zeros in rows that have seen no key."""
     return acc * (v_scale / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
@@ -121,7 +133,7 @@ def _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.cons
 
 @triton.jit
 def _combine_splits(
-    partial, partial_lse, num_written,
+    partial, partial_lse, num_written, sinks,
     ROW: tl.constexpr, ROW_PAD: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums [ROW_PAD] of splits: of `partial` [splits, ROW], `partial_lse` [splits, heads].
@@ -151,16 +163,19 @@ def _combine_splits(
             weights = tl.exp2(scores[i] - shift)
             acc += parts[i] * weights
             total += weights
+    total = _add_sinks(largest, total, sinks, columns // DIM, is_column)
     return acc / tl.where(total == 0, 1.0, total)
 
 
 @triton.jit
 def _store_split(
-    result, lse, split, num_written, partial, partial_lse, num_arrived, start, out_head,
+    result, lse, split, num_written, partial, partial_lse, num_arrived, start, out_head, sinks,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Keeps the result of one split; the last to arrive adds up all, and clears the counter."""
+    """Keeps the result of one split; the last to arrive adds up all, and clears the counter.
+
+    sinks: of the program's heads."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
     heads = split * GROUP + rows
     is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
@@ -171,7 +186,7 @@ def _store_split(
         tl.store(num_arrived, 0)
         columns = tl.arange(0, ROW_PAD)
         total = _combine_splits(
-            partial, partial_lse, num_written, GROUP * DIM, ROW_PAD, DIM, AT_ONCE
+            partial, partial_lse, num_written, sinks, GROUP * DIM, ROW_PAD, DIM, AT_ONCE
         )
         places = start + columns // DIM * out_head + columns % DIM
         tl.store(places, total.to(start.dtype.element_ty), mask=columns < GROUP * DIM)
@@ -208,8 +223,8 @@ def _attend_split(
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, partial, partial_lse, num_arrived, num_tokens,
-    table_stride, min_split, q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, partial, partial_lse, num_arrived,
+    num_tokens, table_stride, min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -251,18 +266,20 @@ def decode_kernel(
         tl.minimum(begin + length, seq_len), oldest, qk_scale, softcap,
         KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    result = _normalise(acc, row_sum, v_scale)
     start = out + token.to(tl.int64) * out_token + first_head * out_head
+    own_sinks = None if sinks is None else sinks + first_head
     if length >= seq_len - first_key:
-        places = start + rows[:, None] * out_head + dims[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=is_stored)
+        row_sum = _add_sinks(row_max, row_sum, own_sinks, rows, rows < GROUP)
+        result = _normalise(acc, row_sum, v_scale).to(out.dtype.element_ty)
+        tl.store(start + rows[:, None] * out_head + dims[None, :], result, mask=is_stored)
         return
-
     slot = request.to(tl.int64) * KV_HEADS + kv_head
     _store_split(
-        result, row_max + tl.log2(row_sum), split, tl.cdiv(seq_len - first_key, length),
-        partial + slot * num_splits * (GROUP * DIM), partial_lse + slot * num_splits * GROUP,
-        num_arrived + slot, start, out_head, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
+        _normalise(acc, row_sum, v_scale), row_max + tl.log2(row_sum), split,
+        tl.cdiv(seq_len - first_key, length), partial + slot * num_splits * (GROUP * DIM),
+        partial_lse + slot * num_splits * GROUP,
+        num_arrived + slot, start, out_head, own_sinks, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD,
+        AT_ONCE,
     )  # fmt: skip
 
 
@@ -355,8 +372,8 @@ def _attend_cut_tiles(
 )  # fmt: skip
 def prefill_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, num_tokens, num_requests, num_tiles, table_stride,
-    min_query_len, q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, num_tokens, num_requests, num_tiles,
+    table_stride, min_query_len, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -404,6 +421,7 @@ def prefill_kernel(
         seq_len, window, qk_scale, softcap, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     pointers = out + (token_rows * out_token + heads * out_head)[:, None] + dims[None, :]
+    row_sum = _add_sinks(row_max, row_sum, sinks, heads, is_row)
     result = _normalise(acc, row_sum, v_scale)
     tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
 

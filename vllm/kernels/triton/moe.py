@@ -100,6 +100,7 @@ class Experts:
         self.is_fp8 = tensors.format.element == "fp8"
         self.num_experts, self.hidden, self.inner = tensors.down.shape
         self.top_k, self.dtype = problem.top_k, dtype_of(problem.dtype)
+        self.limit = problem.swiglu_limit  # 0 for silu
         if not self.is_fp8:  # both operands of a product are of one type
             gate_up, down = tensors.gate_up.to(self.dtype), tensors.down.to(self.dtype)
             tensors = replace(tensors, gate_up=gate_up, down=down)
@@ -172,8 +173,9 @@ class Experts:
         out = torch.empty(ids.numel(), self.hidden, dtype=self.dtype, device=self.device)
         tile, num_blocks = plan.down, rows.num_blocks
         down_kernel[(num_blocks * cdiv(self.hidden, tile.block_n),)](
-            *self._gate_up(x, plan, ids, rows), self.tensors.down, self.down_scales, out, ids,
-            rows.blocks, num_blocks, self.num_experts, HIDDEN=self.hidden, INNER=self.inner,
+            *self._gate_up(x, plan, ids, rows), self.tensors.down, self.down_scales,
+            self.tensors.down_bias, out, ids, rows.blocks, num_blocks, self.num_experts,
+            HIDDEN=self.hidden, INNER=self.inner,
             X=self._form(plan).value, OFFSET=self.tensors.column_offset,
             **self._constants(plan, tile, self.steps[1]),
         )  # fmt: skip
@@ -196,9 +198,10 @@ class Experts:
         shape = (num_pairs, cdiv(self.inner, GROUP)) if quantises else (0,)
         out_scales = torch.empty(shape, dtype=torch.float32, device=self.device)
         gate_up_kernel[(num_blocks * cdiv(self.inner, tile.block_n),)](
-            values, x_scales, self.tensors.gate_up, self.gate_up_scales, out, out_scales, ids,
-            rows.blocks, rows.order, num_blocks, self.num_experts, HIDDEN=self.hidden,
-            INNER=self.inner, TOP_K=ids.shape[1], X=form.value, QUANTISES=quantises,
+            values, x_scales, self.tensors.gate_up, self.gate_up_scales, self.tensors.gate_up_bias,
+            out, out_scales, ids, rows.blocks, rows.order, num_blocks, self.num_experts,
+            HIDDEN=self.hidden, INNER=self.inner, TOP_K=ids.shape[1], X=form.value,
+            LIMIT=self.limit, QUANTISES=quantises,
             OFFSET=self.tensors.row_offset, **self._constants(plan, tile, self.steps[0]),
         )  # fmt: skip
         return out, out_scales

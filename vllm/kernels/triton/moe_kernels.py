@@ -58,6 +58,17 @@ def silu_mul(gate, up):
 
 
 @triton.jit
+def activate(gate, up, LIMIT: tl.constexpr):
+    """silu(gate) * up, or clamped at LIMIT what SWIGLUOAI of vllm.architectures.decoder says."""
+    if LIMIT == 0:
+        return silu_mul(gate, up)
+    else:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+@triton.jit
 def _load(pointers, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns k.. of a tile; zeros past K."""
     if K % BLOCK_K == 0:
@@ -160,13 +171,15 @@ def _find_block(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def gate_up_kernel(
-    x, x_scales, w, w_scales, out, out_scales, ids, blocks, order, num_blocks, num_experts,
+    x, x_scales, w, w_scales, bias, out, out_scales, ids, blocks, order, num_blocks, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, X: tl.constexpr,
+    LIMIT: tl.constexpr,
     QUANTISES: tl.constexpr, IS_SORTED: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = silu(gate x) * up x [INNER] of the pair of token and expert in each row.
+    """out[row] = silu(gate x) * up x [INNER] of the pair of token and expert in each row; or as
+    `activate` says. bias: float32 [experts, 2 INNER] or None.
 
     QUANTISES: as E4M3 with out_scales [rows, INNER / GROUP]; a tile is a group then.
     """
@@ -181,8 +194,12 @@ def gate_up_kernel(
         x, x_scales, pairs // TOP_K, w, w_scales, expert, tile * BLOCK_N,
         INNER, HIDDEN, 2, X, GROUP_N, GROUP_K, OFFSET, 0, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    inner = silu_mul(gate, up)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        own = bias + expert.to(tl.int64) * (2 * INNER) + n
+        gate += tl.load(own, mask=n < INNER, other=0.0)[:, None]
+        up += tl.load(own + INNER, mask=n < INNER, other=0.0)[:, None]
+    inner = activate(gate, up, LIMIT)
     is_stored = (n < INNER)[:, None] & is_row[None, :]
     target = out + rows.to(tl.int64)[None, :] * INNER + n[:, None]
     if QUANTISES:
@@ -197,12 +214,13 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def down_kernel(
-    x, x_scales, w, w_scales, out, ids, blocks, num_blocks, num_experts,
+    x, x_scales, w, w_scales, bias, out, ids, blocks, num_blocks, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, X: tl.constexpr,
     IS_SORTED: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = down x[row] [HIDDEN] of the pair of token and expert in each row.
+    """out[row] = down x[row] [HIDDEN] of the pair of token and expert in each row. bias: float32
+    [experts, HIDDEN] or None.
 
     Follows gate_up_kernel, which waited for the choice of experts: that can be read before the
     kernel has ended. (Weights prefetched to L2 then only slow down those that it still reads.)
@@ -218,6 +236,9 @@ def down_kernel(
         HIDDEN, INNER, 1, X, GROUP_N, GROUP_K, 0, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        own = bias + expert.to(tl.int64) * HIDDEN + n
+        acc += tl.load(own, mask=n < HIDDEN, other=0.0)[:, None]
     target = out + rows.to(tl.int64)[None, :] * HIDDEN + n[:, None]
     is_stored = (n < HIDDEN)[:, None] & is_row[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=is_stored)

@@ -114,7 +114,8 @@ def problems_of(size_key: str) -> list[Measurable]:
         return [after_norm, replace(after_norm, comes_quantised=False)]
     experts, inner, hidden, top_k, ranks = sizes
     problem = MoEProblem(experts, top_k, hidden, inner, weight, act, dtype, cut_experts=ranks)
-    return [replace(problem, activation=activation or "silu")]
+    activation, biases, _ = activation.partition(" with biases")
+    return [replace(problem, activation=activation or "silu", bias=bool(biases))]
 
 
 # ---------------------------------------------------------------- a table of them

@@ -1,14 +1,18 @@
 """The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
-from vllm.architectures.decoder import CachedAttention
+from vllm.architectures.decoder import SINKS, CachedAttention
 from vllm.kernels import registry
 from vllm.kernels.problems import attention_problems
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
-from vllm.model_executor.weights import Slot
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
 from vllm.ops.paged_attention import CacheTarget, GraphPlanner, PagedAttention
 from vllm.utils.torch_utils import SHORT_NAMES
 
@@ -25,6 +29,14 @@ class Attention(nn.Module):
         self.prefix = prefix = prefix + spec.name
         self.cache_spec = spec.cache
         self.cache_method = Fp8KVCacheMethod()
+        self.sinks: nn.Parameter | None = None
+        if spec.variant == SINKS:
+            rank = ctx.parallel.tensor
+            one_each = replace(spec.heads, unit=1)
+            self.own_heads = slice(*one_each.span(rank.rank, rank.size))
+            self.num_heads = spec.heads.count
+            own = len(range(self.num_heads)[self.own_heads])
+            self.sinks = empty_parameter(own, dtype=torch.float32)
         problem, writing = attention_problems(
             spec, ctx.parallel.tensor.size, ctx.kv_cache_format, SHORT_NAMES[ctx.dtype]
         )
@@ -32,7 +44,12 @@ class Attention(nn.Module):
         self.writing = ctx.selection.choose(prefix, writing)
 
     def slots(self) -> dict[str, Slot]:
-        return self.cache_method.slots(self.prefix)
+        slots = self.cache_method.slots(self.prefix)
+        if self.sinks is None:
+            return slots
+        write = _finite_into(self.sinks.data)
+        own = Slot((self.num_heads,), FLOATS, write, (self.own_heads,))
+        return slots | {f"{self.prefix.rpartition('.')[0]}.sinks": own}
 
     def make_kernel(self) -> None:
         writer = registry.maker(self.writing).kv_quant(self.writing.problem)
@@ -40,6 +57,8 @@ class Attention(nn.Module):
             self.decision.problem, writer
         )
         self.kernel = kernel
+        if self.sinks is not None:
+            kernel.sinks, self.sinks = self.sinks.data, None
         self.cache_method.apply(self.kernel)
 
     def target(self, v: Tensor, batch: ForwardBatch) -> CacheTarget | None:
@@ -48,6 +67,17 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)
+
+
+def _finite_into(target: Tensor) -> Callable[[Tensor], None]:
+    """A writer that refuses NaN and infinity."""
+
+    def write(tensor: Tensor) -> None:
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError("sinks must be finite; the checkpoint is corrupt, fetch it again")
+        target.copy_(tensor)
+
+    return write
 
 
 def planners(model: nn.Module) -> list[GraphPlanner]:

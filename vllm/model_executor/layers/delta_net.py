@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import DeltaNet
-from vllm.architectures.sharding import Dim
+from vllm.architectures.sharding import Dim, Part
 from vllm.kernels import registry
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.interface import DeltaRule
@@ -66,9 +66,9 @@ class GatedDeltaNet(nn.Module):
         }
 
     def _conv_slot(self) -> Slot:
-        """[channels, 1, taps] in the checkpoint, sharded like the rows of in_proj_qkv."""
+        """[channels, 1, taps] in the checkpoint, sharded like q, k and v."""
         whole, start = None, 0
-        qkv, group = self.spec.in_proj_qkvz.parts[0], self.group
+        qkv, group = Part("conv1d", self.cache_spec.channels), self.group
         for region in qkv.regions(Dim("", self.taps), "column", group.rank, group.size):
             end = start + region.shape[0]
             columns = self.conv_weight.data[:, start:end]

@@ -257,17 +257,20 @@ class ReplicatedLinear(Linear):
     """Every rank computes all outputs."""
 
 
-class RowParallelLinear(Linear):
+class RowParallelWeight(StoredWeight):
+    """A weight whose columns ranks share: the sum over them gets the bias of the first alone."""
+
+    def _bias_slot(self, place: Place, bias: Tensor) -> Slot:
+        if not self.group.is_first:
+            return Slot((place.num_rows,), FLOATS, lambda _: bias.zero_())
+        return super()._bias_slot(place, bias)
+
+
+class RowParallelLinear(RowParallelWeight, Linear):
     """Each rank is given some of the inputs, and all get the sum of the outputs; without
     `reduce_results` whoever reads the output adds it up (PartialSum)."""
 
     reduce_results = True
-
-    def _bias_slot(self, place: Place, bias: Tensor) -> Slot:
-        """The sum over the ranks gets the bias of the first rank alone."""
-        if not self.group.is_first:
-            return Slot((place.num_rows,), FLOATS, lambda _: bias.zero_())
-        return super()._bias_slot(place, bias)
 
     def forward(self, x: Activation) -> Addend:
         y = self.multiply(x)

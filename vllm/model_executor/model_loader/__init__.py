@@ -178,7 +178,7 @@ def _fill(
     others: frozenset[str],
 ) -> None:
     """others: layers whose weights other ranks take."""
-    quant, slot_name = config.quant_config, config.model_config.architecture.slot_name
+    quant, slot_name = config.quant_config, config.model_config.slot_name
     taken = list(slots)
     optional = {name for name, slot in slots.items() if slot.is_optional}
     homes: dict[str, Slot] = {}
@@ -270,8 +270,6 @@ def _random_tensor(name: str, slot: Slot, generator: torch.Generator) -> Tensor:
         return torch.ones(slot.shape)
     if "global_scale" in part:  # a divisor
         return torch.full(slot.shape, 100 / 0.02)
-    if "scale" in part and slot.dtypes[0] == torch.uint8:  # UE8M0
-        return torch.full(slot.shape, 127 - 12, dtype=torch.uint8)
     if "scale" in part:
         is_narrow = slot.dtypes[0] == torch.float8_e4m3fn
         return torch.full(slot.shape, 1.0 if is_narrow else 0.02 / 100)

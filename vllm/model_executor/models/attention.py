@@ -9,6 +9,7 @@ from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import NORMS
 from vllm.model_executor.layers.linear import Linear, linear_layer
+from vllm.model_executor.layers.projection_norms import ProjectionNorms
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.paged_attention import CacheTarget
 
@@ -29,8 +30,11 @@ class SelfAttention(nn.Module):
         self.qkv_proj = linear_layer(ctx, prefix, spec.qkv_proj)
         self.o_proj = linear_layer(ctx, prefix, spec.o_proj)
         self.attn = Attention(ctx, prefix, spec.attn)
-        self.has_qk_norm = spec.qk_norm is not None
-        if spec.qk_norm is not None:
+        self.has_qk_norm = spec.qk_norm is not None and spec.qk_norm_span == "head"
+        self.joint_norm: ProjectionNorms | None = None
+        if spec.qk_norm is not None and spec.qk_norm_span == "projection":
+            self.joint_norm = ProjectionNorms(ctx, prefix, spec)
+        elif spec.qk_norm is not None:
             norm = NORMS[spec.qk_norm]
             self.q_norm = norm(ctx, f"{prefix}{spec.name}.q_norm", self.head_dim)
             self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
@@ -71,6 +75,8 @@ class SelfAttention(nn.Module):
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None) -> None:
         """Positions into q [T, heads, head_dim] and k, in place and after their norms. With a
         target K goes there instead, and V too."""
+        if self.joint_norm is not None:
+            self.joint_norm(q, k)
         if not self.has_qk_norm:
             return self.rotary(positions, q, k, target)
         norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps

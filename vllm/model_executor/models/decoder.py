@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
 from vllm.model_executor.models.attention import SelfAttention
 from vllm.model_executor.models.feed_forward import MLP, SparseMoE
+from vllm.model_executor.models.latent_attention import LatentAttention
 
 _FEED_FORWARDS: dict[type, Any] = {spec.GatedMLP: MLP, spec.MoE: SparseMoE}
 
@@ -27,11 +28,13 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries
     """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
     if isinstance(mixer, spec.DeltaNet):
         return GatedDeltaNet(ctx, prefix, mixer)
-    assert isinstance(mixer, spec.Attention), f"no model of {type(mixer).__name__}"
-    if mixer.rope not in rotaries:
-        rope = None if mixer.rope is None else ctx.decoder.ropes[mixer.rope]
-        rotaries[mixer.rope] = RotaryEmbedding(ctx, rope)
-    return SelfAttention(ctx, prefix, mixer, rotaries[mixer.rope])
+    name = mixer.rope if isinstance(mixer, spec.Attention) else ""
+    if name not in rotaries:
+        rope = None if name is None else ctx.decoder.ropes[name]
+        rotaries[name] = RotaryEmbedding(ctx, rope)
+    if isinstance(mixer, spec.LatentAttention):
+        return LatentAttention(ctx, prefix, mixer, rotaries[name])
+    return SelfAttention(ctx, prefix, mixer, rotaries[name])
 
 
 class DecoderLayer(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import GatedMLP, MoE
@@ -12,6 +13,7 @@ from vllm.kernels.activations import Activation, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear, linear_layer
+from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
 from vllm.platforms.streams import beside
 
 
@@ -60,12 +62,23 @@ class SparseMoE(nn.Module):
         self.ops, self.router = ctx.ops, spec.experts.router
         self.is_shared_gated = spec.is_shared_gated
         self.gate = linear_layer(ctx, prefix, spec.gate)
+        self.correction_bias: nn.Parameter | None = None
+        if spec.correction_bias is not None:
+            name, self.bias_shape = spec.correction_bias
+            self.bias_name = prefix + name
+            self.correction_bias = empty_parameter(self.router.num_experts, dtype=torch.float32)
         self.experts = FusedMoE(ctx, prefix, spec.experts)
         self.shared_expert: MLP | None = None
         if spec.shared_expert is not None:
             self.shared_expert = MLP(ctx, prefix, spec.shared_expert)
             # Its sum over the ranks is computed together with that of the routed experts.
             self.shared_expert.writer.reduce_results = False
+
+    def slots(self) -> dict[str, Slot]:
+        if self.correction_bias is None:
+            return {}
+        slot = Slot(self.bias_shape, FLOATS, copy_into(self.correction_bias.data))
+        return {self.bias_name: slot}
 
     @property
     def reader(self) -> FusedMoE:
@@ -74,7 +87,9 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Activation) -> Addend:
         # Of the gate of the shared expert: logits [T, 1].
-        weights, ids, gate = self.ops.choose_experts(source_of(x), self.gate.kernel, self.router)
+        weights, ids, gate = self.ops.choose_experts(
+            source_of(x), self.gate.kernel, self.router, self.correction_bias
+        )
         if (shared := self.shared_expert) is None:
             return self.experts(x, weights, ids)
         return add(

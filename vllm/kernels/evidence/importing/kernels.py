@@ -33,8 +33,8 @@ LEFT_OUT = {
     "int4_wo": "4-bit integers: none of the kernels is one that ours calls",
     "int8_wo": "8-bit integers are not served",
     "sq": "SmoothQuant is not served",
-    "w4a16_mxfp4": "MXFP4 is not served",
-    "w4a8_mxfp4_mxfp8": "MXFP4 is not served",
+    "w4a16_mxfp4": "MXFP4: none of the kernels is one that ours calls",
+    "w4a8_mxfp4_mxfp8": "MXFP4: none of the kernels is one that ours calls",
 }
 
 # Experts without a gate (relu squared), as (hidden, intermediate, top_k, experts): TensorRT-LLM's

@@ -19,6 +19,7 @@ from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.linear import (
     ChosenKernel,
     LinearMethod,
+    RowParallelWeight,
     StoredWeight,
     UnquantizedLinearMethod,
 )
@@ -38,7 +39,7 @@ _FIELDS = {
 class FusedMoE(nn.Module, ChosenKernel):
     """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
 
-    Weights are `<prefix>.<expert>.{gate,up,down}_proj` in the checkpoint. Expert-parallel ranks
+    Weights are `<prefix>.<expert>.<part of the spec>` in the checkpoint. Expert-parallel ranks
     hold some of the experts each, others the same share of `intermediate` of every expert. experts:
     those on this rank. cut_by: the ranks that share each expert. stacks: by name one weight of
     every expert: what is merged into it, and which part of each this rank holds. method: of one
@@ -58,13 +59,12 @@ class FusedMoE(nn.Module, ChosenKernel):
         inner, own = spec.intermediate.size, spec.intermediate.span(group.rank, group.size)
         cut = Place(own, (0, spec.hidden), inner, spec.hidden)
         turned = Place((0, spec.hidden), own, spec.hidden, inner)
-        self.stacks = {
-            "gate_up": (("gate_proj", cut), ("up_proj", cut)),
-            "down": (("down_proj", turned),),
-        }
+        gate, up, down = spec.parts
+        self.stacks = {"gate_up": ((gate, cut), (up, cut)), "down": ((down, turned),)}
         # One format serves all experts of a layer, so the first one speaks for them.
         method = ctx.quant_methods.moe_method(self.expert_names(0))
         self.method: LinearMethod = method or UnquantizedLinearMethod(ctx.weight_dtype)
+        self.has_bias = spec.has_bias
         self._create_weights()
         self.problem = moe_problem(
             spec,
@@ -86,6 +86,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         for stack in self.stacks:
             one = self._weight(stack, 0)
             with torch.device("meta"):
+                if self.has_bias:
+                    one.bias = empty_parameter(sum(one.shard_rows), dtype=torch.float32)
                 self.method.create_weights(one)
             for name, like in one.named_parameters():
                 stacked = empty_parameter(self.num_experts, *like.shape, dtype=like.dtype)
@@ -97,7 +99,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         parent = f"{self.prefix}.{self.experts[expert]}"
         shards = [(f"{parent}.{name}", place) for name, place in self.stacks[stack]]
         names = ", ".join(name for name, _ in self.stacks[stack])
-        weight = StoredWeight(f"{parent} ({names})", shards, self.cut_by, self.method)
+        kind = RowParallelWeight if stack == "down" else StoredWeight
+        weight = kind(f"{parent} ({names})", shards, self.cut_by, self.method)
         for name, stacked in self.named_parameters(recurse=False):
             if name.startswith(f"{stack}_"):
                 own = nn.Parameter(stacked.data[expert], requires_grad=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.errors import CheckpointError
-from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp8, nvfp4
+from vllm.formats import fp8_block, fp8_channel, fp8_tensor, int4, int8, mxfp4, mxfp8, nvfp4
 from vllm.formats.readers.base import QuantizationConfig, StoredLayer
 from vllm.formats.weight_format import WeightFormat
 from vllm.model_executor.layers.linear import LinearMethod
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEM
 from vllm.model_executor.layers.quantization.gptq import GptqLinearMethod
 from vllm.model_executor.layers.quantization.int4 import AwqLinearMethod, Int4LinearMethod
 from vllm.model_executor.layers.quantization.int8 import Int8LinearMethod
-from vllm.model_executor.layers.quantization.mxfp8 import Mxfp8LinearMethod
+from vllm.model_executor.layers.quantization.mx import MxLinearMethod
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4LinearMethod
 from vllm.utils.entry_points import extensions
 
@@ -41,7 +41,8 @@ def _integer_method(config: QuantizationConfig, layer: StoredLayer) -> LinearMet
 _LINEAR: dict[str, MakeMethod] = {
     **dict.fromkeys(_FP8, Fp8LinearMethod),
     nvfp4.FORMAT.kind: Nvfp4LinearMethod,
-    mxfp8.FORMAT.kind: Mxfp8LinearMethod,
+    mxfp8.FORMAT.kind: MxLinearMethod,
+    mxfp4.FORMAT.kind: MxLinearMethod,
     **dict.fromkeys(_INTEGERS, _integer_method),
 }
 _EXPERTS: dict[str, MakeMethod] = dict.fromkeys(_FP8, Fp8MoEMethod)

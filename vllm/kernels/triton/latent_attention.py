@@ -1,0 +1,187 @@
+"""Attention over a paged cache of latents (MLA), and its writes, in Triton, for GPUs.
+
+The cache is [num_blocks, block_size, head_dim], contiguous, in the type of the query or in
+float8_e4m3fn (latent = stored * scale); its first value_dim columns are the values.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.triton.attention import (
+    FP8,
+    LOG2_E,
+    PARTIAL_BYTES,
+    plan_splits,
+    read_chip,
+)
+from vllm.kernels.triton.latent_attention_kernels import (
+    combine_kernel,
+    decode_kernel,
+    prefill_kernel,
+    write_kernel,
+)
+from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
+
+_AT_ONCE = 8  # splits that are added up at a time
+
+
+class Tile(NamedTuple):
+    """Rows of queries and of keys, and Triton's launch options."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, head_dim: int, cache_bytes: int) -> int:
+        """Bytes of the query tile, of the keys in flight, and of weights."""
+        keys = self.num_stages * self.block_n * head_dim * cache_bytes
+        widened = 2 * self.block_n * head_dim if cache_bytes == 1 else 0
+        return 2 * self.block_m * head_dim + keys + widened + 2 * self.block_m * self.block_n
+
+
+# By rows, best first: the first that fits the chip's shared memory is taken. Sums of values for 64
+# rows take half of an SM's registers.
+TILES = {
+    16: (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
+    32: (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(32, 16, 8, 1)),
+    64: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
+}
+_MARGIN = 8192  # of shared memory, for what the compiler needs besides
+
+
+def tile_of(num_rows: int, head_dim: int, cache_bytes: int, shared_memory: int) -> Tile:
+    """For that many rows, or fewer where the chip has no room for them."""
+    rows = min(64, max(16, next_power_of_2(num_rows)))
+    while True:
+        for tile in TILES[rows]:
+            if tile.shared_memory(head_dim, cache_bytes) + _MARGIN <= shared_memory:
+                return tile
+        if rows == 16:
+            return TILES[16][-1]
+        rows //= 2
+
+
+def paged_latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    value_dim: int,
+    k_scale: float = 1.0,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    """Causal attention of query [T, heads, head_dim] over the cache -> [T, heads, value_dim].
+
+    The rest as in `vllm.kernels.triton.attention.paged_attention`.
+    """
+    out = query.new_zeros(*query.shape[:2], value_dim)
+    if query.shape[0] == 0:
+        return out
+    assert query.stride(2) == 1 and cache.is_contiguous()
+    call = _Call(
+        out, query, cache, block_tables, query_start_loc, seq_lens,
+        scale * k_scale * LOG2_E, k_scale,
+    )  # fmt: skip
+    has_others = seq_lens.shape[0] > 1
+    if max_query_len > 1:
+        _prefill(call, min_query_len=2 if has_others else 1)
+    if max_query_len == 1 or has_others:
+        _decode(call, max_seq_len)
+    return out
+
+
+def write_latents(latents: Tensor, cache: Tensor, slot_mapping: Tensor, scale: float) -> None:
+    """latents [T, head_dim], rows contiguous, into the slots (int64 [T]) of the cache; tokens of
+    negative slots are skipped."""
+    num_tokens, dim = latents.shape
+    if num_tokens == 0:
+        return
+    assert latents.stride(1) == 1 and cache.is_contiguous()
+    write_kernel[(num_tokens,)](
+        latents, cache, slot_mapping, scale, latents.stride(0), DIM=dim,
+        DIM_PAD=next_power_of_2(dim), LIMIT=torch.finfo(FP8).max if cache.dtype == FP8 else 0.0,
+    )  # fmt: skip
+
+
+class _Call(NamedTuple):
+    out: Tensor
+    query: Tensor
+    cache: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    qk_scale: float
+    v_scale: float
+
+    def tile(self, num_rows: int) -> Tile:
+        sizes = self.cache.shape[2], self.cache.itemsize
+        return tile_of(num_rows, *sizes, read_chip(self.query.device).shared_memory)
+
+    def constants(self, tile: Tile) -> tuple[int, dict[str, int]]:
+        """How many tiles the heads are, and what both kernels are compiled for."""
+        num_heads, latent = self.out.shape[1:]
+        num_tiles = cdiv(num_heads, tile.block_m)
+        return num_tiles, {
+            "NUM_HEADS": num_heads,
+            "TILE_HEADS": cdiv(num_heads, num_tiles),
+            "LATENT": latent,
+            "LATENT_PAD": max(16, next_power_of_2(latent)),
+            "ROPE": self.cache.shape[2] - latent,
+            "ROPE_PAD": max(16, next_power_of_2(self.cache.shape[2] - latent)),
+            "BLOCK_SIZE": self.cache.shape[1],
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+    def strides(self) -> tuple[int, ...]:
+        return *self.query.stride()[:2], *self.out.stride()[:2]
+
+
+def _prefill(call: _Call, min_query_len: int) -> None:
+    tile, num_requests = call.tile(64), len(call.seq_lens)
+    head_tiles, constants = call.constants(tile)
+    tokens = tile.block_m // constants["TILE_HEADS"]
+    num_tiles = call.query.shape[0] // tokens + num_requests
+    prefill_kernel[(head_tiles, num_tiles)](
+        *call, num_requests, num_tiles, call.block_tables.stride(0), min_query_len,
+        *call.strides(), **constants,
+    )  # fmt: skip
+
+
+def _decode(call: _Call, max_seq_len: int) -> None:
+    query, out, num_requests = call.query, call.out, len(call.seq_lens)
+    num_heads, latent = out.shape[1:]
+    tile = call.tile(num_heads)
+    head_tiles, constants = call.constants(tile)
+    num_splits, min_split = plan_splits(
+        num_requests * head_tiles,
+        max_seq_len,
+        read_chip(query.device).num_sms,
+        max(1, PARTIAL_BYTES // (4 * num_requests * num_heads * latent)),
+    )
+    min_split = max(min_split, tile.block_n)  # splits are whole tiles
+    slots = (num_requests, num_splits, num_heads) if num_splits > 1 else (0,)
+    partial = query.new_empty((*slots, latent), dtype=torch.float32)
+    partial_lse = query.new_empty(slots, dtype=torch.float32)
+    launch = launch_dependent(query.device)
+    decode_kernel[(head_tiles, num_requests, num_splits)](
+        *call, partial, partial_lse, call.block_tables.stride(0), min_split, *call.strides(),
+        **constants, **launch,
+    )  # fmt: skip
+    if num_splits > 1:
+        combine_kernel[(num_heads, num_requests)](
+            out, call.query_start_loc, call.seq_lens, partial, partial_lse, min_split, num_splits,
+            *out.stride()[:2], NUM_HEADS=num_heads, LATENT=latent,
+            LATENT_PAD=constants["LATENT_PAD"], BLOCK_N=tile.block_n, AT_ONCE=_AT_ONCE,
+            num_warps=4, **launch,
+        )  # fmt: skip
