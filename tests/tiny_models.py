@@ -141,7 +141,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     # Half of each head is rotated.
     "minimax_m2": (
         "minimax_m2",
-        {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+        },
     ),
     "mixtral": (
         "mixtral",

@@ -10,6 +10,7 @@ from vllm.utils.dataclasses import dataclass
 
 _MOST_LISTED = 8  # parts of a layer that are named one by one
 
+
 def comes_quantised(name: str) -> bool:
     """Whether norms or activation functions are before layer `name`, not attention."""
     return not name.endswith(("attn.o_proj", "attn.out_proj"))
