@@ -212,7 +212,11 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
             "num_experts_per_tok = 7 is more than num_local_experts = 6",
         ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "expert_intermediate_size = 0 is out"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            "expert_intermediate_size = 0 is out",
+        ),
         ("glm4_moe", {"n_group": 3}, "n_group = 3 groups of 8 experts"),
         ("glm4_moe", {"topk_group": 5}, "topk_group = 5 of n_group = 4"),
         ("glm4_moe", {"topk_group": 1}, "leave 2 of 8 experts to choose from"),

@@ -1,8 +1,8 @@
 """Reasoning is told from the answer, however the answer is cut and whatever the prompt opened."""
 
 import pytest
-
 from tool_parsers.test_tool_parsers import read
+
 from vllm.errors import ConfigError
 from vllm.reasoning.parser import ReasoningParser
 from vllm.reasoning.registry import known, reasoning_format

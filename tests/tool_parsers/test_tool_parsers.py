@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slowness import slowness
-
 from tool_parsers.answers import ANSWERS, CALLS, TOOLS, Answer
+
 from vllm.errors import ConfigError
 from vllm.tool_parsers.parser import Arguments, Call, Content, Parser, Reasoning, typed
 from vllm.tool_parsers.registry import known, parser_of_template, tool_parser

@@ -251,14 +251,23 @@ ARCHITECTURES = (
         _V3,
         has_mtp_layers=True,
         is_in_transformers=False,
+        family="Kimi K2",
     ),
-    _Mla("deepseek_v3", ("DeepseekV3ForCausalLM",), _describe, _V3, has_mtp_layers=True),
+    _Mla(
+        "deepseek_v3",
+        ("DeepseekV3ForCausalLM",),
+        _describe,
+        _V3,
+        has_mtp_layers=True,
+        family="DeepSeek V3, R1 and V3.1",
+    ),
     _Mla(
         "deepseek_v2",
         ("DeepseekV2ForCausalLM",),
         partial(mla_decoder, feed_forward=_v2_feed_forward),
         _V2,
         nullable=_NULLABLE | {"num_experts_per_tok"},
+        family="DeepSeek V2 and V2-Lite",
     ),
     _Mla(
         "glm4_moe_lite",
@@ -267,5 +276,6 @@ ARCHITECTURES = (
         _GLM,
         nullable=_NULLABLE | {"mlp_layer_types"},
         has_mtp_layers=True,
+        family="GLM-4.7-Flash",
     ),
 )

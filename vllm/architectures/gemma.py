@@ -148,7 +148,7 @@ ARCHITECTURES = (
         derives_layer_types=("sliding_window_pattern",),
         layer_ropes=_layer_ropes,
         omits_sizes=True,
-        family="Gemma 3, text only",
+        family="Gemma 3",
     ),
     Composite(
         "gemma3",
@@ -163,6 +163,6 @@ ARCHITECTURES = (
             ("language_model.lm_head.", "lm_head."),
         ),
         notice="Gemma3: serving the text model; images are not supported",
-        family="Gemma 3, text only",
+        family="Gemma 3",
     ),
 )

@@ -71,5 +71,6 @@ ARCHITECTURES = (
         renamed_fields={"num_local_experts": "n_routed_experts"},
         partial_rotary_factor=0.5,
         has_mtp_layers=True,
+        family="GLM-4.5, 4.6 and 4.7, without the layer of multi-token prediction",
     ),
 )

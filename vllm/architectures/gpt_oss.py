@@ -101,5 +101,6 @@ ARCHITECTURES = (
         # The name that transformers 5 knows it by too.
         renamed_fields={"num_experts": "num_local_experts"},
         rope_defaults=_rope_defaults,
+        family="gpt-oss",
     ),
 )

@@ -78,5 +78,6 @@ ARCHITECTURES = (
         rope_theta=5000000.0,
         has_rotary_dim=True,
         has_mtp_layers=True,
+        family="MiniMax-M2",
     ),
 )

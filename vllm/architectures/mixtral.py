@@ -54,5 +54,6 @@ ARCHITECTURES = (
         nullable=frozenset({"head_dim", "num_key_value_heads", "sliding_window"}),
         renamed_fields={"num_experts": "num_local_experts"},
         rope_theta=1000000.0,
+        family="Mixtral",
     ),
 )

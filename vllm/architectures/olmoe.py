@@ -16,9 +16,7 @@ def _attention(fields: Fields, layer: int) -> Attention:
             f"{fields.source}: clip_qkv = {limit!r} is not supported: it takes null"
         )
     bias = fields.flag("attention_bias")
-    kind = AttentionKind(
-        qkv_bias=bias, output_bias=bias, qk_norm="rms", qk_norm_span="projection"
-    )
+    kind = AttentionKind(qkv_bias=bias, output_bias=bias, qk_norm="rms", qk_norm_span="projection")
     return attention(fields, kind)
 
 
@@ -60,5 +58,6 @@ ARCHITECTURES = (
         },
         nullable=frozenset({"num_key_value_heads", "clip_qkv"}),
         renamed_fields={"num_local_experts": "num_experts"},
+        family="OLMoE",
     ),
 )

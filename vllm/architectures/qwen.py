@@ -77,9 +77,7 @@ def _alternating_layer_types(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def feed_forward(
-    fields: Fields, layer: int, make_moe: Callable[[Fields], MoE]
-) -> FeedForward:
+def feed_forward(fields: Fields, layer: int, make_moe: Callable[[Fields], MoE]) -> FeedForward:
     is_sparse = (layer + 1) % fields.optional("decoder_sparse_step", 1) == 0
     if layer in fields.entries("mlp_only_layers", int) or not is_sparse:
         return gated_mlp(fields)
@@ -165,6 +163,7 @@ ARCHITECTURES = (
         layer_types=_alternating_layer_types,
         derives_layer_types=("max_window_layers",),
         no_window=0,
+        family="Qwen1.5 and Qwen2 mixture of experts",
     ),
     Architecture(
         "qwen3",

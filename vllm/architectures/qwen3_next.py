@@ -47,5 +47,6 @@ ARCHITECTURES = (
         derives_layer_types=("full_attention_interval",),
         partial_rotary_factor=0.25,
         skipped_tensors=("mtp.",),
+        family="Qwen3-Next, without the layers of multi-token prediction",
     ),
 )
