@@ -71,15 +71,27 @@ def capped_scores(dim: int, cache: torch.dtype) -> None:
     attend(8, 4, dim, cache, softcap=50.0)
 
 
-def attend(heads: int, kv_heads: int, dim: int, cache: torch.dtype, softcap: float = 0.0) -> None:
+def scores_with_sinks(dim: int, cache: torch.dtype) -> None:
+    attend(64, 8, dim, cache, has_sinks=True)
+
+
+def attend(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    cache: torch.dtype,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+) -> None:
     """A long prompt, short ones, and decoding."""
     kv = empty(100, 16, kv_heads, dim, dtype=cache)
+    sinks = empty(heads, dtype=F32) if has_sinks else None
     for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 2, 33, 600),
                                                     (64, 64, 1, 4096)):  # fmt: skip
         attention.paged_attention(
             empty(num_tokens, heads, dim), kv, kv, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1,
-            softcap=softcap, max_query_len=most_new, max_seq_len=longest,
+            sinks=sinks, softcap=softcap, max_query_len=most_new, max_seq_len=longest,
         )  # fmt: skip
     new = empty(7, kv_heads, dim)
     attention.reshape_and_cache(new, new, kv, kv, empty(7, dtype=I64))
@@ -176,6 +188,7 @@ def experts(weight: str, num_experts: int, hidden: int, inner: int) -> None:
 CASES = {
     "attention of 128, bf16": lambda: few_heads_to_one_cache_head(),
     "attention of 256, fp8, one head": lambda: all_heads_to_one_cache_head(256, F8),
+    "attention of 64, bf16, with sinks": lambda: scores_with_sinks(64, BF16),
     "attention over latents of 512": lambda: latents(128, 512, BF16),
     "block products": lambda: block_products(4096),
     "recurrence": lambda: recurrence(BF16, 128),
@@ -189,7 +202,10 @@ MORE = {
         f"attention of {dim}, {cache}, {name.__name__}": lambda d=dim, c=cache, f=name: f(d, c)
         for dim in (64, 96, 128, 256)
         for cache in (BF16, F8)
-        for name in (few_heads_to_one_cache_head, all_heads_to_one_cache_head, capped_scores)
+        for name in (
+            *(few_heads_to_one_cache_head, all_heads_to_one_cache_head),
+            *(capped_scores, scores_with_sinks),
+        )
     },
     **{
         f"attention over latents of {latent}, {cache}, {heads} heads": (
