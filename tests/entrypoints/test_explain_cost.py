@@ -10,7 +10,6 @@ from slowness import slowness
 
 from .serving import COMMAND, environment
 
-
 LARGE = "model.layers.{0-93}"
 
 
