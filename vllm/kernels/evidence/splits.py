@@ -90,6 +90,8 @@ class Timings(Evidence):
         left = able
         for name in compiling:
             fewer = tuple(one for one in left if one[0] != name)
+            if fewer == left:
+                continue
             others = _fastest_split(self, fewer, m_range, layouts, counts)
             spares = all(counts.get(name, 0) < counts.get(other, 0) for _, other in others)
             mean, worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT

@@ -162,10 +162,9 @@ def _depends_on_chip(spec: KernelSpec) -> bool:
     return "*" not in dict(spec.scales)
 
 
-def requant_of(problem: LinearProblem | MoEProblem, scales: str) -> Requant | None:
-    """What scales of the form `scales` cost this weight: as known of it, else as estimated."""
-    if scales in ("", Scales.FLOAT32):
-        return None
+def requant_of(problem: LinearProblem | MoEProblem, scales: str) -> Requant:
+    """What scales of the form `scales`, another than the stored one, cost this weight: as known of
+    it, else as estimated."""
     known = problem.requant_error
     return estimated(scales, problem.dtype) if known is None else Requant(known)
 

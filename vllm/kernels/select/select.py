@@ -1,13 +1,14 @@
 """`select`: the one place where a kernel is chosen. Pure: no torch, environment, clock, globals."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
+from vllm.formats.scales import Requant, Scales
 from vllm.kernels.select import eligibility
-from vllm.kernels.select.decision import Candidate, Decision, Evidence, Parts
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts
 from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
@@ -49,7 +50,7 @@ def select(
     grades = _grades(evidence) if evidence else {}
     excluded = {one.backend for one in policy.exclusions}
     case = _Case(problem, fits, device, libs, policy, excluded, override, grades)
-    candidates = [_candidate(kernel, case) for kernel in kernels.values()]
+    candidates = [_candidate(kernel, case) for kernel in kernels.by_backend.values()]
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
     if override is None:
@@ -87,19 +88,30 @@ class _Case(NamedTuple):
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    specs: all of the backend. scales: the form of scales that it would take. refines: as of the
-    spec. has_run: its results were compared on this chip in this format. Reasons come in one order:
-    `before` those of sizes, then these, then `after`.
+    specs: all of the backend. scales: the form of scales that it would take, and whether that is
+    another than the stored one. refines: as of the spec. has_run: its results were compared on this
+    chip in this format. Reasons come in one order: `before` those of sizes, then these, then
+    `after`.
     """
 
     spec: KernelSpec
     specs: Sequence[KernelSpec]
     act: ActScheme | None
     scales: str
+    rescales: bool
     refines: bool
     has_run: bool
     before: tuple[Reason, ...]
     after: tuple[Reason, ...]
+
+
+class _Kernels(NamedTuple):
+    """compiling: backends that compile at run time, the dearest first. layouts: of the weight, of
+    backends that do not take the stored one alone."""
+
+    by_backend: dict[str, _Kernel]
+    compiling: tuple[str, ...]
+    layouts: Layouts
 
 
 _Kind = tuple[str, str, str, tuple[ActScheme, ...]]
@@ -109,7 +121,7 @@ _Kind = tuple[str, str, str, tuple[ActScheme, ...]]
 @lru_cache(maxsize=1024)
 def _kernels(
     specs: tuple[KernelSpec, ...], kind: _Kind, device: Device, libs: Libs, e8m0: bool | None
-) -> dict[str, _Kernel]:
+) -> _Kernels:
     """By backend the kernel that takes the format; its first where none does."""
     family, weight_format, dtype, acts = kind
     by_backend: dict[str, list[KernelSpec]] = {}
@@ -131,43 +143,52 @@ def _kernels(
             taken = frozenset().union(*(other.formats for other in own))
             after = (Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"),)
         scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
+        rescales = scales not in ("", Scales.FLOAT32)
         has_run = ran_on(device, weight_format) in spec.ran_on
         found[backend] = _Kernel(
-            *(spec, own, act, scales, spec.refines, has_run, tuple(before), after)
+            *(spec, own, act, scales, rescales, spec.refines, has_run, tuple(before), after)
         )
-    return found
+    used = [kernel.spec for kernel in found.values()]
+    costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in used if spec.compiles}
+    layouts = [(s.backend, s.weight_layouts) for s in used if s.weight_layouts != (STORED,)]
+    return _Kernels(found, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
 
 
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
-    problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
+    problem, policy, spec, scales = case.problem, case.policy, kernel.spec, kernel.scales
     fit = case.fits[kernel.refines]
     reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
     requant = None
-    if kernel.scales:
+    if kernel.rescales:
         assert isinstance(problem, LinearProblem | MoEProblem)
-        requant = eligibility.requant_of(problem, kernel.scales)
-    if requant is not None:
-        device, scales = case.device, kernel.scales
-        reasons += eligibility.requant_reasons(spec, device, policy, scales, requant)
+        requant = eligibility.requant_of(problem, scales)
+        reasons += eligibility.requant_reasons(spec, case.device, policy, scales, requant)
+    grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
+    least = policy.least_grade
+    if spec.backend in case.excluded or policy.requires_native or least is not Grade.COMPILED:
+        reasons += _policy_reasons(kernel, case, requant, grade)
+    return Candidate(spec.backend, kernel.act, scales, fit, (), requant, tuple(reasons), grade)
+
+
+def _policy_reasons(
+    kernel: _Kernel, case: _Case, requant: Requant | None, grade: Grade
+) -> Iterator[Reason]:
+    """What the policy says against a kernel that does not depend on sizes or scales."""
+    problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
     if policy.requires_native and not eligibility.is_native(spec, problem, kernel.act):
         how = "an emulation" if spec.is_emulation else "weight-only"
-        reasons.append(Reason(Why.POLICY, f"{_NATIVE.text}, and this is {how}", _NATIVE))
-    # An override outranks exclusions.
-    if spec.backend in case.excluded and (override is None or override.backend != spec.backend):
+        yield Reason(Why.POLICY, f"{_NATIVE.text}, and this is {how}", _NATIVE)
+    if override is None or override.backend != spec.backend:  # it outranks exclusions
         is_exact = requant is None or requant.error == 0
         exclusion = policy.exclusion_of(spec.backend, problem.family, is_exact)
         if exclusion is not None:
-            reasons.append(Reason(Why.POLICY, exclusion.origin.text, exclusion.origin))
-    grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
+            yield Reason(Why.POLICY, exclusion.origin.text, exclusion.origin)
     if policy.least_grade is not Grade.COMPILED and not _is_known(grade, kernel, policy):
         origin = Origin(RANK_FLAG, f"--require-evidence {policy.least_grade}")
         text = f"{origin.text}, and it is only {grade} on {case.device.arch}"
-        reasons.append(Reason(Why.POLICY, text, origin))
-    return Candidate(
-        *(spec.backend, kernel.act, kernel.scales, fit, (), requant, tuple(reasons), grade)
-    )
+        yield Reason(Why.POLICY, text, origin)
 
 
 def _is_known(grade: Grade, kernel: _Kernel, policy: Policy) -> bool:
@@ -183,14 +204,14 @@ def _grades(evidence: Evidence) -> dict[str, Grade]:
     return {
         backend: least([evidence.grade, Grade.ESTIMATED]) if backend in stale else evidence.grade
         for backend, us in evidence.us
-        if any(time is not None for time in us)
+        if us.count(None) < len(us)
     }
 
 
 def _best(
     case: _Case,
     candidates: Sequence[Candidate],
-    kernels: Mapping[str, _Kernel],
+    kernels: _Kernels,
     evidence: Evidence | None,
 ) -> Decision:
     """Where no override speaks: the first that can run, the fastest of those measured first."""
@@ -230,7 +251,7 @@ def _overridden(
 def _measured(
     evidence: Evidence,
     candidates: Sequence[Candidate],
-    kernels: Mapping[str, _Kernel],
+    kernels: _Kernels,
     case: _Case,
 ) -> dict[Parts, Candidate]:
     """The fastest split of what could run but for what was asked, then that of what may run.
@@ -245,24 +266,22 @@ def _measured(
         backend, limit = candidate.backend, None
         if candidate.reasons:
             if backend in timed:
-                candidate, limit = _for_few_tokens(candidate, kernels[backend], case)
+                candidate, limit = _for_few_tokens(candidate, kernels.by_backend[backend], case)
             if not all(reason.origin for reason in candidate.reasons):
                 continue
         could.append((backend, limit))
-        judged[backend] = candidate
+        if backend in timed:
+            judged[backend] = candidate
         if not candidate.reasons:
             may.append((backend, limit))
-    specs = [kernels[backend].spec for backend in judged]
-    costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in specs if spec.compiles}
-    compiling = tuple(sorted(costs, key=costs.__getitem__))
-    layouts = tuple([(s.backend, s.weight_layouts) for s in specs if s.weight_layouts != (STORED,)])
     roundings = _roundings(evidence, judged.values())
     found: dict[Parts, Candidate] = {}
     for able in (could, may) if len(may) < len(could) else (may,):
         first = next((backend for backend, limit in able if limit is None), None)
         if first in timed:
             m_range = case.problem.m_range
-            parts = evidence.best_split(tuple(able), m_range, compiling, layouts, roundings)
+            own = tuple([one for one in able if one[0] in timed])
+            parts = evidence.best_split(own, m_range, kernels.compiling, kernels.layouts, roundings)
             if parts:
                 found[parts] = _split(parts, judged)
     return found
