@@ -1,4 +1,4 @@
-"""Tools and reasoning in `/v1/chat/completions`: calls are held by grammar to the tools' schemas."""
+"""Tools and reasoning in `/v1/chat/completions`: a grammar holds calls to the tools' schemas."""
 
 import json
 from collections.abc import Iterator
@@ -154,7 +154,8 @@ def test_the_template_is_told_of_tools_and_of_earlier_calls(server: RunningServe
     call = {"id": "c1", "type": "function",
             "function": {"name": "get_weather", "arguments": arguments}}  # fmt: skip
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "x"}]}]  # fmt: skip
+                {"role": "tool", "tool_call_id": "c1",
+                 "content": [{"type": "text", "text": "x"}]}]  # fmt: skip
     tokens = server.post("/tokenize", {"messages": messages, "tools": TOOLS[1:]}).json["tokens"]
     prompt = server.post("/detokenize", {"tokens": tokens}).json["prompt"]
     assert prompt.startswith('<tools>[{"type": "function", "function": {"name": "now"')
@@ -182,8 +183,8 @@ def test_reasoning_comes_apart_from_the_answer_that_a_schema_holds(server: Runni
 
 
 def test_a_call_after_reasoning_is_read(server: RunningServer) -> None:
-    choice = ask(server, tool_choice="required", parallel_tool_calls=False,
-                 chat_template_kwargs={"think": True}, thinking_token_budget=5, max_tokens=400)  # fmt: skip
+    choice = ask(server, tool_choice="required", parallel_tool_calls=False, max_tokens=400,
+                 chat_template_kwargs={"think": True}, thinking_token_budget=5)  # fmt: skip
     # Grammars of the model's own format have no budget for reasoning: it may use all tokens up.
     if choice["finish_reason"] != "length":
         (call,) = choice["message"]["tool_calls"]
@@ -230,8 +231,9 @@ def test_a_malformed_request_gets_a_400_that_says_why(
 def test_tools_with_a_schema_that_no_grammar_holds_are_offered_but_not_forced(
     server: RunningServer,
 ) -> None:
-    tool = {"type": "function", "function": {"name": "x", "parameters": {
-        "type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}}}  # fmt: skip
+    values = {"type": "array", "uniqueItems": True}
+    parameters = {"type": "object", "properties": {"a": values}}
+    tool = {"type": "function", "function": {"name": "x", "parameters": parameters}}
     assert ask(server, tools=[tool], max_tokens=4)["finish_reason"] == "length"
     body = {"messages": [USER], "tools": [tool], "tool_choice": "required"}
     answer = server.post("/v1/chat/completions", body)

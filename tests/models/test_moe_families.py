@@ -1,4 +1,4 @@
-"""Mixtures of experts other than Qwen's: formats as published, layers that are skipped, bad input."""
+"""Mixtures of experts other than Qwen's: formats as published, skipped layers, bad input."""
 
 import json
 import re

@@ -179,7 +179,7 @@ ANSWERS = (
         "",
     ),
     # What looks like calls and is none.
-    Answer("hermes", "<tool_call>no</tool_call> a<b <tool_cal", "<tool_call>no</tool_call> a<b <tool_cal", []),
+    Answer("hermes", "<tool_call>no</tool_call> <tool_", "<tool_call>no</tool_call> <tool_", []),
     Answer("hermes", '<tool_call>{"nam": 1}', '<tool_call>{"nam": 1}', []),
     Answer("qwen3_coder", "<tool_call> <function", "<tool_call> <function", []),
     Answer("llama3_json", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),

@@ -40,5 +40,5 @@ def test_the_prompt_tells_whether_the_answer_begins_within_reasoning():
 
 
 def test_an_unknown_format_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'qwen' is unknown: it takes .*qwen3"):
+    with pytest.raises(ConfigError, match=r"'qwen' is unknown: it takes .*qwen3"):
         reasoning_format("qwen")

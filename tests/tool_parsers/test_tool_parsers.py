@@ -138,7 +138,8 @@ def _seconds(parser: Parser, pieces: list[str]) -> float:
 
 def test_the_parser_is_found_by_the_chat_template():
     templates = {
-        "hermes": "<tool_call>\n{{tool_call | tojson}}", "qwen3_coder": "<tool_call><function=x><parameter=",
+        "hermes": "<tool_call>\n{{tool_call | tojson}}",
+        "qwen3_coder": "<tool_call><function=x><parameter=",
         "glm45": "<tool_call>{{name}}<arg_key>k</arg_key><arg_value>", "mistral": "[TOOL_CALLS]",
         "llama3_json": '<|start_header_id|>...{"name": ..., "parameters": ...}',
         "deepseek_v3": "<｜tool▁sep｜>\n```json", "deepseek_v31": "<｜tool▁sep｜>",
@@ -153,7 +154,7 @@ def test_the_parser_is_found_by_the_chat_template():
 
 
 def test_an_unknown_parser_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'hermse' is unknown: it takes .*did you mean.*hermes"):
+    with pytest.raises(ConfigError, match=r"'hermse' is unknown: it takes .*did you mean.*hermes"):
         tool_parser("hermse")
 
 
@@ -176,7 +177,7 @@ def test_a_plugin_file_adds_a_parser(tmp_path):
     cls = tool_parser("mine", str(file))
     assert read(cls(TOOLS), ["now CALL now! and"]) == ("now  and", "", [("now", "{}")])
     file.write_text("raise OSError('no')")
-    with pytest.raises(ConfigError, match="--tool-parser-plugin .*OSError: no"):
+    with pytest.raises(ConfigError, match=r"--tool-parser-plugin .*OSError: no"):
         tool_parser("mine", str(file))
     file.write_text("x = 1")
     with pytest.raises(ConfigError, match="defines no subclass"):

@@ -215,13 +215,16 @@ class MoENames:
     inner: str = "moe_intermediate_size"
 
 
+MOE_NAMES = MoENames()
+
+
 def moe(
     fields: Fields,
     count: Dim,
     router: Callable[[int, int], Router],
     shared_expert: GatedMLP | None = None,
     is_shared_gated: bool = False,
-    names: MoENames = MoENames(),
+    names: MoENames = MOE_NAMES,
 ) -> MoE:
     """count: of the experts. router: of that number and of the experts per token."""
     top_k = fields.size(names.top_k)

@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: partly rotated heads, the first layers dense, then experts by sigmoid scores
-beside a shared one. A layer of multi-token prediction follows and is skipped."""
+"""GLM-4.5, 4.6 and 4.7: partly rotated heads, the first layers dense, then experts by sigmoid
+scores beside a shared one. A layer of multi-token prediction follows and is skipped."""
 
 from functools import partial
 
@@ -14,13 +14,13 @@ from vllm.architectures.build import (
     moe,
     shared_experts,
 )
-from vllm.architectures.decoder import Attention, FeedForward
+from vllm.architectures.decoder import Attention, FeedForward, NormKind
 from vllm.architectures.fields import Fields
 from vllm.architectures.router import sigmoid_router
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
-    qk_norm = "rms" if fields.flag("use_qk_norm") else None
+    qk_norm: NormKind | None = "rms" if fields.flag("use_qk_norm") else None
     bias = fields.flag("attention_bias")
     return attention(fields, AttentionKind(qkv_bias=bias, qk_norm=qk_norm))
 

@@ -1,5 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biased QKV; Qwen1.5 and Qwen2 with experts too. Qwen3, dense and with experts: no such bias, but an
-RMSNorm over each head of q and k before the rotation. In some models some layers have a window."""
+"""Qwen2 and Qwen2.5: Llama with biased QKV; Qwen1.5 and Qwen2 with experts too. Qwen3, dense and
+with experts: no such bias, but an RMSNorm over each head of q and k before the rotation. In some
+models some layers have a window."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

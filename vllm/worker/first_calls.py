@@ -281,5 +281,6 @@ def _attention_calls(
     for num_tokens, num_seqs, longest in sizes:
         batch = inputs.padding(num_tokens, num_seqs, longest)
         q, *kv = layer.kernel.zeros(num_tokens, batch.positions.device)
-        yield layer.writing, num_tokens, partial(layer.kernel.write, *kv, batch.attention)
+        write: Callable[..., object] = layer.kernel.write  # of K and V, or of latents
+        yield layer.writing, num_tokens, partial(write, *kv, batch.attention)
         yield layer.decision, num_tokens, partial(layer, q, *kv, batch)

@@ -186,8 +186,8 @@ void silu_and_mul(const SiluArgs& args) {
         const int count = lanes_left(args.n, i);
         const F32x16 gate = load_first<kType>(x + i, count);
         const F32x16 up = load_first<kType>(x + args.n + i, count);
-        const F32x16 value = args.limit > 0 ? clamped_swiglu(gate, up, set1(args.limit))
-                                            : mul(silu(gate), up);
+        const F32x16 value =
+            args.limit > 0 ? clamped_swiglu(gate, up, set1(args.limit)) : mul(silu(gate), up);
         store_first<kType>(out + i, value, count);
       }
     });
