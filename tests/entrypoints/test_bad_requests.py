@@ -62,7 +62,7 @@ def answers_the_next_request(server: RunningServer) -> Iterator[None]:
         (CHAT, {"messages": "hi"}, "messages", "messages should be a valid list"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages", "'user'"),
         (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "refused"),
-        (CHAT, {"messages": [USER], "tools": [{}]}, "tools", "tools are not supported"),
+        (CHAT, {"messages": [USER], "tools": [{}]}, "tools", "tools.0.function is missing"),
         (CHAT, {"messages": [USER], "chat_template": "x"}, "chat_template",
          "--trust-request-chat-template"),
         (CHAT, {"messages": [USER], "chat_template_kwargs": {"tokenize": True}},

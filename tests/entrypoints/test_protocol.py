@@ -140,12 +140,16 @@ def test_completions_refuse_what_no_field_alone_can_tell(fields: Any, param: str
     assert caught.value.param == param
 
 
+TOOL = {"type": "function", "function": {"name": "now"}}
+OTHER = {"type": "function", "function": {"name": "then"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -161,11 +165,11 @@ def test_chat_refuses_what_no_field_alone_can_tell(fields: Any, param: str) -> N
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"tools": []}, {"tools": [{"type": "function"}], "tool_choice": "none"},
+    [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL]},
      {"tool_choice": "auto"}, {"modalities": ["text"]}, {"logprobs": True, "top_logprobs": 0},
      {"continue_final_message": True}],
 )  # fmt: skip
-def test_chat_accepts_tools_that_are_turned_off(fields: Any) -> None:
+def test_chat_accepts_tools_and_their_absence(fields: Any) -> None:
     chat(**fields).check()
 
 
@@ -183,10 +187,10 @@ def test_an_image_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [{"role": "tool", "content": "x"}, {"role": "user"}, {"role": "user", "content": None},
+    [{"role": "tool"}, {"role": "user"}, {"role": "user", "content": None},
      {"role": "user", "content": []}, {"role": "user", "content": 5}, {"content": "x"}, "x",
      {"role": "assistant", "content": "x", "tool_calls": [{}]},
-     {"role": "user", "content": "x", "colour": "red"}],
+     {"role": "assistant", "content": None, "tool_calls": []}],
 )  # fmt: skip
 def test_a_malformed_message_is_refused(message: Any) -> None:
     assert refusal(chat, messages=[message]).param == "messages"

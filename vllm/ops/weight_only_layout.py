@@ -152,11 +152,15 @@ def int8_as_int4(tensors: LinearTensors) -> LinearTensors:
             f"{num_columns} columns of int8 with scales of {tensors.block_k}; the kernel takes "
             f"multiples of {LEAST_GROUP}"
         )
-    repeats = num_columns // columns // scales.shape[1]
-    scales = scales.float().repeat_interleave(repeats, 1)
+    repeats, num_groups = tensors.block_k // columns, num_columns // columns
+
+    def split(values: Tensor) -> Tensor:  # the last group may be partial
+        return values.repeat_interleave(repeats, 1)[:, :num_groups]
+
+    scales = split(scales.float())
     zeros = torch.zeros_like(scales, dtype=torch.int8)
     if tensors.zero_points is not None:
-        zeros = tensors.zero_points.repeat_interleave(repeats, 1)
+        zeros = split(tensors.zero_points)
     return LinearTensors(
         WeightFormat("int4", "group", (1, columns)),
         pack_e2m1(_halves(tensors.weight)),

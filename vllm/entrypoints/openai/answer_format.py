@@ -121,7 +121,7 @@ class AnswerReader:
 def _grammar(answer: AnswerFormat, prompt: str) -> Json | None:
     """What holds the answer to the tools, its reasoning and the format that the request asks for;
     None for nothing beyond that format."""
-    request, asked = answer.request, answer.request.asked_grammar()
+    request, asked = answer.request, answer.request.asked_grammar() or {}
     if answer.tools:
         if asked and request.choice != "auto":
             raise RequestError(

@@ -209,9 +209,9 @@ class GenerationRequest(_Strict):
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         asked = self.asked_grammar()
-        return StructuredOutputsParams(**asked) if asked else None
+        return None if asked is None else StructuredOutputsParams(**asked)
 
-    def asked_grammar(self) -> dict[str, Any]:
+    def asked_grammar(self) -> dict[str, Any] | None:
         """The one grammar asked for, under whichever name."""
         asked = {
             f"guided_{kind}": {kind: grammar}
@@ -225,7 +225,7 @@ class GenerationRequest(_Strict):
             asked["response_format"] = self.response_format.grammar()
         if len(asked) > 1:
             raise RequestError(f"{', '.join(asked)} exclude each other", list(asked)[1])
-        return next(iter(asked.values()), {})
+        return next(iter(asked.values()), None)
 
 
 class CompletionRequest(GenerationRequest):
