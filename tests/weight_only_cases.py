@@ -109,7 +109,8 @@ def wide_of(tensors):
     elif tensors.format.element == "int8":
         values = tensors.weight.float()
         if tensors.zero_points is not None:
-            values = values - tensors.zero_points.float().repeat_interleave(columns, 1)
+            zeros = tensors.zero_points.float().repeat_interleave(columns, 1)
+            values = values - zeros[:, : values.shape[1]]
     else:
         codes = unpack_e2m1(tensors.weight)
         is_e2m1 = tensors.format.element in ("nvfp4", "mxfp4")

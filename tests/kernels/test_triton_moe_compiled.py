@@ -23,7 +23,7 @@ POINTERS = {"out": "*bf16", "x_scales": "*fp32", "w_scales": "*fp32", "out_scale
 POINTERS |= {"ids": "*i64", "order": "*i32", "num_blocks": "i32", "num_experts": "i32"}
 CONSTANTS = {
     "HIDDEN": 256, "INNER": 256, "TOP_K": 2, "QUANTISES": False, "GROUP_N": 128, "GROUP_K": 128,
-    "OFFSET": 0, "BLOCK_M": 16, "BLOCK_K": 128, "PDL": True,
+    "OFFSET": 0, "BLOCK_M": 16, "BLOCK_K": 128, "PDL": True, "bias": None, "LIMIT": 0.0,
 }  # fmt: skip
 
 

@@ -16,13 +16,15 @@ from vllm.ops import cpu_ops
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
-def rotary_into_cache(positions, query, key, target, cos_sin_cache, norms=None, eps=0.0):
+def rotary_into_cache(
+    positions, query, key, target, cos_sin_cache, norms=None, eps=0.0, is_neox=True
+):
     """As `cuda_ops.rotary_into_cache`; key is left as it was."""
     key = key.clone()
     if norms is None:
-        cpu_ops.rotary_embedding(positions, query, key, cos_sin_cache)
+        cpu_ops.rotary_embedding(positions, query, key, cos_sin_cache, is_neox=is_neox)
     else:
-        cpu_ops.qk_norm_rotary(positions, query, key, *norms, cos_sin_cache, eps)
+        cpu_ops.qk_norm_rotary(positions, query, key, *norms, cos_sin_cache, eps, is_neox)
     caches = target.k_cache, target.v_cache
     scales = target.k_scale, target.v_scale
     cpu_ops.reshape_and_cache(key, target.value, *caches, target.slot_mapping, *scales)

@@ -182,6 +182,9 @@ def layer_problems(
     for prefix, item in items:
         name = prefix + item.name
         weights = quantisable(prefix, item)
+        if weights and isinstance(item, LinearSpec) and any(len(p.dims) > 1 for p in item.parts):
+            # As the engine: a weight that is cut into several pieces counts once for each.
+            weights = tuple(weight for weight, _ in item.shards(prefix, 0, tp))
         layer_format = quant_config.layer_format(weights) if quant_config and weights else None
         key = id(item), layer_format
         if key not in made:

@@ -56,8 +56,9 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     if problem.weight.element == "int8":  # as two int4 numbers, in groups
         k = problem.k if isinstance(problem, LinearProblem) else problem.hidden
         sizes = [k] if isinstance(problem, LinearProblem) else [k, problem.intermediate]
-        odd = next((size for size in sizes if size % _LEAST_GROUP), 0)
-        text = f"{odd} columns of int8, and it takes multiples of {_LEAST_GROUP}"
+        step = max(columns, _LEAST_GROUP)
+        odd = next((size for size in sizes if size % step), 0)
+        text = f"{odd} columns of int8, and it takes multiples of {step}"
         return shared.shape_reasons((odd > 0, text))
     is_refused = columns > 0 and (columns < _LEAST_GROUP or columns & (columns - 1) > 0)
     text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
