@@ -217,7 +217,8 @@ def test_shards_that_begin_inside_a_scale_block_are_multiplied_with_their_own(
     x, out = torch.randn(4, 352).bfloat16(), poisoned(4, 72)
     call(program, pack_weight(tensors), out, x)
     expected = x.double() @ wide.double().T
-    assert (out.double() - expected).norm() < 2.0**-9 * expected.norm()
+    # Rounded twice, with the scale of its block and at the end; another block's is far off.
+    assert (out.double() - expected).norm() < 2.0**-8 * expected.norm()
 
 
 @pytest.mark.parametrize("name", [*FORMATS, W4A8[1]])
