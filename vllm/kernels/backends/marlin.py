@@ -6,7 +6,7 @@ Few tokens are multiplied by our own kernel, which widens the packed weight in r
 128 tokens; for many it is widened into memory, in parts, and torch's GEMM multiplies. By FP8
 activations it multiplies any number: scales of groups leave nothing that torch's FP8 GEMM takes.
 MXFP4 is packed as NVFP4, and int8 as twice as many columns of int4, which cost torch's GEMM twice
-the work. Neither has run on hardware.
+the work.
 The kernel is tested on Hopper; its code is also run thread by thread on a CPU
 (tests/native/test_weight_only_gemm.py). Products by FP8 activations have run on 9.0 alone, where no
 backend asks for them.
