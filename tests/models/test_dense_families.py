@@ -9,6 +9,7 @@ from tiny_models import VOCAB, build_model, one_thread
 
 from vllm import SamplingParams
 from vllm.architectures.registry import describe
+from vllm.config.model import load_hf_config
 from vllm.errors import CheckpointError, ConfigError
 
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
@@ -71,6 +72,14 @@ def test_weights_are_quantised_at_load_as_others_are(checkpoint, name):
     assert 0 < error.mean() < 0.2
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def config(checkpoint, name) -> dict:
     return json.loads((checkpoint(name) / "config.json").read_text())
 
@@ -85,6 +94,29 @@ def config(checkpoint, name) -> dict:
         ),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": "x"}}, "long_factor = x"),
         ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [0.0] * 8}}, "short_factor = "),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings = 1 in rope_parameters: under rope_type longrope it",
+        ),
+        ("llama", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta = 1 in .* above 1"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": "x"}}, "beta_fast = 'x' in rope_para"),
+        (
+            "llama",
+            {"rope_parameters": YARN | {"mscale": [1]}},
+            r"mscale = \[1\] in rope_parameters",
+        ),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": "1"}}, "attention_factor = '1'"),
+        (
+            "ministral3",
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": "x"}},
+            "llama_4_scaling_beta = 'x' in rope_parameters: it takes a number from 0 on, or null",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}},
+            "partial_rotary_factor = 2 in rope_parameters rotates 32 of 16 columns",
+        ),
         ("gemma2", {"hidden_activation": "gelu_tahn"}, "hidden_activation = 'gelu_tahn' is not"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, r"attn_logit_softcapping = 0\.0: it takes"),
         ("gemma2", {"final_logit_softcapping": -30.0}, r"final_logit_softcapping = -30\.0: it"),
@@ -99,6 +131,24 @@ def test_a_field_that_makes_no_sense_is_named(checkpoint, name, changes, words):
     raw = config(checkpoint, name)
     with pytest.raises(CheckpointError, match=words):
         describe(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": None}),
+        ("gemma3", {"rope_parameters": [1]}),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}),
+    ],
+)
+def test_a_field_that_nothing_derives_from_is_a_wrong_checkpoint(
+    checkpoint, tmp_path, name, changes
+):
+    (tmp_path / "config.json").write_text(json.dumps(config(checkpoint, name) | changes))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_hf_config(tmp_path, trust_remote_code=False, overrides={})
 
 
 def test_a_rotation_that_layers_do_not_share_is_not_overridden(checkpoint):

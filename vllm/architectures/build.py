@@ -70,11 +70,19 @@ def decoder(
 
 
 def ropes(fields: Fields, head_dim: int, layer_types: tuple[str, ...] = ("",)) -> dict[str, Rope]:
-    """Of each type of layers. CheckpointError for lists of factors of the wrong length."""
+    """Of each type of layers. CheckpointError for lists of factors of the wrong length, and for a
+    share of columns to rotate that a head does not have."""
     found: dict[str, Rope] = {}
     for layer_type in layer_types:
         rope = found[layer_type] = fields.rope(layer_type)
-        num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        factor = rope.get("partial_rotary_factor", 1.0)
+        num_pairs = int(head_dim * factor) // 2
+        if not 1 <= num_pairs <= head_dim // 2:
+            raise CheckpointError(
+                f"{fields.source}: partial_rotary_factor = {factor!r} in rope_parameters rotates "
+                f"{2 * num_pairs} of {head_dim} columns of a head: it takes a share that makes "
+                f"from 2 to {head_dim // 2 * 2}"
+            )
         for name in ROPE_LISTS if rope.get("rope_type") == "longrope" else ():
             factors = rope.get(name)
             if not isinstance(factors, list) or not all(

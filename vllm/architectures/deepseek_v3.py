@@ -86,11 +86,6 @@ def softmax_scale(fields: Fields, head_dim: int) -> float:
     ln(factor) + 1. https://arxiv.org/abs/2405.04434, section 3.1.4"""
     rope: Mapping[str, Any] = fields.rope()
     weight, factor = rope.get("mscale_all_dim") or 0, rope.get("factor", 1)
-    if type(weight) not in (int, float) or not 0 <= weight < math.inf:
-        raise CheckpointError(
-            f"{fields.source}: mscale_all_dim = {weight!r} in rope_parameters: it takes a number "
-            f"from 0 on"
-        )
     is_scaled = rope.get("rope_type", "default") != "default" and factor > 1
     temperature = 0.1 * weight * math.log(factor) + 1 if is_scaled else 1.0
     return float(head_dim**-0.5 * temperature**2)

@@ -32,6 +32,10 @@ _LIMITS = {
 ROPE_LISTS = ("short_factor", "long_factor")
 ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",
                 "partial_rotary_factor", "low_freq_factor", "high_freq_factor")  # fmt: skip
+_ROPE_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+                  "llama_4_scaling_beta")  # fmt: skip
+# By rope_type the number whose logarithm its formula divides by.
+_ROPE_ABOVE_ONE = {"yarn": "rope_theta", "longrope": "original_max_position_embeddings"}
 
 
 class Fields:
@@ -133,6 +137,21 @@ class Fields:
                     f"{self.source}: {name} = {value!r} in rope_parameters: it takes a number "
                     f"above 0"
                 )
+        for name in _ROPE_OPTIONAL:
+            value = rope.get(name)
+            if value is not None and not (
+                type(value) in (int, float) and 0 <= value < float("inf")
+            ):
+                raise CheckpointError(
+                    f"{self.source}: {name} = {value!r} in rope_parameters: it takes a number "
+                    f"from 0 on, or null"
+                )
+        name = _ROPE_ABOVE_ONE.get(str(rope.get("rope_type")), "")
+        if rope.get(name, 2) <= 1:
+            raise CheckpointError(
+                f"{self.source}: {name} = {rope[name]!r} in rope_parameters: under rope_type "
+                f"{rope['rope_type']} it takes a number above 1"
+            )
         return rope
 
     def _checked(self, name: str, lowest: int) -> int:

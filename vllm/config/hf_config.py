@@ -58,6 +58,8 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
         return _text(raw, architecture) if is_ours else None
     except (_Unusual, CheckpointError):
         return None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None  # a value that nothing can be derived from
 
 
 def _composite(raw: Mapping[str, Any], whole: Composite) -> HFConfig:
