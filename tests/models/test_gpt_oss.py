@@ -125,6 +125,28 @@ def test_tensors_of_other_sizes_are_refused_by_name(source, tensors, tmp_path, e
         LLM(tmp_path / "wrong", skip_tokenizer_init=True)
 
 
+def one_more(dim):
+    return lambda tensor: torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dim"), [("blocks", 1), ("scales", 1), ("bias", 1), ("floats", 2)]
+)
+def test_stacks_that_gate_and_up_do_not_share_equally_are_refused(
+    source, tensors, tmp_path, stored, dim
+):
+    name = f"{EXPERTS}.gate_up_proj"
+    if stored == "floats":
+        held, options = tensors, {}
+    else:
+        held, options = in_mxfp4(tensors)[0], {"quantization_config": MXFP4}
+        name = f"{name}_{stored}"
+    write(source, tmp_path / "wrong", changed(name, one_more(dim))(held), **options)
+    says = rf"{name} has shape .*, but dimension {dim} holds gate_proj and up_proj of one size"
+    with pytest.raises(CheckpointError, match=says):
+        LLM(tmp_path / "wrong", skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -203,7 +203,15 @@ def _unstacked(
     if parts is None or len(info.shape) != num_dims or not parent.endswith(".experts"):
         yield name, info
         return
-    if not is_mxfp4 and f"{name}_bias" in names:
+    is_turned = not is_mxfp4 and f"{name}_bias" in names
+    axis = 2 if is_turned else 1
+    if info.shape[axis] % len(parts):
+        raise CheckpointError(
+            f"{info.file.name}: {name} has shape {list(info.shape)}, but dimension {axis} holds "
+            f"{' and '.join(parts)} of one size: it must be even; fetch the "
+            f"checkpoint again"
+        )
+    if is_turned:
         yield from _turned(name, info)
         return
     num_experts, num_rows, *columns = info.shape
