@@ -1,6 +1,7 @@
 """Models with latent attention: formats, the cache, ranks, and what is refused."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from tiny_models import VOCAB, build_model
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
+from vllm.architectures.registry import describe
 from vllm.errors import CheckpointError
+from vllm.kernels.problems import attention_problems
 from vllm.model_executor.quantize import quantize_checkpoint
 from vllm.utils.fp8 import per_block_cast_to_fp8
 
@@ -101,6 +104,14 @@ def test_our_own_quantiser_leaves_the_absorbed_weight_as_it_is(source, tmp_path)
 def test_a_narrower_cache_of_latents_stays_close(source, cache, tolerance):
     error = (logprobs(source, kv_cache_dtype=cache) - logprobs(source)).abs().max()
     assert 0 < error < tolerance
+
+
+def test_kernels_are_asked_for_with_the_scale_of_the_scores(checkpoint):
+    decoder = describe(json.loads((checkpoint("deepseek_v3") / "config.json").read_text()))
+    spec = decoder.layers[0].mixer.attn
+    problem, _ = attention_problems(spec, 1, "bf16", "bf16")
+    temperature = 0.1 * 0.8 * math.log(decoder.ropes[""]["factor"]) + 1
+    assert problem.softmax_scale == pytest.approx(20**-0.5 * temperature**2)
 
 
 def test_a_token_of_the_cache_takes_one_latent_in_every_layer(source):

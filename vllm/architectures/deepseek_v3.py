@@ -71,13 +71,12 @@ def _latent_attention(fields: Fields) -> LatentAttention:
         q_proj,
         LinearSpec("self_attn.kv_b_proj", (kv_b,), latent, "column", is_absorbed=True),
         linear("self_attn.o_proj", hidden, values, "row", bias),
-        CachedAttention("self_attn.attn", queries, cache, MLA),
+        CachedAttention("self_attn.attn", queries, cache, MLA, softmax_scale(fields, nope + rope)),
         q_lora_rank=q_rank,
         nope_dim=nope,
         rope_dim=rope,
         value_dim=value,
         is_interleaved=fields.flag("rope_interleave", True),
-        softmax_scale=softmax_scale(fields, nope + rope),
     )
 
 

@@ -7,12 +7,9 @@ their key, whose first value_dim columns are their value (https://arxiv.org/abs/
 import torch
 from torch import Tensor
 
-from vllm.kernels.select.problem import AttentionProblem
 from vllm.ops.paged_attention import (
-    Attend,
     AttentionBatch,
     CacheTarget,
-    CacheWriter,
     PagedAttention,
     zeros_on_demand,
 )
@@ -26,11 +23,8 @@ _MAX_SCORES = 1 << 24
 class LatentPagedAttention(PagedAttention):
     """Writes the latents of new tokens to the cache, then attends causally over it.
 
-    scale: of the scores, which who makes the kernel sets. k_cache: the cache.
+    k_cache: the cache.
     """
-
-    def __init__(self, attend: Attend, write: CacheWriter, problem: AttentionProblem):
-        super().__init__(attend, write, problem)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         """Zeros, so that a position never written holds a finite number."""

@@ -15,14 +15,6 @@ class MLAAttention(Attention):
     """q [T, heads, head_dim] and latents [T, head_dim] -> [T, heads, value_dim]; every
     tensor-parallel rank has the latents of all tokens, and some of the heads."""
 
-    def __init__(self, ctx: ModelContext, prefix: str, spec: LatentAttention):
-        super().__init__(ctx, prefix, spec.attn)
-        self.scale = spec.softmax_scale
-
-    def make_kernel(self) -> None:
-        super().make_kernel()
-        self.kernel.scale = self.scale
-
     def forward(self, q: Tensor, latents: Tensor, batch: ForwardBatch) -> Tensor:  # type: ignore[override]
         return self.kernel(q, latents, batch.attention)
 

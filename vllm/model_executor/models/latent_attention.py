@@ -34,16 +34,13 @@ class LatentAttention(nn.Module):
         self.q_proj = linear_layer(ctx, prefix, spec.q_proj)
         self.kv_b_proj = AbsorbedUpProjection(ctx, prefix, spec)
         self.o_proj = linear_layer(ctx, prefix, spec.o_proj)
-        self.attn = MLAAttention(ctx, prefix, spec)
+        self.attn = MLAAttention(ctx, prefix, spec.attn)
         self.num_heads = spec.attn.heads.per_rank(ctx.parallel.tensor.size)
         self.latent_dim = spec.kv_b_proj.inputs.size
         self.kv_a_layernorm = self._norm(ctx, prefix, "kv_a_layernorm", self.latent_dim)
         self.q_a_layernorm: RMSNorm | None = None
         if spec.q_lora_rank:
             self.q_a_layernorm = self._norm(ctx, prefix, "q_a_layernorm", spec.q_lora_rank)
-        scaling = spec.query_scaling
-        is_reached = scaling is not None and ctx.max_model_len > scaling.original_length
-        self.query_scaling = scaling if is_reached else None
 
     def _norm(self, ctx: ModelContext, prefix: str, name: str, size: int) -> RMSNorm:
         norm = RMSNorm(ctx, f"{prefix}{self.spec.name}.{name}", size)
@@ -84,10 +81,6 @@ class LatentAttention(nn.Module):
         absorbed[..., : self.latent_dim] = torch.bmm(
             q_nope.transpose(0, 1), self.kv_b_proj.of_keys
         ).transpose(0, 1)
-        if (scaling := self.query_scaling) is not None:
-            steps = torch.floor(batch.positions / scaling.original_length)
-            scale = 1 + scaling.beta * torch.log1p(steps)
-            absorbed = absorbed * scale.to(q.dtype)[:, None, None]
         mixed = self.attn(absorbed, latents, batch)
         values = torch.bmm(mixed.transpose(0, 1), self.kv_b_proj.of_values)
         return values.transpose(0, 1).flatten(1)
