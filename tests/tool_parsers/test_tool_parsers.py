@@ -129,6 +129,16 @@ def test_a_token_costs_a_parser_little():
         assert took / len(pieces) < 20e-6 * slowness(), answer.parser
 
 
+def test_the_time_of_a_long_answer_grows_with_its_length():
+    for name in ("hermes", "qwen3_coder", "granite"):
+        answer = next(one for one in ANSWERS if one.parser == name)
+        short, long = (
+            min(_seconds(known()[name](TOOLS), [answer.text * count]) for _ in range(3))
+            for count in (100, 1600)
+        )
+        assert long < 16 * 2 * short, name
+
+
 def _seconds(parser: Parser, pieces: list[str]) -> float:
     start = time.perf_counter()
     for piece in pieces:

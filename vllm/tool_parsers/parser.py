@@ -50,6 +50,7 @@ Emit = Callable[[str], None]
 
 
 _MAX_NAME = 256
+_MAX_PIECE = 1024  # characters
 
 
 class NotACall(Exception):
@@ -88,9 +89,13 @@ class Parser:
 
     def feed(self, text: str, is_last: bool = False) -> list[Event]:
         """What this piece of the answer completes; is_last: no more follows."""
-        self._text += text
-        self._is_last = is_last
-        if text or is_last:
+        # In pieces, because each step copies and searches all that is not read yet.
+        for at in range(0, len(text), _MAX_PIECE):
+            self._text += text[at : at + _MAX_PIECE]
+            self._is_last = is_last and at + _MAX_PIECE >= len(text)
+            next(self._steps)
+        if is_last and not text:
+            self._is_last = True
             next(self._steps)
         events, self._events = self._events, []
         return events
