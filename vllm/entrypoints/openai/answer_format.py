@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.engine.grammar import MAX_GRAMMAR_CHARS
 from vllm.engine.json_schemas import check_schema
 from vllm.entrypoints.openai.protocol import NAMED, ChatCompletionRequest
 from vllm.errors import GrammarError, RequestError
@@ -178,12 +179,20 @@ def _checked(tool: Tool, choice: str) -> Json:
     if tool.parameters is None or tool.is_strict is False:
         return {**shown, "function": {**shown["function"], "strict": False}}
     try:
-        check_schema(json.dumps(tool.parameters))
+        _check(json.dumps(tool.parameters))
     except GrammarError as error:
         if tool.is_strict or choice != "auto":
             raise RequestError(f"tools: {tool.name!r}: {error}", "tools") from error
         return {**shown, "function": {**shown["function"], "strict": False}}
     return shown
+
+
+def _check(schema: str) -> None:
+    """GrammarError for a schema that no grammar holds, or one too long to look at in the event
+    loop."""
+    if len(schema) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"{len(schema)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+    check_schema(schema)
 
 
 def _json_array(answer: AnswerFormat, tools: Sequence[Json], is_parallel: bool) -> Json:
@@ -228,7 +237,7 @@ def _as_format(asked: Json) -> Json:
         schema = {"type": "object"} if kind == "json_object" else given
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            check_schema(text)
+            _check(text)
             parsed = json.loads(text)
         except (GrammarError, ValueError) as error:
             raise RequestError(f"structured output: {error}", "response_format") from error
@@ -242,5 +251,13 @@ def _as_format(asked: Json) -> Json:
         }
     if kind == "grammar":
         return {"type": "grammar", "grammar": given}
-    tag = json.loads(given) if isinstance(given, str) else given
-    return dict(tag.get("format", tag))
+    try:
+        tag = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structural_tag: {error}", "structured_outputs") from error
+    form = tag.get("format", tag) if isinstance(tag, dict) else tag
+    if not isinstance(form, dict):
+        raise RequestError(
+            "structural_tag takes an object with a format, or that format", "structured_outputs"
+        )
+    return form
