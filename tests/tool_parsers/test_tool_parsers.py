@@ -83,6 +83,35 @@ def test_no_text_makes_a_parser_raise_and_cuts_change_nothing(data):
     assert read(cls(TOOLS), pieces) == read(cls(TOOLS), [text])
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": "\\ud800"}</tool_call>', "?"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "{}"),
+        ("qwen3_coder", '<function=get_weather><parameter=options>{"a": "\\ud800"}</parameter>',
+         '{"options": {"a": "?"}}'),
+        ("qwen3_coder", "<function=get_weather><parameter=days>NaN</parameter>",
+         '{"days": "NaN"}'),
+        ("pythonic", "[get_weather(city='\\ud800')]", '{"city": "?"}'),
+    ],
+)  # fmt: skip
+def test_arguments_are_json_in_utf_8_whatever_the_model_writes(parser, text, arguments):
+    _, _, ((_, found),) = read(known()[parser](TOOLS), [text])
+    assert found == arguments
+    assert found.encode()
+
+
+def test_what_is_no_json_is_no_python_call_either():
+    text = "[get_weather(city=1e999)]"
+    assert read(known()["pythonic"](TOOLS), [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize("recipient", [" ", "<", ""])
+def test_a_harmony_call_of_nothing_is_content(recipient):
+    text = f"<|channel|>commentary to=functions.{recipient}<|message|>x<|call|>"
+    assert read(known()["openai"](TOOLS), [text]) == ("x", "", [])
+
+
 def test_text_goes_out_as_it_comes_unless_it_may_begin_a_call():
     parser = known()["hermes"](TOOLS)
     assert parser.feed("Hello") == [Content("Hello")]

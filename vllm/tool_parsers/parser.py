@@ -120,11 +120,11 @@ class Parser:
             raise NotACall
         index = self._num_calls
         self._num_calls += 1
-        self._events.append(Call(index, self.call_id(name), name))
+        self._events.append(Call(index, self.call_id(name), _encodable(name)))
 
         def arguments(text: str) -> None:
             if text:
-                self._events.append(Arguments(index, text))
+                self._events.append(Arguments(index, _encodable(text)))
 
         return arguments
 
@@ -272,6 +272,16 @@ class Parser:
         return taken
 
 
+def json_of(value: Any) -> str:
+    """JSON that any reader takes: ValueError for infinities and NaN."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _encodable(text: str) -> str:
+    """Escapes for half a character may be written as JSON and Python, but no UTF-8 has it."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def typed(value: str, tool: Tool | None, name: str) -> Any:
     """What `value`, written as text, is by the schema of parameter `name`: text where the schema
     allows one or says nothing, else what it is as JSON, or text where it is none. White space
@@ -284,7 +294,9 @@ def typed(value: str, tool: Tool | None, name: str) -> Any:
         is_listed = isinstance(schema, Mapping) and stripped in _listed(schema)
         return stripped if is_listed else value
     try:
-        return json.loads(value)
+        found = json.loads(value)
+        json_of(found)
+        return found
     except (ValueError, RecursionError):
         lowered = stripped.lower()
         return lowered == "true" if lowered in ("true", "false") and "boolean" in kinds else value
@@ -331,7 +343,6 @@ class TaggedArguments(Parser):
         opening = "{"
         while (found := (yield from next_one())) is not None:
             key, text = found
-            value = json.dumps(typed(text, tool, key), ensure_ascii=False)
-            emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
+            emit(f"{opening}{json_of(key)}: {json_of(typed(text, tool, key))}")
             opening = ", "
         emit("{}" if opening == "{" else "}")
