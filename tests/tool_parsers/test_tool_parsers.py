@@ -101,6 +101,11 @@ def test_arguments_are_json_in_utf_8_whatever_the_model_writes(parser, text, arg
     assert found.encode()
 
 
+@pytest.mark.parametrize("parser", sorted(set(known()) - {"json"}))
+def test_white_space_before_plain_text_is_kept(parser):
+    assert read(known()[parser](TOOLS), [" ", " 42."]) == ("  42.", "", [])
+
+
 def test_what_is_no_json_is_no_python_call_either():
     text = "[get_weather(city=1e999)]"
     assert read(known()["pythonic"](TOOLS), [text]) == (text, "", [])

@@ -192,13 +192,14 @@ class Parser:
                 return self._take(len(max(fitting, key=len)))
             yield
 
-    def space(self) -> Steps:
+    def space(self) -> Generator[None, None, str]:
         """Reads white space."""
+        found = ""
         while True:
             rest = self._text.lstrip()
-            self._take(len(self._text) - len(rest))
+            found += self._take(len(self._text) - len(rest))
             if rest or self._is_last:
-                return
+                return found
             yield
 
     def name_before(self, mark: str) -> Generator[None, None, str]:

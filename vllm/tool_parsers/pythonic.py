@@ -14,11 +14,12 @@ class Pythonic(Parser):
     name = "pythonic"
 
     def parse(self) -> Steps:
-        yield from self.space()
         yield from self.list_or_content()
 
     def list_or_content(self) -> Steps:
+        space = yield from self.space()
         if (yield from self.char()) != "[":
+            self.content(space)
             yield from self.until(emit=self.content)
             return
         parts: list[str] = []
@@ -44,9 +45,9 @@ class Llama4Pythonic(Pythonic):
     keeps_special_tokens = True
 
     def parse(self) -> Steps:
-        yield from self.space()
-        yield from self.one_of(BEGIN, "")
-        yield from self.space()
+        space = yield from self.space()
+        if not (yield from self.one_of(BEGIN, "")):
+            self.unread(space)
         yield from self.list_or_content()
 
 

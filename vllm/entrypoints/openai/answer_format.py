@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from vllm.engine.grammar import MAX_GRAMMAR_CHARS
@@ -25,8 +26,8 @@ Json = dict[str, Any]
 
 @dataclass
 class AnswerFormats:
-    """What the server knows of its model's answers. parser: of --tool-call-parser, or found from
-    the chat template when tools are first asked for. reasoning: of --reasoning-parser."""
+    """What the server knows of its model's answers. parser: of --tool-call-parser; None: found
+    from the chat template. reasoning: of --reasoning-parser."""
 
     parser: type[Parser] | None = None
     reasoning: ReasoningFormat | None = None
@@ -50,9 +51,7 @@ class AnswerFormats:
         return Harmony if is_harmony else None
 
     def _parser(self, request: ChatCompletionRequest, template: str) -> type[Parser]:
-        if self.parser is None and (found := parser_of_template(template)) is not None:
-            logger.info("--tool-call-parser %s, by the chat template", found.name)
-            self.parser = found
+        parser = self.parser or _found_parser(template)
         is_forced = request.choice != "auto"
         if "tools" not in template:
             if is_forced:
@@ -62,14 +61,22 @@ class AnswerFormats:
                     "tools",
                 )
             logger.warning("the chat template does not tell the model of tools")
-        if self.parser is None and not is_forced:
+        if parser is None and not is_forced:
             raise RequestError(
                 'tools with tool_choice "auto" need a parser of this model\'s calls, and its chat '
                 "template is of none that is known: start the server with --tool-call-parser NAME, "
                 'or give tool_choice "required" or a name',
                 "tools",
             )
-        return self.parser if self.parser and (self.parser.grammar or not is_forced) else JsonArray
+        return parser if parser and (parser.grammar or not is_forced) else JsonArray
+
+
+@lru_cache(maxsize=8)
+def _found_parser(template: str) -> type[Parser] | None:
+    """Of this template alone: a request may bring its own."""
+    if (found := parser_of_template(template)) is not None:
+        logger.info("--tool-call-parser %s, by the chat template", found.name)
+    return found
 
 
 @dataclass
