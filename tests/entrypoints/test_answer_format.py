@@ -14,7 +14,7 @@ from vllm.tool_parsers.registry import known
 
 
 def _request(**fields: Any) -> ChatCompletionRequest:
-    return ChatCompletionRequest(messages=[USER], tools=TOOLS, **fields)
+    return ChatCompletionRequest.model_validate({"messages": [USER], "tools": TOOLS, **fields})
 
 
 def test_a_template_of_one_request_says_nothing_of_the_calls_of_another() -> None:

@@ -137,12 +137,13 @@ def test_arguments_in_tags_get_the_types_of_the_schema():
         "text": {"type": "string"}, "count": {"type": "integer"}, "flag": {"type": "boolean"},
         "maybe": {"type": ["string", "null"]}, "list": {"type": "array"},
         "either": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "kind": {"enum": ["1", "2"]},
+        "five": {"const": 5},
     }})  # fmt: skip
     cases = {
         ("text", "12"): "12", ("count", "12"): 12, ("count", "many"): "many",
         ("flag", "true"): True, ("flag", "True"): True, ("maybe", "null"): None,
         ("maybe", "x"): "x", ("list", "[1, 2]"): [1, 2], ("either", "1.5"): 1.5,
-        ("either", "null"): None, ("kind", "1"): "1", ("unknown", "12"): "12",
+        ("either", "null"): None, ("kind", "1"): "1", ("five", " 5"): 5, ("unknown", "12"): "12",
     }  # fmt: skip
     for (name, text), value in cases.items():
         assert typed(text, tool, name) == value, (name, text)

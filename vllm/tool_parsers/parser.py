@@ -322,8 +322,8 @@ def _types_of(schema: Any) -> frozenset[str]:
         return frozenset({given})
     if isinstance(given, Sequence):
         return frozenset(one for one in given if isinstance(one, str))
-    if isinstance(values := schema.get("enum"), Sequence):
-        return frozenset("string" if isinstance(one, str) else "other" for one in values)
+    if "enum" in schema or "const" in schema:
+        return frozenset("string" if isinstance(one, str) else "other" for one in _listed(schema))
     for combining in ("anyOf", "oneOf"):
         if isinstance(parts := schema.get(combining), Sequence):
             return frozenset(kind for part in parts for kind in _types_of(part))
