@@ -37,7 +37,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    tool_calls: dict[str, Any] | None = None
+    tool_calls: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]

@@ -1,12 +1,16 @@
 """Tools and reasoning in `/v1/chat/completions`: a grammar holds calls to the tools' schemas."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from slowness import slowness
+
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 
 from .serving import RunningServer, run_cli, started_server
 
@@ -215,7 +219,18 @@ def test_without_a_call_tools_change_nothing_of_the_answer(server: RunningServer
                 {"function": {"name": "now", "arguments": "{broken"}}]}]},
             "JSON object",
         ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
+                {"function": {"name": "now", "arguments": '{"a":' + "[" * 5000}}]}]},
+            "JSON object",
+        ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "content is missing"),
+        ({"tools": None, "thinking_token_budget": 2**70}, "thinking_token_budget"),
+        *[
+            ({"tools": None, "chat_template_kwargs": {"think": True},
+              "structured_outputs": {"structural_tag": tag}}, "structural_tag")
+            for tag in ("{", "[1]", "5", "null", '{"format": 5}', {"format": None})
+        ],
     ],
 )  # fmt: skip
 def test_a_malformed_request_gets_a_400_that_says_why(
@@ -239,6 +254,28 @@ def test_tools_with_a_schema_that_no_grammar_holds_are_offered_but_not_forced(
     answer = server.post("/v1/chat/completions", body)
     assert answer.status == 400
     assert "'x'" in answer.error
+
+
+def test_numbers_over_64_bits_in_schemas_are_taken(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 2**70}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "x", "parameters": schema}}
+    (call,) = ask(server, tools=[tool], tool_choice="required", parallel_tool_calls=False)[
+        "message"
+    ]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 2**70}
+    shape = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = ask(server, tools=None, response_format=shape, thinking_token_budget=3,
+                 chat_template_kwargs={"think": True})  # fmt: skip
+    assert json.loads(answer["message"]["content"]) == {"a": 2**70}
+
+
+def test_many_tools_do_not_keep_other_requests_waiting() -> None:
+    tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(50_000)]
+    request = ChatCompletionRequest.model_validate({"messages": [USER], "tools": tools})
+    start = time.perf_counter()
+    request.check()
+    assert time.perf_counter() - start < 1 * slowness()
 
 
 def test_wrong_names_of_parsers_are_refused_at_the_start(tiny_model: Path) -> None:

@@ -30,6 +30,12 @@ def test_an_answer_without_marks_is_content_unless_the_prompt_opened_reasoning(n
     assert read(ReasoningParser(form, True), ["Just this."]) == ("", "Just this.", [])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_white_space_before_an_answer_without_reasoning_is_kept(name):
+    """Such an answer may continue a message."""
+    assert read(ReasoningParser(known()[name], None), [" ", " 42."]) == ("  42.", "", [])
+
+
 def test_the_prompt_tells_whether_the_answer_begins_within_reasoning():
     qwen, r1 = known()["qwen3"], known()["deepseek_r1"]
     assert qwen.is_open_after("<|im_start|>assistant\n") is None

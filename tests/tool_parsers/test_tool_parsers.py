@@ -83,6 +83,40 @@ def test_no_text_makes_a_parser_raise_and_cuts_change_nothing(data):
     assert read(cls(TOOLS), pieces) == read(cls(TOOLS), [text])
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": "\\ud800"}</tool_call>', "?"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "{}"),
+        ("qwen3_coder", '<function=get_weather><parameter=options>{"a": "\\ud800"}</parameter>',
+         '{"options": {"a": "?"}}'),
+        ("qwen3_coder", "<function=get_weather><parameter=days>NaN</parameter>",
+         '{"days": "NaN"}'),
+        ("pythonic", "[get_weather(city='\\ud800')]", '{"city": "?"}'),
+    ],
+)  # fmt: skip
+def test_arguments_are_json_in_utf_8_whatever_the_model_writes(parser, text, arguments):
+    _, _, ((_, found),) = read(known()[parser](TOOLS), [text])
+    assert found == arguments
+    assert found.encode()
+
+
+@pytest.mark.parametrize("parser", sorted(set(known()) - {"json"}))
+def test_white_space_before_plain_text_is_kept(parser):
+    assert read(known()[parser](TOOLS), [" ", " 42."]) == ("  42.", "", [])
+
+
+def test_what_is_no_json_is_no_python_call_either():
+    text = "[get_weather(city=1e999)]"
+    assert read(known()["pythonic"](TOOLS), [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize("recipient", [" ", "<", ""])
+def test_a_harmony_call_of_nothing_is_content(recipient):
+    text = f"<|channel|>commentary to=functions.{recipient}<|message|>x<|call|>"
+    assert read(known()["openai"](TOOLS), [text]) == ("x", "", [])
+
+
 def test_text_goes_out_as_it_comes_unless_it_may_begin_a_call():
     parser = known()["hermes"](TOOLS)
     assert parser.feed("Hello") == [Content("Hello")]
@@ -103,12 +137,13 @@ def test_arguments_in_tags_get_the_types_of_the_schema():
         "text": {"type": "string"}, "count": {"type": "integer"}, "flag": {"type": "boolean"},
         "maybe": {"type": ["string", "null"]}, "list": {"type": "array"},
         "either": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "kind": {"enum": ["1", "2"]},
+        "five": {"const": 5},
     }})  # fmt: skip
     cases = {
         ("text", "12"): "12", ("count", "12"): 12, ("count", "many"): "many",
         ("flag", "true"): True, ("flag", "True"): True, ("maybe", "null"): None,
         ("maybe", "x"): "x", ("list", "[1, 2]"): [1, 2], ("either", "1.5"): 1.5,
-        ("either", "null"): None, ("kind", "1"): "1", ("unknown", "12"): "12",
+        ("either", "null"): None, ("kind", "1"): "1", ("five", " 5"): 5, ("unknown", "12"): "12",
     }  # fmt: skip
     for (name, text), value in cases.items():
         assert typed(text, tool, name) == value, (name, text)
@@ -127,6 +162,16 @@ def test_a_token_costs_a_parser_little():
         pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
         took = min(_seconds(known()[answer.parser](TOOLS), pieces) for _ in range(3))
         assert took / len(pieces) < 20e-6 * slowness(), answer.parser
+
+
+def test_the_time_of_a_long_answer_grows_with_its_length():
+    for name in ("hermes", "qwen3_coder", "granite"):
+        answer = next(one for one in ANSWERS if one.parser == name)
+        short, long = (
+            min(_seconds(known()[name](TOOLS), [answer.text * count]) for _ in range(3))
+            for count in (100, 1600)
+        )
+        assert long < 16 * 2 * short, name
 
 
 def _seconds(parser: Parser, pieces: list[str]) -> float:

@@ -42,7 +42,7 @@ class InputProcessor:
         text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
-        params = _with_text_schema(params)
+        params = _with_text_grammar(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -152,15 +152,18 @@ def _refusal(text: str) -> RequestError:
     return RequestError(text, "prompt")
 
 
-def _with_text_schema(params: SamplingParams) -> SamplingParams:
-    """`params` with the JSON schema as text: messages cannot hold integers over 64 bits."""
+def _with_text_grammar(params: SamplingParams) -> SamplingParams:
+    """`params` with its grammar as text: messages cannot hold integers over 64 bits."""
     asked = params.structured_outputs
-    if asked is None or not isinstance(asked.json, dict):
+    names = ("json", "structural_tag", "tool_calls")
+    given = {name: getattr(asked, name, None) for name in names}
+    objects = {name: value for name, value in given.items() if isinstance(value, dict)}
+    if asked is None or not objects:
         return params
     try:
-        schema = json.dumps(asked.json)
+        texts = {name: json.dumps(value) for name, value in objects.items()}
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is no JSON: {error}", "structured_outputs") from None
     return msgspec.structs.replace(
-        params, structured_outputs=msgspec.structs.replace(asked, json=schema)
+        params, structured_outputs=msgspec.structs.replace(asked, **texts)
     )

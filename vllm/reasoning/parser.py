@@ -38,8 +38,10 @@ class ReasoningParser(Parser):
         form = self._form
         if self._is_open is False:
             return
-        yield from self.space()
+        space = yield from self.space()
         begin = yield from self.one_of(*form.begins, "")
         if begin or self._is_open:
             yield from self.until(form.end, emit=self.reasoning)
             yield from self.space()
+        else:
+            self.content(space)

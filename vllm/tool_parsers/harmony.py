@@ -27,9 +27,10 @@ class Harmony(Parser):
 
     def _message(self, header: str) -> Steps:
         _, _, recipient = header.partition("to=functions.")
+        name = (recipient.split() or [""])[0].partition("<")[0]
         emit = self.content
-        if recipient:
-            emit = self.call(recipient.split()[0].partition("<")[0])
+        if name:
+            emit = self.call(name)
         elif "analysis" in header.split():
             emit = self.reasoning
         yield from self.until(*ENDS, emit=emit)

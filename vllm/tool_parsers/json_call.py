@@ -61,7 +61,7 @@ class JsonCalls(Parser):
             yield from self.json_text(emit)
             return
         value = yield from self.json_value()
-        emit(value if isinstance(value, str) else json.dumps(value or {}))
+        emit(value or "{}" if isinstance(value, str) else json.dumps(value or {}))
 
     def list_calls(self) -> Steps:
         """`[{...}, {...}]`. NotACall where no list of objects begins."""

@@ -17,9 +17,11 @@ class Llama3Json(JsonCalls):
     keeps_special_tokens = True
 
     def parse(self) -> Steps:
-        yield from self.space()
+        space = yield from self.space()
         if (yield from self.char()) == "{":
             yield from self._some("")
+        else:
+            self.content(space)
         yield from self.calls_between(BEGIN, self._some_or_none)
 
     def _some_or_none(self) -> Steps:

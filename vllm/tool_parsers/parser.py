@@ -50,6 +50,7 @@ Emit = Callable[[str], None]
 
 
 _MAX_NAME = 256
+_MAX_PIECE = 1024  # characters
 
 
 class NotACall(Exception):
@@ -88,9 +89,13 @@ class Parser:
 
     def feed(self, text: str, is_last: bool = False) -> list[Event]:
         """What this piece of the answer completes; is_last: no more follows."""
-        self._text += text
-        self._is_last = is_last
-        if text or is_last:
+        # In pieces, because each step copies and searches all that is not read yet.
+        for at in range(0, len(text), _MAX_PIECE):
+            self._text += text[at : at + _MAX_PIECE]
+            self._is_last = is_last and at + _MAX_PIECE >= len(text)
+            next(self._steps)
+        if is_last and not text:
+            self._is_last = True
             next(self._steps)
         events, self._events = self._events, []
         return events
@@ -115,11 +120,11 @@ class Parser:
             raise NotACall
         index = self._num_calls
         self._num_calls += 1
-        self._events.append(Call(index, self.call_id(name), name))
+        self._events.append(Call(index, self.call_id(name), _encodable(name)))
 
         def arguments(text: str) -> None:
             if text:
-                self._events.append(Arguments(index, text))
+                self._events.append(Arguments(index, _encodable(text)))
 
         return arguments
 
@@ -187,13 +192,14 @@ class Parser:
                 return self._take(len(max(fitting, key=len)))
             yield
 
-    def space(self) -> Steps:
+    def space(self) -> Generator[None, None, str]:
         """Reads white space."""
+        found = ""
         while True:
             rest = self._text.lstrip()
-            self._take(len(self._text) - len(rest))
+            found += self._take(len(self._text) - len(rest))
             if rest or self._is_last:
-                return
+                return found
             yield
 
     def name_before(self, mark: str) -> Generator[None, None, str]:
@@ -267,6 +273,16 @@ class Parser:
         return taken
 
 
+def json_of(value: Any) -> str:
+    """JSON that any reader takes: ValueError for infinities and NaN."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _encodable(text: str) -> str:
+    """Escapes for half a character may be written as JSON and Python, but no UTF-8 has it."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def typed(value: str, tool: Tool | None, name: str) -> Any:
     """What `value`, written as text, is by the schema of parameter `name`: text where the schema
     allows one or says nothing, else what it is as JSON, or text where it is none. White space
@@ -279,7 +295,9 @@ def typed(value: str, tool: Tool | None, name: str) -> Any:
         is_listed = isinstance(schema, Mapping) and stripped in _listed(schema)
         return stripped if is_listed else value
     try:
-        return json.loads(value)
+        found = json.loads(value)
+        json_of(found)
+        return found
     except (ValueError, RecursionError):
         lowered = stripped.lower()
         return lowered == "true" if lowered in ("true", "false") and "boolean" in kinds else value
@@ -304,8 +322,8 @@ def _types_of(schema: Any) -> frozenset[str]:
         return frozenset({given})
     if isinstance(given, Sequence):
         return frozenset(one for one in given if isinstance(one, str))
-    if isinstance(values := schema.get("enum"), Sequence):
-        return frozenset("string" if isinstance(one, str) else "other" for one in values)
+    if "enum" in schema or "const" in schema:
+        return frozenset("string" if isinstance(one, str) else "other" for one in _listed(schema))
     for combining in ("anyOf", "oneOf"):
         if isinstance(parts := schema.get(combining), Sequence):
             return frozenset(kind for part in parts for kind in _types_of(part))
@@ -326,7 +344,6 @@ class TaggedArguments(Parser):
         opening = "{"
         while (found := (yield from next_one())) is not None:
             key, text = found
-            value = json.dumps(typed(text, tool, key), ensure_ascii=False)
-            emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
+            emit(f"{opening}{json_of(key)}: {json_of(typed(text, tool, key))}")
             opening = ", "
         emit("{}" if opening == "{" else "}")

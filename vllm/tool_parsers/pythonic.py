@@ -1,10 +1,9 @@
 """`pythonic` and `llama4_pythonic`: calls as a Python list, of Llama 3.2 and Llama 4."""
 
 import ast
-import json
 from typing import Any
 
-from vllm.tool_parsers.parser import NotACall, Parser, Steps
+from vllm.tool_parsers.parser import NotACall, Parser, Steps, json_of
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
@@ -15,11 +14,12 @@ class Pythonic(Parser):
     name = "pythonic"
 
     def parse(self) -> Steps:
-        yield from self.space()
         yield from self.list_or_content()
 
     def list_or_content(self) -> Steps:
+        space = yield from self.space()
         if (yield from self.char()) != "[":
+            self.content(space)
             yield from self.until(emit=self.content)
             return
         parts: list[str] = []
@@ -34,7 +34,7 @@ class Pythonic(Parser):
             self.content(text)
             return
         for name, arguments in calls:
-            self.call(name)(json.dumps(arguments, ensure_ascii=False))
+            self.call(name)(json_of(arguments))
 
 
 class Llama4Pythonic(Pythonic):
@@ -45,9 +45,9 @@ class Llama4Pythonic(Pythonic):
     keeps_special_tokens = True
 
     def parse(self) -> Steps:
-        yield from self.space()
-        yield from self.one_of(BEGIN, "")
-        yield from self.space()
+        space = yield from self.space()
+        if not (yield from self.one_of(BEGIN, "")):
+            self.unread(space)
         yield from self.list_or_content()
 
 
@@ -66,5 +66,5 @@ def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:
     if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
         raise NotACall
     values = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
-    json.dumps(values)  # TypeError for what JSON does not have
+    json_of(values)  # TypeError or ValueError for what JSON does not have
     return ast.unparse(node.func), values

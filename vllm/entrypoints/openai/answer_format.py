@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from vllm.engine.grammar import MAX_GRAMMAR_CHARS
 from vllm.engine.json_schemas import check_schema
 from vllm.entrypoints.openai.protocol import NAMED, ChatCompletionRequest
 from vllm.errors import GrammarError, RequestError
@@ -24,8 +26,8 @@ Json = dict[str, Any]
 
 @dataclass
 class AnswerFormats:
-    """What the server knows of its model's answers. parser: of --tool-call-parser, or found from
-    the chat template when tools are first asked for. reasoning: of --reasoning-parser."""
+    """What the server knows of its model's answers. parser: of --tool-call-parser; None: found
+    from the chat template. reasoning: of --reasoning-parser."""
 
     parser: type[Parser] | None = None
     reasoning: ReasoningFormat | None = None
@@ -49,9 +51,7 @@ class AnswerFormats:
         return Harmony if is_harmony else None
 
     def _parser(self, request: ChatCompletionRequest, template: str) -> type[Parser]:
-        if self.parser is None and (found := parser_of_template(template)) is not None:
-            logger.info("--tool-call-parser %s, by the chat template", found.name)
-            self.parser = found
+        parser = self.parser or _found_parser(template)
         is_forced = request.choice != "auto"
         if "tools" not in template:
             if is_forced:
@@ -61,14 +61,22 @@ class AnswerFormats:
                     "tools",
                 )
             logger.warning("the chat template does not tell the model of tools")
-        if self.parser is None and not is_forced:
+        if parser is None and not is_forced:
             raise RequestError(
                 'tools with tool_choice "auto" need a parser of this model\'s calls, and its chat '
                 "template is of none that is known: start the server with --tool-call-parser NAME, "
                 'or give tool_choice "required" or a name',
                 "tools",
             )
-        return self.parser if self.parser and (self.parser.grammar or not is_forced) else JsonArray
+        return parser if parser and (parser.grammar or not is_forced) else JsonArray
+
+
+@lru_cache(maxsize=8)
+def _found_parser(template: str) -> type[Parser] | None:
+    """Of this template alone: a request may bring its own."""
+    if (found := parser_of_template(template)) is not None:
+        logger.info("--tool-call-parser %s, by the chat template", found.name)
+    return found
 
 
 @dataclass
@@ -178,12 +186,20 @@ def _checked(tool: Tool, choice: str) -> Json:
     if tool.parameters is None or tool.is_strict is False:
         return {**shown, "function": {**shown["function"], "strict": False}}
     try:
-        check_schema(json.dumps(tool.parameters))
+        _check(json.dumps(tool.parameters))
     except GrammarError as error:
         if tool.is_strict or choice != "auto":
             raise RequestError(f"tools: {tool.name!r}: {error}", "tools") from error
         return {**shown, "function": {**shown["function"], "strict": False}}
     return shown
+
+
+def _check(schema: str) -> None:
+    """GrammarError for a schema that no grammar holds, or one too long to look at in the event
+    loop."""
+    if len(schema) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"{len(schema)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+    check_schema(schema)
 
 
 def _json_array(answer: AnswerFormat, tools: Sequence[Json], is_parallel: bool) -> Json:
@@ -228,7 +244,7 @@ def _as_format(asked: Json) -> Json:
         schema = {"type": "object"} if kind == "json_object" else given
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            check_schema(text)
+            _check(text)
             parsed = json.loads(text)
         except (GrammarError, ValueError) as error:
             raise RequestError(f"structured output: {error}", "response_format") from error
@@ -242,5 +258,13 @@ def _as_format(asked: Json) -> Json:
         }
     if kind == "grammar":
         return {"type": "grammar", "grammar": given}
-    tag = json.loads(given) if isinstance(given, str) else given
-    return dict(tag.get("format", tag))
+    try:
+        tag = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structural_tag: {error}", "structured_outputs") from error
+    form = tag.get("format", tag) if isinstance(tag, dict) else tag
+    if not isinstance(form, dict):
+        raise RequestError(
+            "structural_tag takes an object with a format, or that format", "structured_outputs"
+        )
+    return form

@@ -77,6 +77,8 @@ class _Answer(Answer):
         if reader is None:
             reader = self.readers[new.index] = self.form.reader()
         events = reader.feed(new.text, new.finish_reason is not None)
+        if self.request.parallel_tool_calls is False:  # which free text may not heed
+            events = [event for event in events if getattr(event, "index", 0) == 0]
         texts = self.reasoning.setdefault(new.index, [])
         texts += [event.text for event in events if isinstance(event, Reasoning)]
         if texts and new.finish_reason is not None:

@@ -5,6 +5,7 @@ A field that is null counts as not given. A field that is not known is refused, 
 that say nothing about the text (IGNORED_FIELDS) are dropped.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -290,7 +291,7 @@ class ToolCall(_Lenient):
 def _json_object(text: str, name: str) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise RequestError(
@@ -397,7 +398,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -431,8 +432,8 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
 
     def _check_tools(self) -> None:
         names = [param.function.name for param in self.tools or ()]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise RequestError(f"tools has {min(twice)!r} twice; give each its own name", "tools")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise RequestError(f"tools has {twice[0]!r} twice; give each its own name", "tools")
         choice = self.choice
         if choice == "required" and not names:
             raise RequestError("tool_choice required needs tools", "tool_choice")

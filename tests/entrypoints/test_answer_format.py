@@ -1,0 +1,37 @@
+"""How answers are read, without a model."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from entrypoints.test_tools import TEMPLATE, TOOLS, USER
+from vllm.entrypoints.openai.answer_format import AnswerFormats
+from vllm.entrypoints.openai.chat import _Answer
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.outputs import CompletionOutput
+from vllm.tool_parsers.parser import Call
+from vllm.tool_parsers.registry import known
+
+
+def _request(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": [USER], "tools": TOOLS, **fields})
+
+
+def test_a_template_of_one_request_says_nothing_of_the_calls_of_another() -> None:
+    formats = AnswerFormats()
+    for mark, name in (("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes")):
+        found = formats.of(_request(), TEMPLATE + mark, "").parser
+        assert found is not None
+        assert found.name == name
+
+
+def test_parallel_tool_calls_false_gives_one_call_of_formats_without_a_grammar_too() -> None:
+    text = '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+    for is_parallel, count in ((None, 2), (True, 2), (False, 1)):
+        request = _request(parallel_tool_calls=is_parallel)
+        form = AnswerFormats(known()["mistral"]).of(request, TEMPLATE, "")
+        service: Any = SimpleNamespace()
+        answer = _Answer(service, request, "x", [[1]], form)
+        whole = CompletionOutput(index=0, text=text, token_ids=[], finish_reason="stop")
+        events = asyncio.run(answer._read(whole))
+        assert sum(isinstance(event, Call) for event in events) == count
