@@ -71,5 +71,5 @@ def test_one_that_cannot_be_loaded_is_an_error_that_names_its_package(package):
 
 def test_formats_and_readers_need_no_torch():
     program = "import sys; sys.modules['torch'] = None\nfrom vllm.formats.readers import registry"
-    result = run(f"{program}\nprint(len(registry.quantization_methods()))", Path("/nowhere"))
-    assert result.stdout == "8\n", result.stderr
+    result = run(f"{program}\nprint(*registry.quantization_methods())", Path("/nowhere"))
+    assert {"fp8", "mxfp4", "quark"} <= set(result.stdout.split()), result.stderr
