@@ -1,5 +1,5 @@
 """Mistral (in older models with a sliding window in every layer), Ministral 3, and the multimodal
-Mistral 3 around either (Devstral Small 2, Mistral Small 3.x)."""
+Mistral 3 around either (Devstral Small 2, Mistral Small 3.x), or around Mistral 4 (Small 4)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,11 +15,11 @@ from vllm.architectures.llama import DEFAULTS
 def _attention(fields: Fields, layer: int) -> Attention:
     window = fields.optional("sliding_window", 0, lowest=0)
     return attention(
-        fields, AttentionKind(window=window, query_scaling=_query_scaling(fields.rope()))
+        fields, AttentionKind(window=window, query_scaling=query_scaling(fields.rope()))
     )
 
 
-def _query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:
+def query_scaling(rope: Mapping[str, Any]) -> QueryScaling | None:
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return QueryScaling(beta, length) if beta and length else None
 
@@ -77,7 +77,7 @@ ARCHITECTURES = (
     Composite(
         "mistral3",
         ("Mistral3ForConditionalGeneration",),
-        ("mistral", "ministral3"),
+        ("mistral", "ministral3", "mistral4"),
         ties_embeddings=True,
         skipped_tensors=("vision_tower.", "multi_modal_projector."),
         # The text model's place in checkpoints written before and after transformers 5.
