@@ -1,4 +1,5 @@
-"""DeepSeek V2, V3 and models of their design: multi-head latent attention, and experts in groups.
+"""DeepSeek V2, V3 and models of their design, alone or inside a multimodal one: multi-head latent
+attention, and experts in groups.
 
 A layer of multi-token prediction follows the decoder of some, and is skipped.
 """
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture
+from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
 from vllm.architectures.build import MoENames, decoder, dim, gated_mlp, moe, shared_experts
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
 from vllm.architectures.fields import Fields
@@ -271,5 +272,22 @@ ARCHITECTURES = (
         nullable=NULLABLE | {"mlp_layer_types"},
         has_mtp_layers=True,
         family="GLM-4.7-Flash",
+    ),
+    Composite(
+        "kimi_k25",
+        # As its own code and as transformers call it.
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        ("deepseek_v3", "kimi_k2"),
+        ties_embeddings=True,
+        skipped_tensors=("vision_tower.", "mm_projector."),
+        renamed_tensors=(
+            ("model.language_model.", "model."),
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+        ),
+        has_mtp_layers=True,
+        is_in_transformers=False,
+        family="Kimi K2.5 and K2.6",
+        notice="Kimi K2.5: serving the text model; images and videos are not supported",
     ),
 )
