@@ -253,8 +253,9 @@ def _scales_of_experts(
             if not is_one:
                 rows = shape[0] // len(parts)
                 index, own = (expert, slice(i * rows, (i + 1) * rows)), (rows, shape[1])
-            yield f"{parent}.{expert}.{part}.{ours}", replace(
-                info, shape=own, stack=name, index=index
+            yield (
+                f"{parent}.{expert}.{part}.{ours}",
+                replace(info, shape=own, stack=name, index=index),
             )
 
 
