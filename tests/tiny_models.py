@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -211,6 +213,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "deepseek_v3",
         _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
     ),
+    "kimi_k25-multimodal": ("kimi_k25", _MLA | {"n_group": 1, "topk_group": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
     # The first layer is dense.
     "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
@@ -221,6 +224,25 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    "mistral4-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "mistral4-direct-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "mscale_all_dim": 0.0},
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),
     "phi3-window": ("phi3", {"sliding_window": 24}),
     "granite": (
@@ -286,6 +308,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 }
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
+    "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
@@ -304,9 +327,27 @@ def _mistral3_config(text: dict):
         "patch_size": 14,
     }
     return CONFIG_MAPPING["mistral3"](
-        text_config=text | {"model_type": "mistral", "sliding_window": None},
+        text_config={"model_type": "mistral", "sliding_window": None} | text,
         vision_config=vision | {"model_type": "pixtral"},
         image_token_index=5,
+    )
+
+
+def _kimi_k25_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    }
+    return CONFIG_MAPPING["kimi_k25"](
+        text_config=text | {"model_type": "deepseek_v3"},
+        vision_config=vision,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        image_token_id=VOCAB,  # which its model masks
+        video_token_id=VOCAB,
     )
 
 
@@ -354,7 +395,11 @@ def build_model(name: str, seed: int = 0, **changes):
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
     if model_type in _MULTIMODAL:
-        makers = {"mistral3": _mistral3_config, "gemma3": _gemma3_config}
+        makers = {
+            "mistral3": _mistral3_config,
+            "gemma3": _gemma3_config,
+            "kimi_k25": _kimi_k25_config,
+        }
         make = makers.get(model_type) or partial(_qwen3_5_config, model_type)
         config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)
@@ -375,6 +420,17 @@ def build_model(name: str, seed: int = 0, **changes):
             else:
                 parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
     return model
+
+
+def save(model, folder: Path) -> None:
+    """Under the names of published checkpoints. transformers writes decoder layers of kimi_k25 as
+    the blocks that only its vision tower has."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "kimi_k25":
+        file = folder / "model.safetensors"
+        tensors = {n.replace("_model.model.blocks.", "_model.model.layers."): t
+                   for n, t in load_file(file).items()}  # fmt: skip
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 @contextmanager

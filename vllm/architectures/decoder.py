@@ -140,7 +140,7 @@ class LatentAttention:
     latents of queries where q_lora_rank is not 0. q_proj: of the latents of queries, else of the
     input, to heads of nope_dim and rope_dim. kv_b_proj: of latents to nope_dim of keys and
     value_dim of values, for each head; absorbed. is_interleaved: rotated are pairs of neighbours,
-    not of halves.
+    not of halves. query_scaling: of whole queries.
     """
 
     name: str
@@ -154,6 +154,7 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
     is_interleaved: bool
+    query_scaling: QueryScaling | None = None
 
     @property
     def cache(self) -> KVCacheSpec:

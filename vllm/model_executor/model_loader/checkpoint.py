@@ -182,6 +182,8 @@ _MXFP4_STACKS = {
     "bias": ("bias", 2),
 }
 _MXFP4_BYTES = 16  # of a group
+# What follows it in FP8 stacks -> the last part of the name of one expert's tensor.
+_FP8_STACKS = {"_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
 
 
 def _unstacked(
@@ -194,8 +196,13 @@ def _unstacked(
     [E, 2 I, H / 32], in which gate and up rows alternate, as `<e>.gate_proj.weight_blocks`
     [I, H / 2] and `<e>.gate_proj.weight_scales`, and so `gate_up_proj_bias` [E, 2 I]. Its stacks of
     floats, told by the bias among all `names`, have these as columns: `gate_up_proj` [E, H, 2 I],
-    `down_proj` [E, I, H]."""
+    `down_proj` [E, I, H]. Stacks of FP8 have scales beside them, as `_scales_of_experts` says."""
     parent, _, last = name.rpartition(".")
+    for suffix, ours in _FP8_STACKS.items():
+        scaled = _STACKS.get(last.removesuffix(suffix))
+        if last.endswith(suffix) and scaled and parent.endswith(".experts"):
+            yield from _scales_of_experts(name, info, scaled, ours)
+            return
     stack, _, kind = last.rpartition("_")
     suffix, num_dims = _MXFP4_STACKS.get(kind, ("weight", 3))
     is_mxfp4 = kind in _MXFP4_STACKS
@@ -223,6 +230,33 @@ def _unstacked(
             own = slice(i, None, len(parts)) if is_mxfp4 else slice(i * rows, (i + 1) * rows)
             piece = replace(info, shape=(rows, *columns), stack=name, index=(expert, own))
             yield f"{parent}.{expert}.{part}.{suffix}", piece
+
+
+def _scales_of_experts(
+    name: str, info: TensorInfo, parts: Collection[str], ours: str
+) -> Iterator[tuple[str, TensorInfo]]:
+    """`gate_up_proj_scale_inv` [E, 1, 1] or [E], one scale for both parts of an expert, or
+    [E, 2 R, C], one for each block of 128x128, as `<e>.gate_proj.weight_scale_inv` [] or [R, C],
+    and so on; so `gate_up_proj_activation_scale`."""
+    parent = name.rpartition(".")[0]
+    num_experts, *shape = info.shape
+    is_one = all(size == 1 for size in shape)
+    if not is_one and (len(shape) != 2 or shape[0] % len(parts)):
+        raise CheckpointError(
+            f"{info.file.name}: {name} has shape {list(info.shape)}: it takes one scale for each "
+            f"expert, or one for each block of {' and '.join(parts)}, which are of one size"
+        )
+    for expert in range(num_experts):
+        for i, part in enumerate(parts):
+            index: tuple[int | slice, ...] = (expert, *(0 for _ in shape))
+            own: tuple[int, ...] = ()
+            if not is_one:
+                rows = shape[0] // len(parts)
+                index, own = (expert, slice(i * rows, (i + 1) * rows)), (rows, shape[1])
+            yield (
+                f"{parent}.{expert}.{part}.{ours}",
+                replace(info, shape=own, stack=name, index=index),
+            )
 
 
 def _turned(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
