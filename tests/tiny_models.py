@@ -70,6 +70,12 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -279,6 +285,18 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "qwen3_vl-multimodal": ("qwen3_vl", {"rope_parameters": _MROPE}),
+    # The first layer is dense.
+    "qwen3_vl_moe-multimodal": (
+        "qwen3_vl_moe",
+        {
+            "rope_parameters": _MROPE,
+            "mlp_only_layers": [0],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
@@ -290,6 +308,8 @@ _MULTIMODAL = {
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 
 
@@ -326,7 +346,7 @@ def _gemma3_config(text: dict):
     )
 
 
-def _qwen3_5_config(model_type: str, text: dict):
+def _qwen_config(model_type: str, text: dict):
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -335,6 +355,7 @@ def _qwen3_5_config(model_type: str, text: dict):
         "patch_size": 4,
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
     }
     return CONFIG_MAPPING[model_type](
         text_config=text | {"model_type": _MULTIMODAL[model_type]},
@@ -355,7 +376,7 @@ def build_model(name: str, seed: int = 0, **changes):
     torch.manual_seed(seed)
     if model_type in _MULTIMODAL:
         makers = {"mistral3": _mistral3_config, "gemma3": _gemma3_config}
-        make = makers.get(model_type) or partial(_qwen3_5_config, model_type)
+        make = makers.get(model_type) or partial(_qwen_config, model_type)
         config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)
     else:
