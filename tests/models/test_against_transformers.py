@@ -99,7 +99,7 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     [
         *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
         *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"),
-        *("deepseek_v2", "deepseek_v3", "qwen3_next"),
+        *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_vl_moe-multimodal"),
     ],
 )
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
@@ -108,7 +108,11 @@ def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"]
+    "name",
+    [
+        *("llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"),
+        "qwen3_vl_moe-multimodal",
+    ],
 )
 def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     llm = load(checkpoint(name))
