@@ -70,6 +70,17 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 6,
+    "moe_layers": [0, 1, 2],
+    "no_rope_layers": [1, 0, 1, 1],
+    "attention_chunk_size": 20,
+    "floor_scale": 24,
+    "rope_parameters": _LLAMA3,
+}
 _MROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,
@@ -129,6 +140,9 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    # Chunks of no whole number of blocks. The last layer is dense, the second sees everything.
+    "llama4": ("llama4_text", _LLAMA4),
+    "llama4-multimodal": ("llama4", _LLAMA4),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2",
@@ -304,6 +318,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 }
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
@@ -346,6 +361,21 @@ def _gemma3_config(text: dict):
     )
 
 
+def _llama4_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    return CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision, image_token_index=5)
+
+
 def _qwen_config(model_type: str, text: dict):
     vision = {
         "depth": 1,
@@ -375,7 +405,11 @@ def build_model(name: str, seed: int = 0, **changes):
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
     if model_type in _MULTIMODAL:
-        makers = {"mistral3": _mistral3_config, "gemma3": _gemma3_config}
+        makers = {
+            "mistral3": _mistral3_config,
+            "gemma3": _gemma3_config,
+            "llama4": _llama4_config,
+        }
         make = makers.get(model_type) or partial(_qwen_config, model_type)
         config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)

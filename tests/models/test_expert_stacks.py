@@ -1,9 +1,10 @@
-"""Experts of a layer in one tensor, transposed: the values that the same experts have one by one."""
+"""Experts of a layer in one tensor, transposed: as good as the same experts one by one."""
 
 import json
 
 import pytest
 import torch
+from checkpoint_layouts import LAYOUTS
 from safetensors.torch import load_file, save_file
 from test_against_transformers import as_inputs, load, prompts
 from tiny_models import VOCAB
@@ -68,7 +69,7 @@ def test_a_transposed_stack_of_which_a_part_is_missing_is_refused(checkpoint, tm
 
 
 def test_fp8_experts_of_qwen3_vl_are_those_that_are_quantised_at_load(checkpoint, tmp_path):
-    """As published: each expert by itself, with lists of layers under their names of checkpoints."""
+    """As published: each expert by itself, and a list of layers by their names in checkpoints."""
     from vllm.utils.fp8 import per_block_cast_to_fp8
 
     source = checkpoint(QWEN, hidden_size=180, moe_intermediate_size=136, intermediate_size=152)
@@ -95,3 +96,126 @@ def test_fp8_experts_of_qwen3_vl_are_those_that_are_quantised_at_load(checkpoint
     }
     assert formats == {"fp8-block[128x128]"}
     assert torch.equal(logprobs(llm), logprobs(load(source, quantization="fp8")))
+
+
+# ---------------------------------------------------------------- Llama 4 as published
+
+SIZES = {"hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96}
+# Layers that NVIDIA's and RedHatAI's checkpoints keep.
+KEPT = {
+    "modelopt": {
+        "ignore": [
+            *("language_model.lm_head", "vision_model*", "multi_modal_projector*"),
+            *(f"language_model.model.layers.{i}.feed_forward.router" for i in range(3)),
+            *(f"language_model.model.layers.{i}.self_attn*" for i in range(4)),
+        ]
+    },
+    "compressed-tensors": {
+        "ignore": [
+            *("re:.*lm_head", "re:.*self_attn", "re:.*router"),
+            *("re:.*vision_model.*", "re:.*multi_modal_projector.*"),
+        ]
+    },
+}
+
+
+def is_stored(name: str) -> bool:
+    return name.endswith("_proj.weight") and ".feed_forward." in name
+
+
+def llama4(checkpoint) -> tuple:
+    """Folder, and tensors with stacks as transformers writes them, [experts, inputs, outputs]."""
+    source = checkpoint("llama4-multimodal", **SIZES)
+    return source, load_file(source / "model.safetensors")
+
+
+def as_outputs_first(tensors: dict) -> dict:
+    return {n: t.transpose(1, 2) if is_stack(n) else t for n, t in tensors.items()}
+
+
+def as_modelopt(tensors: dict, build) -> tuple[dict, dict]:
+    """The checkpoint with stacks that ModelOpt would write, and the same with each expert by
+    itself. build: of a matrix; numbers are shared by a stack."""
+    stacked, single = {}, {}
+    for name, tensor in as_outputs_first(tensors).items():
+        if is_stored(name):
+            pieces = build(tensor.contiguous().numpy())[0]
+            own = {name.removesuffix("weight") + part: piece for part, piece in pieces.items()}
+        elif not is_stack(name):
+            own = {name: tensor}
+        else:
+            pieces = build(tensor.flatten(0, 1).contiguous().numpy())[0]
+            count = len(tensor)
+            for part, piece in pieces.items():
+                stored = f"{name}_{part}" if part != "weight" else name
+                experts = piece.view(count, -1, *piece.shape[1:]) if piece.ndim else [piece] * count
+                stacked[stored] = experts.transpose(1, 2) if piece.ndim else piece
+                parent, _, last = name.rpartition(".")
+                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+                for expert, whole in enumerate(experts):
+                    shares = whole.chunk(len(parts)) if piece.ndim else [whole] * len(parts)
+                    for which, share in zip(parts, shares):
+                        single[f"{parent}.{expert}.{which}.{part}"] = share.clone()
+            continue
+        stacked |= own
+        single |= own
+    return stacked, single
+
+
+@pytest.mark.parametrize("layout", ["modelopt-fp8", "modelopt-nvfp4"])
+def test_stacks_of_modelopt_are_the_experts_one_by_one(checkpoint, tmp_path, layout):
+    source, tensors = llama4(checkpoint)
+    build, config = LAYOUTS[layout]
+    stacked, single = as_modelopt(tensors, build)
+    assert sum(".experts." in name for name in stacked) == 3 * 2 * (3 if "fp8" in layout else 4)
+    config = {"quantization_config": config | KEPT["modelopt"]}
+    llm = load(write(source, tmp_path / "stacked", stacked, **config))
+    problems = {
+        layer: d.problem
+        for layer, d in llm.llm_engine.core.selection.records
+        if d.problem.family in ("moe", "linear")
+    }
+    assert problems["model.layers.0.feed_forward.experts"].weight.is_quantized
+    assert problems["model.layers.0.feed_forward.shared_expert.down_proj"].weight.is_quantized
+    assert not problems["model.layers.0.self_attn.o_proj"].weight.is_quantized
+    assert not problems["model.layers.0.feed_forward.router"].weight.is_quantized
+    wanted = logprobs(load(write(source, tmp_path / "single", single, **config)))
+    found = logprobs(llm)
+    assert torch.equal(found, wanted)
+    error = (found - logprobs(load(source))).abs()
+    assert 1e-4 < error.mean() < 0.2
+
+
+@pytest.mark.parametrize("layout", ["ct-fp8-channel", "ct-nvfp4"])
+def test_compressed_tensors_give_the_logits_of_the_dequantised_weights(
+    checkpoint, tmp_path, layout
+):
+    source, tensors = llama4(checkpoint)
+    build, config = LAYOUTS[layout]
+    stored, wide = {}, {}
+    for name, tensor in one_by_one(as_outputs_first(tensors)).items():
+        if not is_stored(name):
+            stored[name] = wide[name] = tensor
+            continue
+        pieces, weight = build(tensor.contiguous().numpy())
+        stored |= {name.removesuffix("weight") + part: piece for part, piece in pieces.items()}
+        wide[name] = torch.from_numpy(weight)
+    config = {"quantization_config": config | KEPT["compressed-tensors"]}
+    llm = load(write(source, tmp_path / "stored", stored, **config))
+    wanted = logprobs(load(write(source, tmp_path / "wide", wide)))
+    assert (logprobs(llm) - wanted).abs().max() < 1e-4
+
+
+def test_scales_that_are_neither_one_nor_one_for_each_expert_are_refused(checkpoint, tmp_path):
+    source, tensors = llama4(checkpoint)
+    build, config = LAYOUTS["modelopt-fp8"]
+    stacked, _ = as_modelopt(tensors, build)
+    name = "language_model.model.layers.1.feed_forward.experts.down_proj_weight_scale"
+    quantization = {"quantization_config": config | KEPT["modelopt"]}
+    wanted = logprobs(load(write(source, tmp_path / "one", stacked, **quantization)))
+    stacked[name] = stacked[name].expand(6)
+    for_each = load(write(source, tmp_path / "each", stacked, **quantization))
+    assert torch.equal(logprobs(for_each), wanted)
+    stacked[name] = stacked[name][:4]
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj_weight_scale"):
+        load(write(source, tmp_path / "four", stacked, **quantization))

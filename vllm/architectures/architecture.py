@@ -20,6 +20,13 @@ CAUSAL_LM: dict[str, Any] = {
     "architectures": None,
 }
 
+# The text model's place in multimodal checkpoints, as transformers writes them before version 5 and
+# after.
+TEXT_IN_MULTIMODAL = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 

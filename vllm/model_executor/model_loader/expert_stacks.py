@@ -69,7 +69,7 @@ def unstacked(
     kind, num_dims = last.removeprefix(stack), len(info.shape)
     if not stack or not parent.endswith(".experts"):
         yield name, info
-    elif (_WEIGHTS | _MXFP4).get(kind, ("", 0))[1] == num_dims:
+    elif (_WEIGHTS | _MXFP4).get(kind, ("", -1))[1] == num_dims:
         yield from _cut(name, info, stored, stack, kind)
     elif kind in _SCALARS and num_dims <= 1:
         yield from _scalars(name, info, stored, stack, kind)

@@ -40,7 +40,8 @@ class SelfAttention(nn.Module):
             self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
         # Where no position reaches the first step of the formula, the scale is 1 everywhere.
         scaling = spec.query_scaling
-        is_reached = scaling is not None and ctx.max_model_len > scaling.original_length
+        last = ctx.max_model_len - 1
+        is_reached = scaling is not None and last + scaling.first >= scaling.original_length
         self.query_scaling = scaling if is_reached else None
 
     @property
@@ -68,7 +69,7 @@ class SelfAttention(nn.Module):
         target = self.attn.target(v, batch)
         self._rotate(q, k, batch.positions, target)
         if (scaling := self.query_scaling) is not None:
-            steps = torch.floor(batch.positions / scaling.original_length)
+            steps = torch.floor((batch.positions + scaling.first) / scaling.original_length)
             q = q * (1 + scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
         return self.attn(q, k, v, batch)
 
