@@ -183,7 +183,7 @@ def test_stacks_of_modelopt_are_the_experts_one_by_one(checkpoint, tmp_path, lay
     found = logprobs(llm)
     assert torch.equal(found, wanted)
     error = (found - logprobs(load(source))).abs()
-    assert 1e-4 < error.mean() < 0.2
+    assert 1e-4 < error.mean() < 0.5
 
 
 @pytest.mark.parametrize("layout", ["ct-fp8-channel", "ct-nvfp4"])
