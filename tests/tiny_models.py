@@ -72,6 +72,23 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 6,
+    "moe_layers": [0, 1, 2],
+    "no_rope_layers": [1, 0, 1, 1],
+    "attention_chunk_size": 20,
+    "floor_scale": 24,
+    "rope_parameters": _LLAMA3,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -125,6 +142,9 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    # Chunks of no whole number of blocks. The last layer is dense, the second sees everything.
+    "llama4": ("llama4_text", _LLAMA4),
+    "llama4-multimodal": ("llama4", _LLAMA4),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2",
@@ -301,6 +321,18 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "qwen3_vl-multimodal": ("qwen3_vl", {"rope_parameters": _MROPE}),
+    # The first layer is dense.
+    "qwen3_vl_moe-multimodal": (
+        "qwen3_vl_moe",
+        {
+            "rope_parameters": _MROPE,
+            "mlp_only_layers": [0],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
@@ -309,10 +341,13 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 
 
@@ -367,7 +402,22 @@ def _gemma3_config(text: dict):
     )
 
 
-def _qwen3_5_config(model_type: str, text: dict):
+def _llama4_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    return CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision, image_token_index=5)
+
+
+def _qwen_config(model_type: str, text: dict):
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -376,6 +426,7 @@ def _qwen3_5_config(model_type: str, text: dict):
         "patch_size": 4,
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
     }
     return CONFIG_MAPPING[model_type](
         text_config=text | {"model_type": _MULTIMODAL[model_type]},
@@ -399,8 +450,9 @@ def build_model(name: str, seed: int = 0, **changes):
             "mistral3": _mistral3_config,
             "gemma3": _gemma3_config,
             "kimi_k25": _kimi_k25_config,
+            "llama4": _llama4_config,
         }
-        make = makers.get(model_type) or partial(_qwen3_5_config, model_type)
+        make = makers.get(model_type) or partial(_qwen_config, model_type)
         config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)
     else:

@@ -75,6 +75,10 @@ def scores_with_sinks(dim: int, cache: torch.dtype) -> None:
     attend(64, 8, dim, cache, has_sinks=True)
 
 
+def chunks_of_keys(dim: int, cache: torch.dtype) -> None:
+    attend(40, 8, dim, cache, chunk=8192)
+
+
 def attend(
     heads: int,
     kv_heads: int,
@@ -82,6 +86,7 @@ def attend(
     cache: torch.dtype,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    chunk: int = 0,
 ) -> None:
     """A long prompt, short ones, and decoding."""
     kv = empty(100, 16, kv_heads, dim, dtype=cache)
@@ -91,7 +96,8 @@ def attend(
         attention.paged_attention(
             empty(num_tokens, heads, dim), kv, kv, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1,
-            sinks=sinks, softcap=softcap, max_query_len=most_new, max_seq_len=longest,
+            chunk, sinks=sinks, softcap=softcap, is_chunked=chunk > 0, max_query_len=most_new,
+            max_seq_len=longest,
         )  # fmt: skip
     new = empty(7, kv_heads, dim)
     attention.reshape_and_cache(new, new, kv, kv, empty(7, dtype=I64))
@@ -189,6 +195,7 @@ CASES = {
     "attention of 128, bf16": lambda: few_heads_to_one_cache_head(),
     "attention of 256, fp8, one head": lambda: all_heads_to_one_cache_head(256, F8),
     "attention of 64, bf16, with sinks": lambda: scores_with_sinks(64, BF16),
+    "attention of 128, fp8, in chunks": lambda: chunks_of_keys(128, F8),
     "attention over latents of 512": lambda: latents(128, 512, BF16),
     "block products": lambda: block_products(4096),
     "recurrence": lambda: recurrence(BF16, 128),

@@ -20,6 +20,13 @@ CAUSAL_LM: dict[str, Any] = {
     "architectures": None,
 }
 
+# The text model's place in multimodal checkpoints, as transformers writes them before version 5 and
+# after.
+TEXT_IN_MULTIMODAL = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -118,10 +125,12 @@ class Composite(Checkpointed):
     """A multimodal model, of which the text model is served.
 
     text_types: model types that its text_config may have, the first where it names none.
-    ties_embeddings: whether its word embeddings are tied where config.json does not say. notice:
-    what users are told when it is served.
+    ties_embeddings: whether its word embeddings are tied where config.json does not say.
+    decides_ties: what the text_config says of that means nothing. notice: what users are told when
+    it is served.
     """
 
     text_types: tuple[str, ...]
     ties_embeddings: bool = False
+    decides_ties: bool = False
     notice: str = ""

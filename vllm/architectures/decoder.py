@@ -17,13 +17,17 @@ from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec
 from vllm.utils.dataclasses import dataclass, replace
 
-NormKind = Literal["rms", "rms_zero_centred"]
-"""rms_zero_centred: the checkpoint holds the difference of the weight to 1."""
+NormKind = Literal["rms", "rms_zero_centred", "rms_unweighted"]
+"""rms_zero_centred: the checkpoint holds the difference of the weight to 1; rms_unweighted: it has
+none."""
 QKNormSpan = Literal["head", "projection"]
 
 SINKS = "sinks"
 """The variant of attention in which every query sees one key more, without a value: its logit is a
 weight of the head."""
+CHUNKED = "chunks"
+"""The variant of attention in which every query sees the keys of its own chunk of positions, whose
+size is the window of the cache: no query sees more keys."""
 SOFTCAP = "logit softcapping"
 """The variant of attention whose scores have a bound."""
 
@@ -99,11 +103,13 @@ Item = LinearSpec | ExpertsSpec | CachedAttention | DeltaRule
 class QueryScaling:
     """Queries far out in the context are scaled up: q *= 1 + beta * ln(1 + floor(pos / L)).
 
-    L: the context length of pre-training. The formula is that of Llama 4.
+    L: the context length of pre-training. first: what positions are counted from. The formula is
+    that of Llama 4.
     """
 
     beta: float
     original_length: int
+    first: int = 0
 
 
 @dataclass(frozen=True)

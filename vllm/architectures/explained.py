@@ -7,7 +7,7 @@ are at hand, else from the fields of config.json alone.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vllm.architectures.decoder import SINKS, SOFTCAP, CachedAttention, Item
+from vllm.architectures.decoder import CHUNKED, SINKS, SOFTCAP, CachedAttention, Item
 from vllm.architectures.registry import (
     describe,
     dtype_field,
@@ -90,8 +90,8 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
 
 def _attention_notes(items: Any) -> tuple[str, ...]:
     variants = dict.fromkeys(item.variant for _, item in items if isinstance(item, CachedAttention))
-    return tuple(f"there is no kernel for attention with {variant} here"
-                 for variant in variants if variant not in ("", SINKS, SOFTCAP))  # fmt: skip
+    others = [one for one in variants if one not in ("", CHUNKED, SINKS, SOFTCAP)]
+    return tuple(f"there is no kernel for attention with {variant} here" for variant in others)
 
 
 def _text_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

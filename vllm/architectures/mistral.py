@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from vllm.architectures.architecture import Architecture, Composite
+from vllm.architectures.architecture import TEXT_IN_MULTIMODAL, Architecture, Composite
 from vllm.architectures.build import AttentionKind, MoENames, attention, decoder, gated_mlp
 from vllm.architectures.decoder import (
     Attention,
@@ -234,12 +234,7 @@ ARCHITECTURES = (
         ("mistral", "ministral3", "mistral4"),
         ties_embeddings=True,
         skipped_tensors=("vision_tower.", "multi_modal_projector."),
-        # The text model's place in checkpoints written before and after transformers 5.
-        renamed_tensors=(
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ),
+        renamed_tensors=TEXT_IN_MULTIMODAL,
         family="Mistral3",
         notice="Mistral3: serving the text model; images are not supported",
     ),

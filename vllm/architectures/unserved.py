@@ -90,7 +90,7 @@ def kind_of(fields: UnservedFields, layer: int) -> tuple[str, bool]:
 
 def mixer(fields: UnservedFields, layer: int, kind: str) -> tuple[Item, ...]:
     """() for a kind that is not known here. kind: "" where nothing says it."""
-    if kind in ("", "attention", "full_attention", "sliding_attention", "chunked_attention"):
+    if kind in ("", "attention", "full_attention", "sliding_attention"):
         return fields.once(
             ("attention", *_variant_and_window(fields, layer, kind), kind),
             lambda: tuple(_attention(fields, layer, kind)),
@@ -106,11 +106,6 @@ def _variant_and_window(fields: UnservedFields, layer: int, kind: str) -> tuple[
     variant, window = fields.family.variant, fields.count("sliding_window")
     if fields.get("attn_logit_softcapping"):
         variant = "logit softcapping"
-    is_chunked = kind == "chunked_attention"
-    if not kind and fields.get("attention_chunk_size"):
-        is_chunked = fields.entry("no_rope_layers", int, layer) != 0
-    if is_chunked:
-        variant = f"chunks of {fields.size('attention_chunk_size')} tokens"
     if kind:
         is_windowed = kind == "sliding_attention"
     else:
@@ -241,9 +236,9 @@ def _moe(fields: UnservedFields) -> Iterator[Item]:
     yield experts(fields, f"{family.moe}experts", count, latent.size, inner)
     if latent.size != hidden.size:
         yield linear(f"{family.moe}fc2_latent_proj", hidden, latent, "replicated")
-    num_shared = fields.count(*SHARED) or int(family.has_shared_expert)
+    num_shared = fields.count(*SHARED)
     if size := fields.count(*SHARED_SIZES) or num_shared * inner.size:
-        yield from _mlp(fields, f"{family.moe}{family.shared}", Dim("shared experts", size))
+        yield from _mlp(fields, f"{family.moe}shared_experts", Dim("shared experts", size))
 
 
 def experts(fields: UnservedFields, name: str, count: Dim, hidden: int, inner: Dim) -> ExpertsSpec:

@@ -37,8 +37,8 @@ _NO_STRUCTURE = re.compile(
 
 @dataclass(frozen=True)
 class _Family:
-    """What a model_type has that no field of its config.json says. prefix to shared: names.
-    has_shared_expert: of an expert's size. has_output_bias: None for as the queries. is_beside:
+    """What a model_type has that no field of its config.json says. prefix to router: names.
+    has_output_bias: None for as the queries. is_beside:
     experts are beside the MLP of every layer."""
 
     prefix: str = "model.layers."
@@ -46,8 +46,6 @@ class _Family:
     mlp: str = "mlp"
     moe: str = "mlp."
     router: str = "gate"
-    shared: str = "shared_experts"
-    has_shared_expert: bool = False
     has_output_bias: bool | None = None
     is_gated: bool = False
     is_beside: bool = False
@@ -57,8 +55,6 @@ class _Family:
 
 _FAMILIES = {
     "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
-    "llama4_text": _Family(mlp="feed_forward", moe="feed_forward.", router="router",
-                           shared="shared_expert", has_shared_expert=True),
     "nemotron_h": _Family("backbone.layers.", attention="mixer", mlp="mixer", moe="mixer."),
 }  # fmt: skip
 

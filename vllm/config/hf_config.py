@@ -15,7 +15,12 @@ from vllm.architectures.registry import composite, text_architecture
 from vllm.errors import CheckpointError
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+}
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -126,8 +131,8 @@ def _with_defaults(
         value = fields[name]
         if name in _TOKENS or name == "dtype":
             continue
-        if name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers",
-                    "architectures"):  # fmt: skip
+        if name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "moe_layers",
+                    "no_rope_layers", "architectures"):  # fmt: skip
             _require(value is None or type(value) is list)
         elif value is None:
             _require(name in nullable)

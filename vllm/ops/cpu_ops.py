@@ -235,14 +235,16 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    is_chunked: bool = False,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache.
 
     Request r owns query rows query_start_loc[r] to query_start_loc[r + 1] (int32 [requests + 1]),
     the last ones of its seq_lens[r] tokens (int32 [requests]), whose keys lie in the blocks
     block_tables[r] (int32 [requests, max_blocks]). A query at position p sees keys in
-    (p - sliding_window, p], or [0, p] where the window is 0. Rows of requests of no keys, which
-    fill up a batch of a fixed size, become zeros. `sinks` float32 [num_heads]: of each head the
+    (p - sliding_window, p], or [0, p] where the window is 0, or with is_chunked those of its own
+    chunk: [p - p % sliding_window, p]. Rows of requests of no keys, which fill up a batch of a
+    fixed size, become zeros. `sinks` float32 [num_heads]: of each head the
     logit of a key without a value, which every query sees. `softcap`: scaled scores become softcap
     * tanh(score / softcap); 0 for none.
     """
@@ -252,7 +254,7 @@ def paged_attention(
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     batch = block_tables, query_start_loc, seq_lens
     scales = k_scale, v_scale
-    variant = sinks, softcap
+    variant = sinks, softcap, is_chunked
     _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, *variant)
     return out
 

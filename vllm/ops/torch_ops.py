@@ -201,10 +201,12 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    is_chunked: bool = False,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. sinks: float32
     [heads], logits of keys without values that every query sees. softcap: scores become softcap *
-    tanh(score / softcap); 0 for none."""
+    tanh(score / softcap); 0 for none. is_chunked: a query sees the keys of its own chunk of
+    sliding_window positions."""
     result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
@@ -225,7 +227,9 @@ def paged_attention(
         position = torch.arange(seq_len, device=query.device)
         ahead = position[seq_len - query_len :, None] - position
         is_seen = ahead >= 0
-        if sliding_window > 0:
+        if is_chunked:
+            is_seen &= position[seq_len - query_len :, None] % sliding_window >= ahead
+        elif sliding_window > 0:
             is_seen &= ahead < sliding_window
         scores = scores.masked_fill(~is_seen, float("-inf"))
         if sinks is not None:

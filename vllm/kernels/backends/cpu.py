@@ -50,7 +50,11 @@ _Cache = partial(_Spec, formats=shared.CACHES, check=_head_size)
 SPECS = (
     _Spec(family="linear", formats=shared.WEIGHTS, native=("cpu_linear",)),
     _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",), **shared.EXPERTS),
-    _Cache(family="attention", native=("cpu_attention",), variants=shared.SINKS | shared.SOFTCAP),
+    _Cache(
+        family="attention",
+        native=("cpu_attention",),
+        variants=shared.CHUNKED | shared.SINKS | shared.SOFTCAP,
+    ),
     _Cache(family="kv_quant", native=("cpu_cache_write",)),
     _Spec(
         family="delta_rule",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.architectures.decoder import CHUNKED as _CHUNKED
 from vllm.architectures.decoder import SINKS as _SINKS
 from vllm.architectures.decoder import SOFTCAP as _SOFTCAP
 from vllm.architectures.decoder import SWIGLUOAI
@@ -31,6 +32,7 @@ WEIGHTS = FLOATS | {
     *("int4-group", "int4-channel", "int8-group", "int8-channel"),
 }
 CACHES = FLOATS | {"fp8"}
+CHUNKED = frozenset({_CHUNKED})  # of attention
 SINKS = frozenset({_SINKS})  # of attention
 SOFTCAP = frozenset({_SOFTCAP})  # of attention
 # Of kernels that compute the experts of gpt-oss too.

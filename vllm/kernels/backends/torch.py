@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends.shared import (
     CACHES,
+    CHUNKED,
     EXPERTS,
     FLOATS,
     SINKS,
@@ -60,7 +61,12 @@ class DenseKernel:
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
     _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
-    _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS | SOFTCAP | {MLA}),
+    _Spec(
+        family="attention",
+        formats=CACHES,
+        waits=True,
+        variants=CHUNKED | SINKS | SOFTCAP | {MLA},
+    ),
     _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
 )
@@ -123,9 +129,11 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         *batch: Any,
         sinks: "Tensor | None" = None,
         softcap: float = 0.0,
+        is_chunked: bool = False,
         **bounds: int,
     ) -> "Tensor":
-        compute = partial(torch_ops.paged_attention, sinks=sinks, softcap=softcap)
+        variant = {"sinks": sinks, "softcap": softcap, "is_chunked": is_chunked}
+        compute = partial(torch_ops.paged_attention, **variant)
         return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
 
     return PagedAttention(attend, write, problem)

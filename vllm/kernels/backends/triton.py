@@ -76,7 +76,7 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
     return shared.shape_reasons((step < _LEAST_STEP, text))
 
 
-_VARIANTS = shared.SINKS | shared.SOFTCAP | _LATENTS
+_VARIANTS = shared.CHUNKED | shared.SINKS | shared.SOFTCAP | _LATENTS
 _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),

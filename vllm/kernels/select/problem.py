@@ -175,7 +175,8 @@ class _CacheProblem:
 class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
-    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention; of
+    `chunks` sliding_window is their size.
     value_dim: of a value, the first columns of a key (`MLA`); 0 for values of their own of
     head_dim. scale: of scores before the softmax, None for head_dim ** -0.5. softcap: scaled scores
     become softcap * tanh(score / softcap), 0 for none; the variant says so too.

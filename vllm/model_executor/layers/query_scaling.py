@@ -13,11 +13,12 @@ class ScaledQueries:
 
     def __init__(self, ctx: ModelContext, scaling: QueryScaling | None):
         # Where no position reaches the first step of the formula, the scale is 1 everywhere.
-        is_reached = scaling is not None and ctx.max_model_len > scaling.original_length
+        last = ctx.max_model_len - 1
+        is_reached = scaling is not None and last + scaling.first >= scaling.original_length
         self.scaling = scaling if is_reached else None
 
     def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
         if (scaling := self.scaling) is None:
             return q
-        steps = torch.floor(positions / scaling.original_length)
+        steps = torch.floor((positions + scaling.first) / scaling.original_length)
         return q * (1 + scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]

@@ -81,15 +81,21 @@ class SparseMoE(nn.Module):
         return {self.bias_name: slot}
 
     @property
-    def reader(self) -> FusedMoE:
-        """Which may want the input quantised; all that read it besides take floats."""
-        return self.experts
+    def reader(self) -> "FusedMoE | SparseMoE":
+        """Which may want the input quantised; all that read it besides take floats. This module,
+        which does not want it, where experts read something else."""
+        return self if self.router.scales_inputs else self.experts
+
+    def input_quant(self, num_tokens: int) -> None:
+        return None
 
     def forward(self, x: Activation) -> Addend:
         # Of the gate of the shared expert: logits [T, 1].
         weights, ids, gate = self.ops.choose_experts(
             source_of(x), self.gate.kernel, self.router, self.correction_bias
         )
+        if self.router.scales_inputs:
+            return self._of_scaled(source_of(x), weights, ids)
         if (shared := self.shared_expert) is None:
             return self.experts(x, weights, ids)
         return add(
@@ -99,6 +105,14 @@ class SparseMoE(nn.Module):
                 lambda floats: self._gated(shared(floats), gate),
             )
         )
+
+    def _of_scaled(self, x: Tensor, weights: Tensor, ids: Tensor) -> Addend:
+        """The weight [T, 1] multiplies the input before any kernel quantises it, so that every
+        kernel of experts serves: none of them need do it."""
+        scaled, ones = x * weights.to(x.dtype), torch.ones_like(weights)
+        if (shared := self.shared_expert) is None:
+            return self.experts(scaled, ones, ids)
+        return add(*beside(x, lambda _: self.experts(scaled, ones, ids), shared))
 
     def _gated(self, shared: Addend, gate: Tensor) -> Addend:
         if self.is_shared_gated:
