@@ -1,4 +1,4 @@
-"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes, delta rule."""
+"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes, delta rule, Mamba2."""
 
 from functools import partial
 from math import gcd
@@ -12,6 +12,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         DeltaRule,
         LinearKernel,
         LinearTensors,
+        Mamba2Scan,
         MoEKernel,
         MoETensors,
     )
@@ -88,7 +90,8 @@ SPECS = (
     _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.
-    _Spec(family="delta_rule", formats=shared.STATES, check=shared.delta_rule_heads),
+    _Spec(family="delta_rule", formats=shared.STATES, check=shared.state_heads),
+    _Spec(family="mamba2", formats=shared.STATES, check=shared.state_heads),
 )
 
 # Formats that `moe` has code for.
@@ -148,3 +151,9 @@ def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
     from vllm.kernels.triton.delta_rule import gated_delta_rule
 
     return gated_delta_rule
+
+
+def mamba2(problem: Mamba2Problem) -> "Mamba2Scan":
+    from vllm.kernels.triton.mamba2 import mamba2_scan
+
+    return partial(mamba2_scan, dt_limits=problem.dt_limits)
