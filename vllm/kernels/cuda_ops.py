@@ -22,8 +22,13 @@ from vllm.platforms import native
 
 try:
     from vllm.kernels.triton.delta_rule import causal_conv1d
-    from vllm.kernels.triton.gates import gelu_and_mul, mul_sigmoid, rms_norm_gated
-    from vllm.kernels.triton.mamba2 import relu2, silu_mul_rms_norm
+    from vllm.kernels.triton.gates import (
+        gelu_and_mul,
+        mul_sigmoid,
+        relu2,
+        rms_norm_gated,
+        silu_mul_rms_norm,
+    )
     from vllm.kernels.triton.moe_router import choose_experts
 except ImportError:
     from vllm.ops.torch_ops import (

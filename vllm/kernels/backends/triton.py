@@ -45,7 +45,7 @@ _Spec = partial(
 # Scale blocks of any size.
 _Block = partial(_Spec, devices=_FP8_CHIPS, **shared.FP8_BLOCKS | {"blocks": frozenset()})
 _LAYOUTS = frozenset({"standard", "batched"})
-_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.EXPERTS)
+_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS)
 # Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
 _LEAST_STEP = 32
 # Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
@@ -82,7 +82,7 @@ _VARIANTS = shared.SINKS | shared.SOFTCAP | _LATENTS
 _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),
-    _Block(family="moe", layouts=_LAYOUTS, **shared.EXPERTS, check=_columns_per_scale),
+    _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),
