@@ -130,6 +130,24 @@ _MLA = {
     "routed_scaling_factor": 1.5,
 }
 
+# Mamba2 layers of two groups of heads, one layer of attention, and MLPs.
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "layer_norm_epsilon": 1e-3,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+}
+_NEMOTRON_H_MOE = _NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -337,6 +355,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
     "qwen3_5_moe-multimodal": ("qwen3_5_moe", _HYBRID_MOE),
+    "nemotron_h": ("nemotron_h", _NEMOTRON_H),
+    "nemotron_h-moe": ("nemotron_h", _NEMOTRON_H_MOE),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        _NEMOTRON_H_MOE | {"moe_latent_size": 24, "n_group": 4, "topk_group": 2},
+    ),
 }
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
@@ -463,7 +487,7 @@ def build_model(name: str, seed: int = 0, **changes):
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("norm.weight"):
+            if parameter_name.endswith(("norm.weight", "norm_f.weight")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("A_log"):  # memories of a few to a few hundred tokens
                 parameter.uniform_(-6.0, -1.0)

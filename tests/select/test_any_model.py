@@ -86,12 +86,12 @@ BY_HAND = {
     }),
     "Nemotron-3-Super-120B-A12B-NVFP4": (88, {
         # z and x of 128 heads of 64, B and C of 8 groups with 128 states, a step for each head
-        "backbone.layers.0.mixer.in_proj": ("fp8-tensor", 2 * 8192 + 2 * 8 * 128 + 128, 4096),
-        "backbone.layers.1.mixer.experts": ("nvfp4", 512, 2688, 1024, 22),
-        "backbone.layers.1.mixer.fc1_latent_proj": ("fp8-tensor", 1024, 4096),
-        "backbone.layers.8.mixer.fc1_latent_proj": ("bf16", 1024, 4096),
-        "backbone.layers.1.mixer.shared_experts.up_proj": ("fp8-tensor", 5376, 4096),
-        "backbone.layers.7.mixer.qkv_proj": ("bf16", (32 + 2 + 2) * 128, 4096),
+        "model.layers.0.mixer.in_proj": ("fp8-tensor", 2 * 8192 + 2 * 8 * 128 + 128, 4096),
+        "model.layers.1.mixer.experts": ("nvfp4", 512, 2688, 1024, 22),
+        "model.layers.1.mixer.fc1_latent_proj": ("fp8-tensor", 1024, 4096),
+        "model.layers.8.mixer.fc1_latent_proj": ("bf16", 1024, 4096),
+        "model.layers.1.mixer.shared_experts.up_proj": ("fp8-tensor", 5376, 4096),
+        "model.layers.7.mixer.qkv_proj": ("bf16", (32 + 2 + 2) * 128, 4096),
     }),
     "Qwen3-Next-80B-A3B-Instruct-FP8": (48, {
         "model.layers.0.linear_attn.in_proj_qkvz": ("fp8-block", 2 * 2048 + 2 * 4096, 2048),

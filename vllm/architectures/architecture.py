@@ -84,7 +84,8 @@ class Architecture(Checkpointed):
     given; layer_ropes: of the fields, where each type of layers has its own. omits_sizes: published
     configs lack sizes that the config class assumes. has_rotary_dim: its field `rotary_dim` says
     how many columns of a head are rotated. ue8m0_requant_loses_accuracy: re-quantising its weights
-    to UE8M0 scales costs accuracy that was measured.
+    to UE8M0 scales costs accuracy that was measured. is_read_by_transformers: its config.json is
+    always read by transformers, which renames and derives more than is known here.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -103,6 +104,7 @@ class Architecture(Checkpointed):
     omits_sizes: bool = False
     has_rotary_dim: bool = False
     ue8m0_requant_loses_accuracy: bool = False
+    is_read_by_transformers: bool = False
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""

@@ -60,8 +60,9 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
             return None
         if whole is not None:
             return _composite(raw, whole)
-        is_ours = architecture is not None and architecture.is_served
-        return _text(raw, architecture) if is_ours else None
+        if architecture is None or architecture.is_read_by_transformers:
+            return None
+        return _text(raw, architecture) if architecture.is_served else None
     except (_Unusual, CheckpointError):
         return None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
