@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.generation import Json, Service, json_response
 from vllm.entrypoints.openai.http import named_event
 from vllm.entrypoints.openai.translated import TranslatedAnswer
-from vllm.errors import RequestError
 
 _PING = named_event({"type": "ping"})
 _DELTAS = {
@@ -48,7 +47,7 @@ class _MessageAnswer(TranslatedAnswer):
     source: MessagesRequest = field(kw_only=True)
 
     def own_error(self, error: Exception) -> Exception:
-        return self.source.own_error(error) if isinstance(error, RequestError) else error
+        return self.source.own_error(error)
 
     # ------------------------------------------------------------ the message
 

@@ -139,6 +139,9 @@ class CountTokensRequest(TranslatedRequest):
             turns.append({"role": "system", "content": text})
         for place, given in enumerate(self.messages):
             at: Place = ("messages", place)
+            if _is_plain(given):
+                turns.append({"role": given["role"], "content": given["content"]})
+                continue
             message = item_of(Message, given, at)
             at = (*at, "content")
             if isinstance(message.content, str) or message.role == "system":
@@ -194,6 +197,12 @@ class MessagesRequest(CountTokensRequest):
     def _own(self) -> Json:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return {**super()._own(), **own}
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether it is a text, as most are; a history has many."""
+    is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
+    return is_text and message.get("role") in ("user", "assistant")
 
 
 def _user_turns(content: list[Any], at: Place) -> list[Json]:

@@ -126,7 +126,7 @@ class _ResponseAnswer(TranslatedAnswer):
         }
 
     def own_error(self, error: Exception) -> Exception:
-        return self.source.own_error(error) if isinstance(error, RequestError) else error
+        return self.source.own_error(error)
 
     # ------------------------------------------------------------ the response
 

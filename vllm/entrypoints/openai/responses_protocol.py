@@ -17,6 +17,7 @@ from vllm.errors import RequestError
 Json = dict[str, Any]
 Place = tuple[str | int, ...]
 
+_ROLES = ("system", "developer", "user", "assistant")
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _REASONING_PARTS = ("reasoning_text", "summary_text", "text")
@@ -30,7 +31,9 @@ class FunctionTool(_Lenient):
     strict: bool | None = None
 
     def chat(self) -> Json:
-        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+        function = {"name": self.name, "description": self.description,
+                    "parameters": self.parameters, "strict": self.strict}  # fmt: skip
+        return {"type": "function", "function": function}
 
 
 class NamedChoice(_Lenient):
@@ -239,18 +242,20 @@ class _Turns:
         }
 
     def add(self, item: Any, at: Place) -> None:
-        if isinstance(item, dict) and item.get("type") is None and "role" in item:
-            return self._message(item, at)
-        self._kinds[type_of(item, tuple(self._kinds), at)](item, at)
-        return None
+        is_message = isinstance(item, dict) and item.get("type") is None and "role" in item
+        kind = "message" if is_message else type_of(item, tuple(self._kinds), at)
+        self._kinds[kind](item, at)
 
     def _message(self, item: Json, at: Place) -> None:
-        message = item_of(MessageItem, item, at)
-        text = joined_text(message.content, _TEXT_PARTS, (*at, "content"))
-        if message.role == "assistant":
+        role, text = item.get("role"), item.get("content")
+        # Most are plain texts, and a history has many.
+        if not (isinstance(text, str) and isinstance(role, str) and role in _ROLES):
+            message = item_of(MessageItem, item, at)
+            role, text = message.role, joined_text(message.content, _TEXT_PARTS, (*at, "content"))
+        if role == "assistant":
             self._assistant("content")["content"] = text
         else:
-            self.found.append({"role": message.role, "content": text})
+            self.found.append({"role": role, "content": text})
 
     def _call(self, item: Json, at: Place) -> None:
         call = item_of(FunctionCallItem, item, at)

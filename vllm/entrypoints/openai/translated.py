@@ -51,18 +51,21 @@ class TranslatedRequest(_Strict):
 
     def check(self) -> None:
         """What no single field can tell; raises RequestError."""
-        for name, fix in self.unserved.items():
-            if getattr(self, name) not in (None, False):
-                raise RequestError(f"{name} is not supported: {fix}", name)
+        for name in self.model_fields_set & self.unserved.keys():
+            if getattr(self, name) is not False:
+                raise RequestError(f"{name} is not supported: {self.unserved[name]}", name)
 
     def chat(self, own: Json) -> ChatCompletionRequest:
         """The request as one for chat. own: the translated fields."""
-        same = {name: getattr(self, name) for name in TranslatedRequest.model_fields}
+        given = self.model_fields_set & TranslatedRequest.model_fields.keys()
+        same = {name: getattr(self, name) for name in given}
         try:
             request = ChatCompletionRequest.model_validate({**same, **own})
+            request.check()
         except ValidationError as error:
-            raise invalid_fields(error, ChatCompletionRequest) from None
-        request.check()
+            raise self.own_error(invalid_fields(error, ChatCompletionRequest)) from None
+        except RequestError as error:
+            raise self.own_error(error) from None
         return request
 
     async def told(self, work: Coroutine[Any, Any, T]) -> T:
@@ -72,13 +75,15 @@ class TranslatedRequest(_Strict):
         except RequestError as error:
             raise self.own_error(error) from error
 
-    def own_error(self, error: RequestError) -> RequestError:
-        name = error.param or ""
-        own = self.chat_names.get(name, name)
-        text = str(error)
-        if own != name and text.startswith(name):
-            text = own + text.removeprefix(name)
-        return RequestError(text, own or None)
+    def own_error(self, error: Exception) -> Exception:
+        """`error` with the name of the field here."""
+        name = getattr(error, "param", None)
+        if name not in self.chat_names:
+            return error
+        told, own = as_api_error(error), self.chat_names[name]
+        is_first = told.message.startswith(name)
+        text = own + told.message.removeprefix(name) if is_first else told.message
+        return ApiError(told.status, text, own, told.code)
 
 
 def item_of(kind: type[Fields], fields: Any, at: tuple[str | int, ...]) -> Fields:
@@ -153,12 +158,12 @@ class TranslatedAnswer(ChatAnswer, ABC):
         """Events after the last block."""
 
     @abstractmethod
-    def failed(self, error: ApiError) -> bytes:
-        """Events of an error after the opening."""
-
     def own_error(self, error: Exception) -> Exception:
         """`error` with the names of this API."""
-        return error
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Events of an error after the opening."""
 
     def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         """The tokens asked for are an upper bound: the end of the context may come before."""
@@ -185,11 +190,9 @@ class TranslatedAnswer(ChatAnswer, ABC):
         try:
             async with aclosing(self._steps()) as all_steps:
                 async for steps in all_steps:
-                    told = b"".join(map(self.events, steps))
-                    if not is_open:
-                        told = self.opening() + told
-                        is_open = True
-                    if told:
+                    opening = b"" if is_open else self.opening()
+                    is_open = True
+                    if told := opening + b"".join(map(self.events, steps)):
                         yield told
             yield self.closing()
         except Exception as error:
