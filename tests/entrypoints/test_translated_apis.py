@@ -21,7 +21,11 @@ TOOLS: list[Any] = [{"type": "function", "strict": True, **one} for one in FUNCT
 CUSTOM = [{"name": one["name"], "input_schema": one["parameters"]} for one in FUNCTIONS]
 USER = {"role": "user", "content": "ban fick"}
 QUIET: Any = {"chat_template_kwargs": {"think": False}}
-THINKS = "{% if think %}<think>"
+# As Qwen's: thinking is told by enable_thinking.
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "{% if think %}<think>",
+    "{% set think = enable_thinking | default(think) %}{% if think %}<think>",
+)
 
 
 class Days(pydantic.BaseModel):
@@ -31,12 +35,7 @@ class Days(pydantic.BaseModel):
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("translated")
-    # As Qwen's: thinking is told by enable_thinking.
-    assert TEMPLATE.count(THINKS) == 1
-    template = TEMPLATE.replace(
-        THINKS, "{% set think = enable_thinking | default(think) %}" + THINKS
-    )
-    (folder / "template.jinja").write_text(template)
+    (folder / "template.jinja").write_text(THINKING_TEMPLATE)
     flags = ["--chat-template", str(folder / "template.jinja"), "--max-model-len", "1024",
              "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
              "--api-key", KEY]  # fmt: skip

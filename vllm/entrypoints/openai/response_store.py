@@ -18,14 +18,23 @@ MAX_BYTES = 64 << 20
 @dataclass(frozen=True)
 class StoredResponse:
     """body: the JSON of the response. input: the items that it answers. turns: of the conversation
-    up to and with its answer, as messages of chat; those of earlier responses are shared. items: of
-    its output, by id."""
+    up to and with its answer, as messages of chat; those of earlier responses are the same objects.
+    items: of its output, by id. num_bytes: of all but the turns."""
 
     body: bytes
     input: list[Json]
     turns: list[Json]
     items: dict[str, Json]
     num_bytes: int
+
+
+@dataclass
+class _Turn:
+    """A turn that `num_uses` of the stored responses have."""
+
+    turn: Json
+    num_bytes: int
+    num_uses: int = 0
 
 
 @dataclass
@@ -37,6 +46,7 @@ class ResponseStore:
     num_bytes: int = field(default=0, init=False)
     _found: "OrderedDict[str, StoredResponse]" = field(default_factory=OrderedDict, init=False)
     _items: dict[str, Json] = field(default_factory=dict, init=False)
+    _turns: dict[int, _Turn] = field(default_factory=dict, init=False)
 
     def add(self, response_id: str, body: Json, given: list[Json], turns: list[Json]) -> None:
         """given: input items of the request. One that is larger than the store is not kept."""
@@ -44,11 +54,11 @@ class ResponseStore:
         num_bytes = len(text) + len(msgspec.json.encode(given))
         # Of the output alone: their ids are the server's own, and nobody else's.
         items = {item["id"]: item for item in body["output"]}
-        if num_bytes > self.max_bytes:
-            return
         self._found[response_id] = StoredResponse(text, given, turns, items, num_bytes)
         self._items |= items
         self.num_bytes += num_bytes
+        for turn in turns:
+            self._use(turn)
         while len(self._found) > self.max_responses or self.num_bytes > self.max_bytes:
             self._drop(next(iter(self._found)))
 
@@ -81,11 +91,24 @@ class ResponseStore:
         self.get(response_id)
         self._drop(response_id)
 
+    def _use(self, turn: Json) -> None:
+        known = self._turns.get(id(turn))
+        if known is None:
+            known = self._turns[id(turn)] = _Turn(turn, len(msgspec.json.encode(turn)))
+            self.num_bytes += known.num_bytes
+        known.num_uses += 1
+
     def _drop(self, response_id: str) -> None:
         gone = self._found.pop(response_id)
         self.num_bytes -= gone.num_bytes
         for item_id in gone.items:
-            self._items.pop(item_id, None)
+            del self._items[item_id]
+        for turn in gone.turns:
+            known = self._turns[id(turn)]
+            known.num_uses -= 1
+            if not known.num_uses:
+                self.num_bytes -= known.num_bytes
+                del self._turns[id(turn)]
 
     def _absent(self, response_id: str) -> str:
         return (

@@ -77,7 +77,7 @@ class TranslatedRequest(_Strict):
 
     def own_error(self, error: Exception) -> Exception:
         """`error` with the name of the field here."""
-        name = getattr(error, "param", None)
+        name = str(getattr(error, "param", None))
         if name not in self.chat_names:
             return error
         told, own = as_api_error(error), self.chat_names[name]
