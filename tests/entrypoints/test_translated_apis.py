@@ -192,6 +192,21 @@ def test_reasoning_is_an_item_before_the_text_that_a_schema_holds(server: Runnin
     assert len(respond(server, input=back, max_output_tokens=2)["output"]) == 1
 
 
+def test_beside_tools_that_may_be_called_a_format_holds_all_else(server: RunningServer) -> None:
+    shape = {"type": "json_schema", "name": "days", "schema": Days.model_json_schema()}
+    kinds = set()
+    for seed in range(6):
+        (item,) = respond(server, tools=TOOLS[1:], parallel_tool_calls=False, seed=seed,
+                          temperature=1.0, max_output_tokens=300,
+                          text={"format": shape})["output"]  # fmt: skip
+        kinds.add(item["type"])
+        if item["type"] == "function_call":
+            assert json.loads(item["arguments"]).keys() == {"utc"}
+        else:
+            assert json.loads(item["content"][0]["text"])["days"] in (1, 2, 3)
+    assert kinds == {"function_call", "message"}
+
+
 def test_log_probabilities_are_those_of_the_text(server: RunningServer) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     (item,) = respond(server, **fields)["output"]
