@@ -10,8 +10,8 @@ from vllm.errors import RequestError
 def _add(store: ResponseStore, name: str, turns: list[Json], text: str = "") -> list[Json]:
     """Stores a response to one more message; the conversation with its answer."""
     whole = [*turns, {"role": "user", "content": text}, {"role": "assistant", "content": name}]
-    body = {"id": name, "output": [{"id": f"msg_{name}", "type": "message"}]}
-    store.add(name, body, [{"role": "user", "content": text}], whole)
+    output = [{"id": f"msg_{name}", "type": "message"}]
+    store.add(name, b"{}", [{"role": "user", "content": text}], output, whole)
     return whole
 
 
@@ -70,7 +70,6 @@ def test_nothing_is_left_of_responses_that_are_deleted() -> None:
 
 def test_the_ids_of_items_that_a_client_sends_name_nothing() -> None:
     store = ResponseStore()
-    body = {"id": "a", "output": []}
-    store.add("a", body, [{"id": "msg_x", "role": "user", "content": "x"}], [])
+    store.add("a", b"{}", [{"id": "msg_x", "role": "user", "content": "x"}], [], [])
     with pytest.raises(RequestError, match="give the item itself"):
         store.item("msg_x", "input.0")

@@ -48,13 +48,15 @@ class ResponseStore:
     _items: dict[str, Json] = field(default_factory=dict, init=False)
     _turns: dict[int, _Turn] = field(default_factory=dict, init=False)
 
-    def add(self, response_id: str, body: Json, given: list[Json], turns: list[Json]) -> None:
-        """given: input items of the request. One that is larger than the store is not kept."""
-        text = msgspec.json.encode(body)
-        num_bytes = len(text) + len(msgspec.json.encode(given))
+    def add(
+        self, response_id: str, body: bytes, given: list[Json], output: list[Json],
+        turns: list[Json],
+    ) -> None:  # fmt: skip
+        """given, output: items. A response that is larger than the store is not kept."""
+        num_bytes = len(body) + len(msgspec.json.encode(given))
         # Of the output alone: their ids are the server's own, and nobody else's.
-        items = {item["id"]: item for item in body["output"]}
-        self._found[response_id] = StoredResponse(text, given, turns, items, num_bytes)
+        items = {item["id"]: item for item in output}
+        self._found[response_id] = StoredResponse(body, given, turns, items, num_bytes)
         self._items |= items
         self.num_bytes += num_bytes
         for turn in turns:

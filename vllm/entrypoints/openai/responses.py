@@ -130,14 +130,15 @@ class _ResponseAnswer(TranslatedAnswer):
 
     # ------------------------------------------------------------ the response
 
-    def body(self) -> Json:
+    def body(self) -> msgspec.Raw:
         """When the answer is whole; it is stored then."""
         output = [self._item(block, self._status_of(block)) for block in self.blocks.found]
-        body = self._body(self._status, output)
-        if self.source.is_stored and body["status"] != "failed":
+        status = self._status
+        body = msgspec.json.encode(self._body(status, output))
+        if self.source.is_stored and status != "failed":
             turns = [*self.turns, self._turn()]
-            self.service.responses.add(self.request_id, body, self.items, turns)
-        return body
+            self.service.responses.add(self.request_id, body, self.items, output, turns)
+        return msgspec.Raw(body)
 
     @property
     def _is_complete(self) -> bool:
@@ -283,8 +284,7 @@ class _ResponseAnswer(TranslatedAnswer):
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def closing(self) -> bytes:
-        body = self.body()
-        return self._event(f"response.{body['status']}", response=body)
+        return self._event(f"response.{self._status}", response=self.body())
 
     def failed(self, error: ApiError) -> bytes:
         code = error.code or "server_error"

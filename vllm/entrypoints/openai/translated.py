@@ -19,7 +19,6 @@ from vllm.entrypoints.openai.logprobs import chat_logprobs, positions
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, _Strict
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import SamplingParams
 
 Fields = TypeVar("Fields", bound=BaseModel)
 T = TypeVar("T")
@@ -57,8 +56,7 @@ class TranslatedRequest(_Strict):
 
     def chat(self, own: Json) -> ChatCompletionRequest:
         """The request as one for chat. own: the translated fields."""
-        given = self.model_fields_set & TranslatedRequest.model_fields.keys()
-        same = {name: getattr(self, name) for name in given}
+        same = {name: getattr(self, name) for name in self.model_fields_set & _SAME}
         try:
             request = ChatCompletionRequest.model_validate({**same, **own})
             request.check()
@@ -84,6 +82,9 @@ class TranslatedRequest(_Strict):
         is_first = told.message.startswith(name)
         text = own + told.message.removeprefix(name) if is_first else told.message
         return ApiError(told.status, text, own, told.code)
+
+
+_SAME = frozenset(TranslatedRequest.model_fields)
 
 
 def item_of(kind: type[Fields], fields: Any, at: tuple[str | int, ...]) -> Fields:
@@ -140,10 +141,14 @@ class TranslatedAnswer(ChatAnswer, ABC):
 
     def __post_init__(self) -> None:
         self.blocks = Blocks(keeps_space=self.form.is_plain)
+        # The tokens asked for are an upper bound: the end of the context may come before.
+        asked, room = self.request.max_tokens, self.service.max_model_len - len(self.token_ids[0])
+        if asked is not None and 0 < room < asked:
+            self.request.max_tokens = room
 
     @abstractmethod
-    def body(self) -> Json:
-        """The response, when the answer is whole."""
+    def body(self) -> Any:
+        """The response as JSON has it, when the answer is whole."""
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -164,14 +169,6 @@ class TranslatedAnswer(ChatAnswer, ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Events of an error after the opening."""
-
-    def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """The tokens asked for are an upper bound: the end of the context may come before."""
-        params = super().params_of(prompt, params)
-        room = self.service.max_model_len - len(prompt)
-        if params.max_tokens is None or room <= 0 or params.max_tokens <= room:
-            return params
-        return msgspec.structs.replace(params, max_tokens=room)
 
     async def response(self) -> Response:
         try:
