@@ -139,12 +139,10 @@ def _grammar(answer: AnswerFormat, prompt: str) -> Json | None:
         return _calls_grammar(answer, prompt, asked)
     if answer.reasoning is None or answer.is_open is False:
         return None
-    budget = request.thinking_token_budget
-    if not asked and budget is None:
+    if not asked and request.thinking_token_budget is None:
         return None
     content = _as_format(asked) if asked else {"type": "any_text"}
-    elements = [_reasoning_format(answer.reasoning, answer.is_open, budget), content]
-    return {"structural_tag": {"type": "sequence", "elements": elements}}
+    return {"structural_tag": _after_reasoning(answer, content)}
 
 
 def _calls_grammar(answer: AnswerFormat, prompt: str, asked: Json) -> Json | None:
@@ -169,7 +167,10 @@ def _calls_grammar(answer: AnswerFormat, prompt: str, asked: Json) -> Json | Non
     mode = {True: "enabled", False: "disabled", None: "auto"}[_is_open(answer, prompt)]
     calls = {"model": parser.grammar, "tools": tools, "tool_choice": choice, "reasoning": mode,
              "parallel_tool_calls": is_parallel}  # fmt: skip
-    return {"tool_calls": calls | ({"or_else": _as_format(asked)} if asked else {})}
+    if asked:
+        # Either calls or the format: free text before calls would be neither.
+        calls |= {"tool_choice": "required", "or_else": _after_reasoning(answer, _as_format(asked))}
+    return {"tool_calls": calls}
 
 
 def _is_open(answer: AnswerFormat, prompt: str) -> bool | None:
@@ -218,12 +219,16 @@ def _json_array(answer: AnswerFormat, tools: Sequence[Json], is_parallel: bool) 
         tags.append({"type": "tag", "begin": begin, "content": content, "end": "}"})
     calls = {"type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True,
              "stop_after_first": is_named or not is_parallel}  # fmt: skip
-    array: Json = {"type": "tag", "begin": "[", "content": calls, "end": "]"}
+    return _after_reasoning(answer, {"type": "tag", "begin": "[", "content": calls, "end": "]"})
+
+
+def _after_reasoning(answer: AnswerFormat, form: Json) -> Json:
+    """`form`, behind the reasoning where the answer has one."""
     if answer.reasoning is None or answer.is_open is False:
-        return array
+        return form
     budget = answer.request.thinking_token_budget
     before = _reasoning_format(answer.reasoning, answer.is_open, budget)
-    return {"type": "sequence", "elements": [before, array]}
+    return {"type": "sequence", "elements": [before, form]}
 
 
 def _reasoning_format(form: ReasoningFormat, is_open: bool | None, budget: int | None) -> Json:
