@@ -135,9 +135,9 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         is_chunked: bool = False,
         **bounds: int,
     ) -> "Tensor":
+        caches = _as_on_cpu(k_cache, v_cache)
         variant: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "is_chunked": is_chunked}
-        compute = partial(torch_ops.paged_attention, **variant)
-        return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
+        return torch_ops.paged_attention(q, *caches, *batch, **variant)
 
     return PagedAttention(attend, write, problem)
 
