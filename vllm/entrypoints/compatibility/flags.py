@@ -49,7 +49,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         elif flag.path or (flag.row.takes == "json" and flag.row.kind != OBEYED):
             _put(objects, flag, _value(flag, rest))
         elif flag.row.kind == OBEYED:
-            out += _renamed(flag, rest)
+            word, notices[flag.row.name] = _renamed(flag, rest)
+            out.append(word)
         elif notice := judged(flag.row, _value(flag, rest), words, flag.name):
             notices[flag.row.name] = notice
     for name, value in objects.items():
@@ -71,13 +72,42 @@ def judged(row: Row, value: Any, words: Sequence[str] = (), name: str = "") -> s
     name = name or row.name
     if row.kind == NO_EFFECT:
         return f"{name} has no effect here: {row.why}"
+    shown = name if isinstance(value, bool) or value in (None, {}) else f"{name} {_text(value)}"
     if _is_neutral(row, value, words):
-        shown = name if isinstance(value, bool) else f"{name} {_text(value)}"
         return f"{shown} has no effect here: it is the same without it"
-    shown = name if isinstance(value, bool) or value is None else f"{name} {_text(value)}"
-    accepted = [text for text in row.neutral if not text.startswith("=") and row.takes != "switch"]
-    takes = f"; it takes {', '.join(accepted)}" if accepted else ""
+    takes = f" (it takes {accepted})" if (accepted := accepted_values(row)) else ""
     raise ConfigError(f"{shown} is not supported{takes}. Use instead: {row.use}")
+
+
+def accepted_values(row: Row) -> str:
+    """Of a flag that is refused with others."""
+    texts = []
+    for known in row.neutral:
+        if known.startswith("<="):
+            texts.append(f"at most {known[2:]}")
+        elif known.startswith("="):
+            texts.append(f"the value of {known.split()[1]}")
+        elif row.takes not in ("switch", "list"):
+            texts.append(known)
+    return ", ".join(texts)
+
+
+def is_upstream(name: str) -> bool:
+    return _flag(name, table("flags").by_name()) is not None
+
+
+def explained(name: str) -> str:
+    """What becomes of a flag of upstream's, as a line; "" for one that it lacks."""
+    flag = _flag(name, table("flags").by_name())
+    if flag is None:
+        return ""
+    row = flag.row
+    if row.kind == OBEYED:
+        return f"{row.name} is {row.ours or row.name}.\n"
+    if row.kind == NO_EFFECT:
+        return f"{row.name} has no effect here: {row.why}.\n"
+    takes = f" but for {accepted}" if (accepted := accepted_values(row)) else ""
+    return f"{row.name} is not supported{takes}. Use instead: {row.use}.\n"
 
 
 def words_of(name: str, value: Any) -> list[str] | None:
@@ -120,16 +150,19 @@ def _is_plain(flag: _Flag) -> bool:
     return not (flag.path or row.ours or row.values)
 
 
-def _renamed(flag: _Flag, rest: "deque[str]") -> list[str]:
+def _renamed(flag: _Flag, rest: "deque[str]") -> tuple[str, str]:
+    """Our own words for a flag, and a notice where its value is another one here."""
     name = flag.row.ours or flag.row.name
     if flag.is_off:
         name = _negated(name)
-    if flag.row.takes == "switch":
-        return [name]
-    value = flag.value if flag.value is not None or not rest else rest.popleft()
+    value = flag.value
+    if value is None and flag.row.takes != "switch" and rest:
+        value = rest.popleft()
     if value is None:
-        return [name]
-    return [f"{name}={(flag.row.values or {}).get(value.lower(), value)}"]
+        return name, ""
+    ours = (flag.row.values or {}).get(value.lower())
+    notice = f"{name} {value} means {ours} here: {flag.row.why}" if ours else ""
+    return f"{name}={ours or value}", notice
 
 
 def _value(flag: _Flag, rest: "deque[str]") -> Any:
