@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vllm.entrypoints.compatibility.tables import NO_EFFECT, OBEYED, Row, table
+from vllm.entrypoints.compatibility.tables import NO_EFFECT, OBEYED, Row, by_name
 from vllm.errors import ConfigError
 
 _LEVEL = re.compile(r"-O=?(\w+)")
@@ -37,16 +37,16 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     ConfigError for a flag whose value would change an answer.
     """
-    rows = table("flags").by_name()
+    rows = by_name("flags")
     rest, out = deque(words), list[str]()
     objects: dict[str, Any] = {}  # JSON values in parts, by flag
     notices: dict[str, str] = {}
     while rest:
         word = rest.popleft()
         flag = _flag(word, rows)
-        if flag is None or (flag.row.kind == OBEYED and _is_plain(flag)):
+        if flag is None or _is_plain(flag):
             out.append(word)
-        elif flag.path or (flag.row.takes == "json" and flag.row.kind != OBEYED):
+        elif flag.path or flag.row.takes == "json":
             _put(objects, flag, _value(flag, rest))
         elif flag.row.kind == OBEYED:
             word, notices[flag.row.name] = _renamed(flag, rest)
@@ -55,7 +55,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             notices[flag.row.name] = notice
     for name, value in objects.items():
         if rows[name].kind == OBEYED:
-            out.append(f"{name}={json.dumps(value)}")
+            out.append(f"{name}={_text(value)}")
             continue
         value, given = _with_flags(rows[name], value)
         out += given
@@ -93,12 +93,12 @@ def accepted_values(row: Row) -> str:
 
 
 def is_upstream(name: str) -> bool:
-    return _flag(name, table("flags").by_name()) is not None
+    return _flag(name, by_name("flags")) is not None
 
 
 def explained(name: str) -> str:
     """What becomes of a flag of upstream's, as a line; "" for one that it lacks."""
-    flag = _flag(name, table("flags").by_name())
+    flag = _flag(name, by_name("flags"))
     if flag is None:
         return ""
     row = flag.row
@@ -112,7 +112,7 @@ def explained(name: str) -> str:
 
 def words_of(name: str, value: Any) -> list[str] | None:
     """The words for a flag of upstream's with a value from a file; None for one that it lacks."""
-    flag = _flag(name, table("flags").by_name())
+    flag = _flag(name, by_name("flags"))
     if flag is None:
         return None
     if isinstance(value, bool):
@@ -147,7 +147,8 @@ def _negated(name: str) -> str:
 def _is_plain(flag: _Flag) -> bool:
     """Whether argparse takes the word as it is."""
     row = flag.row
-    return not (flag.path or row.ours or row.values)
+    is_ours = row.kind == OBEYED and row.takes != "json"
+    return is_ours and not (flag.path or row.ours or row.values)
 
 
 def _renamed(flag: _Flag, rest: "deque[str]") -> tuple[str, str]:
@@ -247,7 +248,7 @@ def _matches(text: str, known: str, words: Sequence[str]) -> bool:
 
 def _last(name: str, words: Sequence[str]) -> str:
     """The value that the command line gives to a flag last."""
-    row = table("flags").by_name()[name]
+    row = by_name("flags")[name]
     found = ""
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")
