@@ -59,7 +59,8 @@ def whole_number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 32k or 1.5G")
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """argparse.ArgumentTypeError for any other text."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -288,7 +289,7 @@ def _parser_of(f: "dataclasses.Field") -> Callable[[str], Any]:
     if f.name == "dtype":
         return lambda text: _DTYPES.get(text, text)
     kind = _kinds(f)[0]
-    own = {int: whole_number, dict[str, Any]: _json_object}
+    own = {int: whole_number, dict[str, Any]: json_object}
     return own.get(kind) or _TYPES[kind][1]
 
 

@@ -13,12 +13,16 @@ from typing import Any
 import msgspec
 
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs, whole_number
+from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.demo import demo_model_path
 from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
 from vllm.entrypoints.openai.settings import ServerSettings
-from vllm.errors import ConfigError, EngineDeadError
+from vllm.errors import CheckpointError, ConfigError, EngineDeadError
+from vllm.kernels import registry
+from vllm.logger import get_logger
 from vllm.utils.startup import begin_report, current_report, process_start
+
+logger = get_logger(__name__)
 
 _SWITCH = argparse.BooleanOptionalAction
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -33,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="Folder or hub name.")
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="The same as MODEL.")
-    _add_server_flags(parser.add_argument_group("Frontend"))
+    group = parser.add_argument_group("Frontend")
+    _add_server_flags(group)
+    _add_flags_of_variables(group)
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(run=run)
 
@@ -50,9 +56,16 @@ def _add_server_flags(group: Any) -> None:
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
+    text("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+         help="Arguments of the chat template, as {\"enable_thinking\": false}; "
+         "chat_template_kwargs of a request override them.")  # fmt: skip
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
          help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
+    text("--override-generation-config", type=json_object, default={}, metavar="JSON",
+         help="Sampling defaults over those of the model, as {\"temperature\": 0.5}.")  # fmt: skip
+    text("--enable-force-include-usage", action=_SWITCH, default=False,
+         help="End every stream with its usage, as stream_options can ask for.")  # fmt: skip
     text("--tool-call-parser", type=_text, metavar="NAME",
          help="How the model writes tool calls; default: by its chat template.")  # fmt: skip
     text("--tool-parser-plugin", metavar="FILE",
@@ -76,16 +89,58 @@ def _add_server_flags(group: Any) -> None:
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
+    text("--ssl-ca-certs", help="Certificates of authorities that clients' are signed by.")
+    text("--ssl-cert-reqs", type=_number(int, 0, 2, "0, 1 or 2"), default=0,
+         help="Certificates of clients: 0 none, 1 checked, 2 required (default: 0).")  # fmt: skip
+    text("--ssl-ciphers", help="Ciphers of TLS 1.2 and before, as OpenSSL lists them.")
+    text("--disable-fastapi-docs", action=_SWITCH, default=False,
+         help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
          help="Log level of the web server.")  # fmt: skip
     text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
 
 
+def _add_flags_of_variables(group: Any) -> None:
+    """Flags that set a variable, for this process and those that it starts."""
+    text = group.add_argument
+    text("--download-dir", metavar="FOLDER", help="Where models of the hub are kept; default: by "
+         "HF_HOME and HF_HUB_CACHE.")  # fmt: skip
+    text("--hf-token", nargs="?", metavar="TOKEN", help="Token for the hub; better the variable "
+         "HF_TOKEN, which others on this machine cannot read.")  # fmt: skip
+    text("--all2all-backend", metavar="NAME", help="Sets VLLM_ALL2ALL_BACKEND.")
+
+
+def _set_variables(args: argparse.Namespace) -> None:
+    given = {
+        "HF_HUB_CACHE": args.download_dir,
+        "HF_TOKEN": args.hf_token,
+        "VLLM_ALL2ALL_BACKEND": args.all2all_backend,
+    }
+    for name, value in given.items():
+        if value is not None:
+            envs.set_for_children(name, value)
+    envs.read("VLLM_ALL2ALL_BACKEND")  # a wrong one is told now
+
+
+def _tell_automatic(args: argparse.Namespace) -> None:
+    """Upstream's attention backend of a library that has no kernels here is told, not refused."""
+    given = {
+        "--attention-backend": args.attention_backend,
+        "VLLM_ATTENTION_BACKEND": envs.VLLM_ATTENTION_BACKEND,
+    }
+    for source, name in given.items():
+        if name is not None and registry.is_automatic("attention", name):
+            logger.warning("%s %s: the selector chooses the kernel of attention", source, name)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
+    _set_variables(args)
+    _tell_automatic(args)
     report = begin_report(process_start())
     settings = _settings(args)
+    _check_generation(settings.override_generation_config)
     _check_parsers(settings)
     raise_file_limit()
     listener = bind(args.host, args.port)
@@ -108,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    _check_certificate(args.ssl_keyfile, args.ssl_certfile)
+    _check_certificate(args)
     given = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
     given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
@@ -129,6 +184,26 @@ def _check_parsers(settings: ServerSettings) -> None:
         reasoning_format(settings.reasoning_parser)
 
 
+_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+
+
+def _check_generation(override: dict[str, Any]) -> None:
+    """ConfigError for what no sampling default is, or for a value that none has."""
+    if unknown := [name for name in override if name not in _GENERATION]:
+        fix = "; a request says max_tokens" if "max_new_tokens" in unknown else ""
+        raise ConfigError(
+            f"--override-generation-config takes {', '.join(_GENERATION)}, not "
+            f"{', '.join(unknown)}{fix}"
+        )
+    from vllm.sampling_params import generation_defaults
+
+    try:
+        generation_defaults(override)
+    except CheckpointError as error:
+        text = str(error).removeprefix("generation_config.json: ")
+        raise ConfigError(f"--override-generation-config: {text}") from error
+
+
 def _read_template(given: str) -> str:
     """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
     try:
@@ -145,20 +220,45 @@ def _read_template(given: str) -> str:
     raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
 
 
-def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
+def _check_certificate(args: argparse.Namespace) -> None:
+    keyfile, certfile = args.ssl_keyfile, args.ssl_certfile
     if bool(keyfile) != bool(certfile):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both")
     if certfile is None:
+        if args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers:
+            raise ConfigError(
+                "--ssl-ca-certs, --ssl-cert-reqs and --ssl-ciphers need --ssl-certfile"
+            )
         return
     import ssl
 
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _tried(
+        lambda: context.load_cert_chain(certfile, keyfile),
+        f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}",
+        "a PEM certificate and its private key",
+    )
+    if args.ssl_ca_certs:
+        _tried(
+            lambda: context.load_verify_locations(args.ssl_ca_certs),
+            f"--ssl-ca-certs {args.ssl_ca_certs}",
+            "a file of PEM certificates",
+        )
+    elif args.ssl_cert_reqs:
+        raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, which clients are checked against")
+    if args.ssl_ciphers:
+        _tried(
+            lambda: context.set_ciphers(args.ssl_ciphers),
+            f"--ssl-ciphers {args.ssl_ciphers}",
+            "ciphers as OpenSSL lists them",
+        )
+
+
+def _tried(step: Callable[[], None], what: str, needed: str) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+        step()
     except OSError as error:  # of which SSLError is a kind
-        raise ConfigError(
-            f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}: {error}; give a PEM "
-            f"certificate and its private key"
-        ) from error
+        raise ConfigError(f"{what}: {error}; give {needed}") from error
 
 
 def _model(args: argparse.Namespace) -> str:

@@ -51,7 +51,10 @@ Generation = TypeVar("Generation", bound=GenerationRequest)
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
     """The whole application, middleware included."""
-    app = FastAPI(title="vLLM", version=__version__)
+    pages: dict[str, Any] = {}
+    if settings.disable_fastapi_docs:
+        pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="vLLM", version=__version__, **pages)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     _add_generation_paths(app, service, settings.max_body_size)

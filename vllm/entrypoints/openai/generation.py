@@ -32,6 +32,7 @@ class Service:
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
     chat answers. answers: how chat answers are read. numbers: of requests to the engine.
+    includes_usage: whether every stream ends with its usage.
     """
 
     engine: AsyncLLM
@@ -41,6 +42,7 @@ class Service:
     answers: AnswerFormats = field(default_factory=AnswerFormats)
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    includes_usage: bool = False
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -133,15 +135,16 @@ class Answer(ABC):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         head = self._head(self.chunk_kind)
         options = self.request.stream_options or StreamOptions()
-        usage: Json = {"usage": None} if options.include_usage else {}
+        has_usage = options.include_usage or self.service.includes_usage
+        usage: Json = {"usage": None} if has_usage else {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                if options.include_usage and options.continuous_usage_stats:
+                if has_usage and options.continuous_usage_stats:
                     usage = {"usage": self._usage()}
                 for new in output.outputs:
                     for choice, extra in await self.chunks(index, output, new):
                         yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
-        if options.include_usage:
+        if has_usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

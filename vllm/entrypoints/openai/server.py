@@ -157,6 +157,9 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
+        ssl_ciphers=settings.ssl_ciphers or "TLSv1",
     )
 
 
@@ -167,15 +170,24 @@ def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
         model.max_model_len,
         settings.chat_template,
         settings.trust_request_chat_template,
+        settings.default_chat_template_kwargs,
     )
     prompts.check_chat_template()
     is_auto = settings.generation_config == "auto"
-    defaults = generation_defaults(model.generation) if is_auto else {}
+    generation = model.generation if is_auto else {}
+    defaults = generation_defaults({**generation, **settings.override_generation_config})
     # How many tokens is for the request to say: the rest of the context may be less than this.
     defaults.pop("max_tokens", None)
     if defaults:
         logger.info("sampling defaults of this model: %s", defaults)
-    return Service(engine, prompts, defaults, settings.response_role, _answer_formats(settings))
+    return Service(
+        engine,
+        prompts,
+        defaults,
+        settings.response_role,
+        _answer_formats(settings),
+        includes_usage=settings.enable_force_include_usage,
+    )
 
 
 def _answer_formats(settings: ServerSettings) -> AnswerFormats:
