@@ -126,7 +126,9 @@ def test_layers_have_the_sizes_and_formats_of_the_config(name, tp):
     for layer, (kind, *sizes) in expected.items():
         problem = problems[layer]
         if tp > 1 and kind == "fp8-tensor" and layer.endswith("in_proj"):
-            kind = "fp8-channel"  # A rank has pieces of one weight, and each piece brings its scale.
+            kind = (
+                "fp8-channel"  # A rank has pieces of one weight, and each piece brings its scale.
+            )
         assert problem.format == kind, layer
         if isinstance(problem, MoEProblem):
             inner = problem.intermediate * problem.cut
@@ -430,11 +432,14 @@ def mutated(config: dict, choose: random.Random) -> dict:
     return changed
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error(name, tmp_path):
+def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error(
+    name, count, tmp_path
+):
     choose = random.Random(name)
     file, answers = tmp_path / "config.json", 0
-    for _ in range(100):
+    for _ in range(count):
         file.write_text(json.dumps(mutated(CONFIGS[name], choose)))
         args = Namespace(dtype="auto", tp=choose.choice([1, 1, 2, 3]), ep=1)
         try:
@@ -450,7 +455,7 @@ def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error
                 AttentionProblem: ("num_heads", "num_kv_heads", "head_dim"),
             }.get(type(problem), ())
             assert all(getattr(problem, size) > 0 for size in sizes)
-    assert answers > 10
+    assert answers > count // 10
 
 
 def test_no_header_ends_in_anything_but_layers_or_our_own_error():
