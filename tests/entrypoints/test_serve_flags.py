@@ -12,6 +12,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs, whole_number
 from vllm.entrypoints.cli.config_file import with_file
 from vllm.entrypoints.cli.main import _parser, _subparser, main
+from vllm.entrypoints.cli.serve import _settings
 from vllm.entrypoints.compatibility.flags import translated
 
 from .serving import RunningServer, environment, started_server
@@ -61,6 +62,7 @@ def test_a_switch_can_be_off_and_the_last_word_counts() -> None:
         (["a", "--model", "b"], "MODEL a and --model b are two models"),
         (["--override-generation-config", '{"max_new_tokens": 5}'], "a request says max_tokens"),
         (["--override-generation-config.temperature", "-1"], "temperature must be from 0"),
+        (["--generation-config", "/nowhere"], "it takes auto, vllm or a folder"),
         (["--all2all-backend", "mori"], "VLLM_ALL2ALL_BACKEND='mori' is not valid"),
         (["--ssl-cert-reqs", "2"], "need --ssl-certfile"),
         (["--api-server-count", "4"], "--api-server-count 4 is not supported"),
@@ -95,6 +97,16 @@ def test_help_of_one_flag_or_group(
         main(["serve", f"--help={name}"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and shown in text and not_shown not in text
+
+
+def test_sampling_defaults_come_from_a_folder_too(tmp_path: Path) -> None:
+    file = {"temperature": 0.5, "top_k": 7, "eos_token_id": 1, "top_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    words = ["--generation-config", str(tmp_path), "--override-generation-config.top_k", "9"]
+    own, _ = translated(words)
+    settings = _settings(_parser("serve").parse_args(["serve", *own]))
+    assert settings.override_generation_config == {"temperature": 0.5, "top_k": 9}
+    assert settings.generation_config == "vllm"
 
 
 def test_a_file_of_flags_may_have_upstreams(tmp_path: Path) -> None:

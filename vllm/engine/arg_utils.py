@@ -110,6 +110,9 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = _arg(
         None, "Number of KV cache blocks, on any device; default: sized from memory."
     )
+    kv_cache_memory_bytes: int | None = _arg(
+        None, "Bytes of each rank's KV cache, on any device, instead of what memory leaves."
+    )
     gpu_memory_utilization: float = _arg(0.9, "Share of the GPU's memory to use, 0 to 1.")
     enable_prefix_caching: bool | None = _arg(
         None, "Reuse KV blocks of equal prompt prefixes. Default: on, except for models with "

@@ -60,8 +60,9 @@ def _add_server_flags(group: Any) -> None:
          help="Arguments of the chat template, as {\"enable_thinking\": false}; "
          "chat_template_kwargs of a request override them.")  # fmt: skip
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
-    text("--generation-config", choices=("auto", "vllm"), default="auto",
-         help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
+    text("--generation-config", type=_text, default="auto", metavar="{auto,vllm,FOLDER}",
+         help="auto: sampling defaults from the model's generation_config.json; vllm: none; "
+         "FOLDER: from the file there.")  # fmt: skip
     text("--override-generation-config", type=json_object, default={}, metavar="JSON",
          help="Sampling defaults over those of the model, as {\"temperature\": 0.5}.")  # fmt: skip
     text("--enable-force-include-usage", action=_SWITCH, default=False,
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     _tell_automatic(args)
     report = begin_report(process_start())
     settings = _settings(args)
-    _check_generation(settings.override_generation_config)
+    _check_generation(args.override_generation_config)
     _check_parsers(settings)
     raise_file_limit()
     listener = bind(args.host, args.port)
@@ -165,6 +166,12 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     _check_certificate(args)
     given = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
+    if args.generation_config not in ("auto", "vllm"):
+        given["generation_config"] = "vllm"
+        given["override_generation_config"] = {
+            **_generation_of(args.generation_config),
+            **args.override_generation_config,
+        }
     given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
     return ServerSettings(**given)
@@ -185,6 +192,16 @@ def _check_parsers(settings: ServerSettings) -> None:
 
 
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+
+
+def _generation_of(folder: str) -> dict[str, Any]:
+    """What generation_config.json of a folder says of sampling; ConfigError."""
+    from vllm.utils.hub import read_json_object
+
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--generation-config {folder!r}: it takes auto, vllm or a folder")
+    found = read_json_object(Path(folder) / "generation_config.json", ConfigError)
+    return {name: found[name] for name in _GENERATION if found.get(name) is not None}
 
 
 def _check_generation(override: dict[str, Any]) -> None:
