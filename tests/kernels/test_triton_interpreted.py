@@ -21,6 +21,7 @@ SLOW = {
     "test_triton_moe.py",
     "test_skinny.py",
     "test_delta_rule.py",
+    "test_mamba2.py",
     "test_moe_router.py",
     "test_triton_attention.py",
 }
