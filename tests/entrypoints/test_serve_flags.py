@@ -12,7 +12,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs, whole_number
 from vllm.entrypoints.cli.config_file import with_file
 from vllm.entrypoints.cli.main import _parser, _subparser, main
-from vllm.entrypoints.cli.serve import _settings
+from vllm.entrypoints.cli.serve import server_settings
 from vllm.entrypoints.compatibility.flags import translated
 
 from .serving import RunningServer, environment, started_server
@@ -104,7 +104,7 @@ def test_sampling_defaults_come_from_a_folder_too(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     words = ["--generation-config", str(tmp_path), "--override-generation-config.top_k", "9"]
     own, _ = translated(words)
-    settings = _settings(_parser("serve").parse_args(["serve", *own]))
+    settings = server_settings(_parser("serve").parse_args(["serve", *own]))
     assert settings.override_generation_config == {"temperature": 0.5, "top_k": 9}
     assert settings.generation_config == "vllm"
 
