@@ -43,6 +43,7 @@ _UPSTREAM_NAMES = {
     "flashinfervllmv1": "flashinfer", "cpuattn": "cpu", "cpumla": "cpu", "torchsdpa": "torch",
     "flashattn": "", "flashattnvllmv1": "", "flexattention": "", "xformers": "", "treeattn": "",
     "flashattnmla": "", "flashmla": "", "cutlassmla": "", "flashinfermla": "",
+    "flashattnmlasparse": "", "flashmlasparse": "", "flashinfermlasparse": "",
 }  # fmt: skip
 _AUTOMATIC = "auto"
 

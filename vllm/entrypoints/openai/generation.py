@@ -32,7 +32,6 @@ class Service:
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
     chat answers. answers: how chat answers are read. numbers: of requests to the engine.
-    includes_usage: whether every stream ends with its usage.
     """
 
     engine: AsyncLLM
@@ -43,6 +42,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     includes_usage: bool = False
+    """Whether every stream ends with its usage, as --enable-force-include-usage asks for."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
