@@ -14,8 +14,10 @@ from vllm.entrypoints.cli.config_file import with_file
 from vllm.entrypoints.cli.main import _parser, _subparser, main
 from vllm.entrypoints.cli.serve import server_settings
 from vllm.entrypoints.compatibility.flags import translated
+from vllm.entrypoints.openai.launch import bind_path
+from vllm.errors import ConfigError
 
-from .serving import RunningServer, environment, started_server
+from .serving import COMMAND, RunningServer, environment, started_server, wait_until
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,33 @@ def test_the_module_of_upstreams_server_is_vllm_serve() -> None:
     done = subprocess.run(words, capture_output=True, text=True, env=environment())
     assert done.returncode == 2
     assert "vllm serve: error: unknown flag --prot; did you mean --port?" in done.stderr
+
+
+def test_a_socket_that_a_server_left_is_taken_and_one_in_use_is_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "vllm.sock")
+    bind_path(path).close()
+    with bind_path(path), pytest.raises(ConfigError, match="another server listens there"):
+        bind_path(path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot listen on --uds"):
+        bind_path(str(tmp_path / "file"))
+
+
+@pytest.mark.slow
+def test_a_server_answers_on_a_unix_socket_and_takes_it_away(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "vllm.sock"
+    words = [*COMMAND, "serve", str(tiny_model), "--uds", str(path), "--served-model-name", "tiny"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=environment())
+    try:
+        wait_until(lambda: "Serving tiny" in (tmp_path / "log").read_text(), 150)
+        words = ["curl", "-s", "--unix-socket", str(path), "http://localhost/v1/models"]
+        assert json.loads(subprocess.check_output(words))["data"][0]["id"] == "tiny"
+    finally:
+        process.terminate()
+    assert process.wait(60) == 0 and not path.exists()
 
 
 TEMPLATE = "{{ opening }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ import msgspec
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.demo import demo_model_path
-from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
+from vllm.entrypoints.openai.launch import bind, bind_path, raise_file_limit, serve
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
@@ -50,6 +51,8 @@ def add_server_flags(group: Any) -> None:
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
     text("--port", type=_number(int, 0, 65535, "a port from 0 to 65535"), default=8000,
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
+    text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
+         "and --port.")  # fmt: skip
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
@@ -139,12 +142,11 @@ def run(args: argparse.Namespace) -> int:
     report = begin_report(process_start())
     settings = server_settings(args)
     raise_file_limit()
-    listener = bind(args.host, args.port)
+    listener = bind_path(args.uds) if args.uds else bind(args.host, args.port)
     engine_args = EngineArgs.from_cli_args(args, _model(args))
 
     def on_ready(model_name: str) -> None:
-        scheme = "https" if settings.ssl_certfile else "http"
-        url = f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
+        url = _url(args, listener)
         report.log(who="Server")
         print(_greeting(url, model_name, report.total, bool(settings.api_key)))
         sys.stdout.flush()
@@ -155,7 +157,17 @@ def run(args: argparse.Namespace) -> int:
     except EngineDeadError as error:
         print(f"vllm: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        if args.uds:
+            Path(args.uds).unlink(missing_ok=True)
     return 0
+
+
+def _url(args: argparse.Namespace, listener: socket.socket) -> str:
+    scheme = "https" if args.ssl_certfile else "http"
+    if args.uds:
+        return f"--unix-socket {args.uds} {scheme}://localhost"
+    return f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -312,8 +324,9 @@ def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str
         {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    place = url.removeprefix("--unix-socket ")
     return (
-        f"Serving {model_name} at {url}/v1 (ready after {seconds:.1f} s). Try:\n"
+        f"Serving {model_name} at {place}/v1 (ready after {seconds:.1f} s). Try:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )
 
