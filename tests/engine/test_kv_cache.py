@@ -24,6 +24,26 @@ def test_a_context_may_fill_the_cache_and_no_more(checkpoint):
     assert load(folder, **options).llm_engine.core.config.model_config.max_model_len == 64
 
 
+def test_a_cache_has_as_many_blocks_as_the_bytes_that_are_given_hold(checkpoint, monkeypatch):
+    folder = checkpoint("llama")
+    one = load(folder, num_gpu_blocks_override=2).llm_engine.core.config.model_config
+    block_bytes = 16 * kv_bytes_per_token(folder)
+    given = load(folder, kv_cache_memory_bytes=5 * block_bytes + 1).llm_engine.core.config
+    assert one.max_model_len == 32 and given.model_config.max_model_len == 5 * 16
+    with pytest.raises(ConfigError, match=r"for 2 of them: .* raise --kv-cache-memory-bytes"):
+        load(folder, kv_cache_memory_bytes=block_bytes)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 2097152 is more than the 0\.0"):
+        load(folder, kv_cache_memory_bytes=2 << 20)
+
+
+def kv_bytes_per_token(folder) -> int:
+    """Keys and values in float32 of every layer."""
+    config = EngineArgs.from_keywords(model=folder).create_engine_config().model_config
+    text = config.hf_text_config
+    return 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+
+
 def test_a_cache_of_one_block_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(kv_cache, "_num_blocks_on_cpu", lambda *given: 1)
     with pytest.raises(ConfigError, match="no room for 2 of them: lower it, or raise VLLM_CPU_KV"):

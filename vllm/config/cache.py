@@ -9,6 +9,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3")
 @dataclass(frozen=True)
 class CacheConfig:
     """block_size in tokens. num_blocks None: sized from memory when the model is loaded.
+    kv_cache_memory_bytes: of each rank's cache, instead.
 
     gpu_memory_utilization: share of a GPU's memory to use; without meaning on the CPU, where
     VLLM_CPU_KVCACHE_SPACE says how many GiB. num_state_snapshots: recurrent states that are kept
@@ -17,6 +18,7 @@ class CacheConfig:
 
     block_size: int = 16
     num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -32,6 +34,9 @@ class CacheConfig:
             raise ConfigError(f"--block-size {self.block_size}: it takes multiples of 16")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"--num-gpu-blocks-override {self.num_blocks}: at least 2 are needed")
+        num_bytes = self.kv_cache_memory_bytes
+        if num_bytes is not None and num_bytes < 1:
+            raise ConfigError(f"--kv-cache-memory-bytes {num_bytes}: it takes bytes, such as 4G")
         if self.num_state_snapshots < 1:
             raise ConfigError(
                 f"--num-state-snapshots {self.num_state_snapshots}: at least 1 is needed; "

@@ -42,6 +42,7 @@ def allocate_kv_cache(
     layers = _layers_with(model, FullAttentionSpec)
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
+    num_bytes = config.cache_config.kv_cache_memory_bytes
     ranks = config.parallel_config.tensor_parallel_size
     block_bytes = block_size * sum(
         layer.cache_spec.token_bytes(layer.kernel.dtype.itemsize, ranks) for layer in layers
@@ -49,6 +50,8 @@ def allocate_kv_cache(
     if num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
+    elif num_blocks is None and num_bytes is not None:
+        num_blocks = num_bytes // block_bytes
     elif num_blocks is None and device.type == "cpu":
         num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes)
     elif num_blocks is None:
@@ -78,9 +81,15 @@ def _check_size(
             f"--block-size {block_size}: a block takes {gib:.3g} GiB, and the KV cache has no room "
             f"for 2 of them: lower it, or {_for_more_room(config, device.type)}"
         )
-    if config.cache_config.num_blocks is None:
+    cache = config.cache_config
+    if cache.num_blocks is None and cache.kv_cache_memory_bytes is None:
         return  # sized from what is free
     free = (available_memory() if device.type == "cpu" else gpu_memory(1.0).free) / _GIB
+    if num_blocks * gib > free and cache.num_blocks is None:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes} is more than the {free:.1f} "
+            f"GiB of memory that are free"
+        )
     if num_blocks * gib > free:
         raise ConfigError(
             f"--num-gpu-blocks-override {num_blocks}: blocks of {block_size} tokens take "
@@ -93,6 +102,8 @@ def _for_more_room(config: VllmConfig, device_kind: str) -> str:
     """What makes the cache larger."""
     if config.cache_config.num_blocks is not None:
         return "raise --num-gpu-blocks-override"
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        return "raise --kv-cache-memory-bytes"
     if device_kind == "cpu":
         return "raise VLLM_CPU_KVCACHE_SPACE (GiB)"
     cache = config.cache_config

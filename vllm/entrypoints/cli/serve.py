@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +14,18 @@ from typing import Any
 import msgspec
 
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.demo import demo_model_path
-from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
+from vllm.entrypoints.openai.launch import bind, bind_path, raise_file_limit, serve
 from vllm.entrypoints.openai.settings import ServerSettings
-from vllm.errors import ConfigError, EngineDeadError
+from vllm.errors import CheckpointError, ConfigError, EngineDeadError
+from vllm.kernels import registry
+from vllm.logger import get_logger
 from vllm.utils.startup import begin_report, current_report, process_start
 
+logger = get_logger(__name__)
+
+_SWITCH = argparse.BooleanOptionalAction
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -27,34 +33,47 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         description="Serve MODEL, a folder or a name on the Hugging Face hub, over HTTP. Without "
-        "MODEL a small demo model is served.",
+        "MODEL a small demo model is served. --help=NAME shows one flag or group.",
+        usage="vllm serve [MODEL] [--flag value ...]",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="Folder or hub name.")
-    _add_server_flags(parser.add_argument_group("server"))
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="The same as MODEL.")
+    add_server_flags(parser.add_argument_group("Frontend"))
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(run=run)
 
 
-def _add_server_flags(group: Any) -> None:
+def add_server_flags(group: Any) -> None:
+    _add_flags_of_variables(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
     text("--host", default="0.0.0.0", help="Address to listen on (default: all).")
     text("--port", type=_number(int, 0, 65535, "a port from 0 to 65535"), default=8000,
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
+    text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
+         "and --port.")  # fmt: skip
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
-    text("--trust-request-chat-template", action="store_true",
+    text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
+    text("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+         help="Arguments of the chat template, as {\"enable_thinking\": false}; "
+         "chat_template_kwargs of a request override them.")  # fmt: skip
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
-    text("--generation-config", choices=("auto", "vllm"), default="auto",
-         help="auto: sampling defaults from generation_config.json; vllm: none.")  # fmt: skip
+    text("--generation-config", type=_text, default="auto", metavar="{auto,vllm,FOLDER}",
+         help="auto: sampling defaults from the model's generation_config.json; vllm: none; "
+         "FOLDER: from the file there.")  # fmt: skip
+    text("--override-generation-config", type=json_object, default={}, metavar="JSON",
+         help="Sampling defaults over those of the model, as {\"temperature\": 0.5}.")  # fmt: skip
+    text("--enable-force-include-usage", action=_SWITCH, default=False,
+         help="End every stream with its usage, as stream_options can ask for.")  # fmt: skip
     text("--tool-call-parser", type=_text, metavar="NAME",
          help="How the model writes tool calls; default: by its chat template.")  # fmt: skip
     text("--tool-parser-plugin", metavar="FILE",
          help="Python file with a parser that --tool-call-parser names.")  # fmt: skip
-    text("--enable-auto-tool-choice", action="store_true",
+    text("--enable-auto-tool-choice", action=_SWITCH, default=False,
          help="No effect: tools are taken wherever a parser is known.")  # fmt: skip
     text("--reasoning-parser", type=_text, metavar="NAME",
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
@@ -69,28 +88,65 @@ def _add_server_flags(group: Any) -> None:
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
-    text("--allow-credentials", action="store_true", help="Allow CORS credentials.")
+    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
+    text("--ssl-ca-certs", help="Certificates of authorities that clients' are signed by.")
+    text("--ssl-cert-reqs", type=_number(int, 0, 2, "0, 1 or 2"), default=0,
+         help="Certificates of clients: 0 none, 1 checked, 2 required (default: 0).")  # fmt: skip
+    text("--ssl-ciphers", help="Ciphers of TLS 1.2 and before, as OpenSSL lists them.")
+    text("--disable-fastapi-docs", action=_SWITCH, default=False,
+         help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
          help="Log level of the web server.")  # fmt: skip
-    text("--disable-log-requests", "--disable-uvicorn-access-log", action="store_true",
+    text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
+
+
+def _add_flags_of_variables(group: Any) -> None:
+    """Flags that set a variable, for this process and those that it starts."""
+    text = group.add_argument
+    text("--download-dir", metavar="FOLDER", help="Where models of the hub are kept; default: by "
+         "HF_HOME and HF_HUB_CACHE.")  # fmt: skip
+    text("--hf-token", nargs="?", metavar="TOKEN", help="Token for the hub; better the variable "
+         "HF_TOKEN, which others on this machine cannot read.")  # fmt: skip
+    text("--all2all-backend", metavar="NAME", help="Sets VLLM_ALL2ALL_BACKEND.")
+
+
+def _set_variables(args: argparse.Namespace) -> None:
+    given = {
+        "HF_HUB_CACHE": args.download_dir,
+        "HF_TOKEN": args.hf_token,
+        "VLLM_ALL2ALL_BACKEND": args.all2all_backend,
+    }
+    for name, value in given.items():
+        if value is not None:
+            envs.set_for_children(name, value)
+    envs.read("VLLM_ALL2ALL_BACKEND")  # a wrong one is told now
+
+
+def _tell_automatic(args: argparse.Namespace) -> None:
+    """Upstream's attention backend of a library that has no kernels here is told, not refused."""
+    given = {
+        "--attention-backend": args.attention_backend,
+        "VLLM_ATTENTION_BACKEND": envs.VLLM_ATTENTION_BACKEND,
+    }
+    for source, name in given.items():
+        if name is not None and registry.is_automatic("attention", name):
+            logger.warning("%s %s: the selector chooses the kernel of attention", source, name)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
     report = begin_report(process_start())
-    settings = _settings(args)
-    _check_parsers(settings)
+    settings = server_settings(args)
     raise_file_limit()
-    listener = bind(args.host, args.port)
+    listener = bind_path(args.uds) if args.uds else bind(args.host, args.port)
     engine_args = EngineArgs.from_cli_args(args, _model(args))
 
     def on_ready(model_name: str) -> None:
-        scheme = "https" if settings.ssl_certfile else "http"
-        url = f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
+        url = _url(args, listener)
         report.log(who="Server")
         print(_greeting(url, model_name, report.total, bool(settings.api_key)))
         sys.stdout.flush()
@@ -101,19 +157,42 @@ def run(args: argparse.Namespace) -> int:
     except EngineDeadError as error:
         print(f"vllm: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        if args.uds:
+            Path(args.uds).unlink(missing_ok=True)
     return 0
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
-    _check_certificate(args.ssl_keyfile, args.ssl_certfile)
+def _url(args: argparse.Namespace, listener: socket.socket) -> str:
+    scheme = "https" if args.ssl_certfile else "http"
+    if args.uds:
+        return f"--unix-socket {args.uds} {scheme}://localhost"
+    return f"{scheme}://{_local_name(args.host)}:{listener.getsockname()[1]}"
+
+
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    """Sets the variables that flags stand for, too. ConfigError for a file or a name that is wrong,
+    before anything is loaded."""
+    _set_variables(args)
+    _tell_automatic(args)
+    _check_generation(args.override_generation_config)
+    _check_certificate(args)
     given = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
+    if args.generation_config not in ("auto", "vllm"):
+        given["generation_config"] = "vllm"
+        given["override_generation_config"] = {
+            **_generation_of(args.generation_config),
+            **args.override_generation_config,
+        }
     given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
-    return ServerSettings(**given)
+    settings = ServerSettings(**given)
+    _check_parsers(settings)
+    return settings
 
 
 def _check_parsers(settings: ServerSettings) -> None:
-    """ConfigError for a name that no parser has, before anything is loaded."""
+    """ConfigError for a name that no parser has."""
     if settings.tool_call_parser is not None:
         from vllm.tool_parsers.registry import tool_parser
 
@@ -124,6 +203,36 @@ def _check_parsers(settings: ServerSettings) -> None:
         from vllm.reasoning.registry import reasoning_format
 
         reasoning_format(settings.reasoning_parser)
+
+
+_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+
+
+def _generation_of(folder: str) -> dict[str, Any]:
+    """What generation_config.json of a folder says of sampling; ConfigError."""
+    from vllm.utils.hub import read_json_object
+
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--generation-config {folder!r}: it takes auto, vllm or a folder")
+    found = read_json_object(Path(folder) / "generation_config.json", ConfigError)
+    return {name: found[name] for name in _GENERATION if found.get(name) is not None}
+
+
+def _check_generation(override: dict[str, Any]) -> None:
+    """ConfigError for what no sampling default is, or for a value that none has."""
+    if unknown := [name for name in override if name not in _GENERATION]:
+        fix = "; a request says max_tokens" if "max_new_tokens" in unknown else ""
+        raise ConfigError(
+            f"--override-generation-config takes {', '.join(_GENERATION)}, not "
+            f"{', '.join(unknown)}{fix}"
+        )
+    from vllm.sampling_params import generation_defaults
+
+    try:
+        generation_defaults(override)
+    except CheckpointError as error:
+        text = str(error).removeprefix("generation_config.json: ")
+        raise ConfigError(f"--override-generation-config: {text}") from error
 
 
 def _read_template(given: str) -> str:
@@ -142,25 +251,53 @@ def _read_template(given: str) -> str:
     raise ConfigError(f"--chat-template {given!r} is neither a file nor a Jinja template")
 
 
-def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
+def _check_certificate(args: argparse.Namespace) -> None:
+    keyfile, certfile = args.ssl_keyfile, args.ssl_certfile
     if bool(keyfile) != bool(certfile):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both")
     if certfile is None:
+        if args.ssl_ca_certs or args.ssl_cert_reqs or args.ssl_ciphers:
+            raise ConfigError(
+                "--ssl-ca-certs, --ssl-cert-reqs and --ssl-ciphers need --ssl-certfile"
+            )
         return
     import ssl
 
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _tried(
+        lambda: context.load_cert_chain(certfile, keyfile),
+        f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}",
+        "a PEM certificate and its private key",
+    )
+    if args.ssl_ca_certs:
+        _tried(
+            lambda: context.load_verify_locations(args.ssl_ca_certs),
+            f"--ssl-ca-certs {args.ssl_ca_certs}",
+            "a file of PEM certificates",
+        )
+    elif args.ssl_cert_reqs:
+        raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, which clients are checked against")
+    if args.ssl_ciphers:
+        _tried(
+            lambda: context.set_ciphers(args.ssl_ciphers),
+            f"--ssl-ciphers {args.ssl_ciphers}",
+            "ciphers as OpenSSL lists them",
+        )
+
+
+def _tried(step: Callable[[], None], what: str, needed: str) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+        step()
     except OSError as error:  # of which SSLError is a kind
-        raise ConfigError(
-            f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}: {error}; give a PEM "
-            f"certificate and its private key"
-        ) from error
+        raise ConfigError(f"{what}: {error}; give {needed}") from error
 
 
 def _model(args: argparse.Namespace) -> str:
-    if args.model is not None:
-        return str(args.model)
+    named = list(dict.fromkeys(name for name in (args.model, args.model_flag) if name is not None))
+    if len(named) > 1:
+        raise ConfigError(f"MODEL {named[0]} and --model {named[1]} are two models: give one")
+    if named:
+        return str(named[0])
     with current_report().phase("demo model"):
         path = demo_model_path()
     args.served_model_name = args.served_model_name or [path.name]
@@ -187,8 +324,9 @@ def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str
         {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    place = url.removeprefix("--unix-socket ")
     return (
-        f"Serving {model_name} at {url}/v1 (ready after {seconds:.1f} s). Try:\n"
+        f"Serving {model_name} at {place}/v1 (ready after {seconds:.1f} s). Try:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )
 
@@ -197,8 +335,9 @@ def _number(kind: type[float], low: float, high: float, accepts: str) -> Callabl
     """The type of a flag that takes a number from low to high."""
 
     def parse(text: str) -> float:
-        with suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
+        with suppress(ValueError, argparse.ArgumentTypeError):
+            value = whole_number(text) if kind is int else kind(text)
+            if low <= value <= high:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
 

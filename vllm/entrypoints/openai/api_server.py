@@ -1,4 +1,11 @@
-"""The HTTP application: routes and their handlers."""
+"""The HTTP application: routes and their handlers. As a program it is `vllm serve`."""
+
+import os
+import sys
+
+if __name__ == "__main__":  # before the web framework is imported, here or in the engine's process
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve",
+                              *sys.argv[1:]])  # fmt: skip
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -54,7 +61,10 @@ Generation = TypeVar("Generation", bound=GenerationRequest | TranslatedRequest)
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
     """The whole application, middleware included."""
-    app = FastAPI(title="vLLM", version=__version__)
+    pages: dict[str, Any] = {}
+    if settings.disable_fastapi_docs:
+        pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="vLLM", version=__version__, **pages)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     _add_generation_paths(app, service, settings.max_body_size)

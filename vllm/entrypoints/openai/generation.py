@@ -44,6 +44,8 @@ class Service:
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    includes_usage: bool = False
+    """Whether every stream ends with its usage, as --enable-force-include-usage asks for."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -136,15 +138,16 @@ class Answer(ABC):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         head = self._head(self.chunk_kind)
         options = self.request.stream_options or StreamOptions()
-        usage: Json = {"usage": None} if options.include_usage else {}
+        has_usage = options.include_usage or self.service.includes_usage
+        usage: Json = {"usage": None} if has_usage else {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                if options.include_usage and options.continuous_usage_stats:
+                if has_usage and options.continuous_usage_stats:
                     usage = {"usage": self._usage()}
                 for new in output.outputs:
                     for choice, extra in await self.chunks(index, output, new):
                         yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
-        if options.include_usage:
+        if has_usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

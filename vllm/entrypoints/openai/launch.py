@@ -8,6 +8,7 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.settings import ServerSettings
@@ -34,6 +35,28 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error}; choose another with --host and --port"
         ) from error
     return listener
+
+
+def bind_path(path: str) -> socket.socket:
+    """A listening Unix socket at `path`, which a server that ended may have left behind.
+    ConfigError says why it cannot be had."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            if _answers(path):
+                raise OSError("another server listens there")
+            Path(path).unlink()
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on --uds {path}: {error}; choose another path") from error
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(path) == 0
 
 
 def raise_file_limit() -> None:

@@ -5,9 +5,9 @@ A long prompt takes seconds to tokenise; the threads release the interpreter loc
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -40,21 +40,26 @@ class Prompts:
     """The tokenizer and chat template of the served model.
 
     tokenizer: of transformers, or None (token ids only). chat_template: Jinja text that replaces
-    the tokenizer's own. trusts_requests: whether a request may bring a template.
+    the tokenizer's own. trusts_requests: whether a request may bring a template. template_kwargs:
+    arguments of the template, which those of a request override.
     """
 
     tokenizer: Any
     max_model_len: int
     chat_template: str | None = None
     trusts_requests: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def check_chat_template(self) -> None:
-        """Raises ConfigError if --chat-template is not a Jinja template."""
+        """Raises ConfigError if --chat-template is not a Jinja template, or its arguments are not
+        for it."""
         from jinja2 import TemplateSyntaxError
 
+        if taken := sorted(_RESERVED & self.template_kwargs.keys()):
+            raise ConfigError(f"--default-chat-template-kwargs must not set {', '.join(taken)}")
         if self.chat_template is None or self.tokenizer is None:
             return
         probe = [{"role": "user", "content": ""}]
@@ -108,6 +113,7 @@ class Prompts:
         absent = None if _TELLS_NONE.search(template) else ""
         if request.reasoning_effort is not None:
             kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
+        kwargs = {**self.template_kwargs, **kwargs}
         render = partial(
             tokenizer.apply_chat_template,
             [message.for_template(absent) for message in request.messages],

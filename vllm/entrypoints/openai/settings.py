@@ -1,6 +1,7 @@
 """Settings of the HTTP server."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,11 @@ class ServerSettings:
     api_key: tuple[str, ...]
     chat_template: str | None
     trust_request_chat_template: bool
+    default_chat_template_kwargs: dict[str, Any]
     generation_config: str
+    override_generation_config: dict[str, Any]
+    enable_force_include_usage: bool
+    disable_fastapi_docs: bool
     tool_call_parser: str | None
     tool_parser_plugin: str | None
     reasoning_parser: str | None
@@ -29,5 +34,8 @@ class ServerSettings:
     root_path: str
     ssl_keyfile: str | None
     ssl_certfile: str | None
+    ssl_ca_certs: str | None
+    ssl_cert_reqs: int
+    ssl_ciphers: str | None
     uvicorn_log_level: str
     disable_log_requests: bool

@@ -30,6 +30,12 @@ ENTRY_POINTS = "vllm.quantization_readers"
 _BUILTIN = (Fp8Config, ModelOptConfig, ModelOptNvFp4Config, ModelOptMixedConfig,
             CompressedTensorsConfig, AwqConfig, GptqConfig, Mxfp4Config, QuarkConfig)  # fmt: skip
 
+# What upstream calls a method with one of its kernels; here the selector chooses the kernel.
+_UPSTREAM_NAMES = {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4",
+    "deepseek_v4_fp8": "fp8", "compressed_tensors": "compressed-tensors",
+}  # fmt: skip
+
 # quant_methods that are refused with what to take instead.
 _REFUSED = {
     "bitsandbytes": "bitsandbytes quantises while loading, and what it stores is for its own "
@@ -83,6 +89,7 @@ def resolve_quantization(
 ) -> QuantizationConfig | None:
     """`stored`: quantization_config of config.json. ConfigError, CheckpointError."""
     methods = quantization_methods()
+    asked = _UPSTREAM_NAMES.get(asked or "", asked)
     if asked is not None and asked not in methods:
         raise ConfigError(
             f"--quantization {asked!r} is unknown: it takes {', '.join(methods)}"
