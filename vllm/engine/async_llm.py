@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.core.outputs import EngineOutput
 from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
@@ -23,8 +22,9 @@ from vllm.engine.engine_process import (
     start_engines,
 )
 from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.metrics import Metrics, RequestStats
+from vllm.engine.metrics import Metrics
 from vllm.engine.output_processor import OutputProcessor, RequestState
+from vllm.engine.request_metrics import record_output, request_stats
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
     EngineDeadError,
@@ -58,16 +58,11 @@ _MAX_EARLY = 16
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request whose caller waits. updated: set when its state changes. is_counted: its prompt is
-    in the metrics."""
+    """A request whose caller waits. updated: set when its state changes."""
 
     state: RequestState
     engine: EngineProcess
-    arrival: float
     updated: asyncio.Event = field(default_factory=asyncio.Event)
-    is_counted: bool = False
-    first_token: float | None = None
-    last_token: float = 0.0
 
 
 class AsyncLLM:
@@ -89,7 +84,8 @@ class AsyncLLM:
             kill(self._engines)
             close(self._engines)
             raise
-        self.metrics = Metrics(model.served_model_name[0], model.max_model_len)
+        self.metrics = Metrics(model.served_model_name[0], model.max_model_len, len(self._engines))
+        self.metrics.on_render = self._record_requests
         self.is_dead = False
         self.dead_reason = ""
         self._is_stopping = False
@@ -117,6 +113,10 @@ class AsyncLLM:
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
         self._inputs = InputProcessor(model, self.tokenizer)
         self._kernels = ready[0].kernels
+        cache = dataclasses.asdict(self.vllm_config.cache_config)
+        names = {"kv_cache_dtype": "cache_dtype", "num_blocks": "num_gpu_blocks_override"}
+        shown = {names.get(name, name): value for name, value in cache.items()}
+        self.metrics.record_cache_config(shown | {"num_gpu_blocks": ready[0].num_blocks})
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
@@ -175,7 +175,7 @@ class AsyncLLM:
         # Ties go to the first engine, so an idle server uses one engine.
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
-        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine, time.monotonic())
+        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine)
         engine.num_in_flight += sampling_params.n
         try:
             self._dispatch(engine, given.requests)
@@ -237,7 +237,8 @@ class AsyncLLM:
         if running and not self.is_dead:
             with suppress(EngineDeadError):
                 in_flight.engine.send(process.Abort(running))
-        self.metrics.record_finished(self._request_stats(in_flight))
+        metrics = self.metrics.engines[in_flight.engine.dp_rank.rank]
+        metrics.record_finished(request_stats(in_flight.state))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -261,49 +262,25 @@ class AsyncLLM:
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
         self._calls.update(message.stats.calls)
-        others = [other.stats for other in self._engines if other is not engine]
-        self.metrics.record_step(message.stats.with_others(others))
+        metrics = self.metrics.engines[engine.dp_rank.rank]
+        metrics.record_step(message.stats)
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
             with suppress(EngineDeadError):  # reported elsewhere, with the cause
                 engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
-            in_flight = self._in_flight[state.request_id]
-            self._record_tokens(in_flight, output, now)
-            in_flight.updated.set()
+            record_output(metrics, state, output, now)
+            self._in_flight[state.request_id].updated.set()
 
-    def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
-        state = in_flight.state
-        if not in_flight.is_counted and output.error is None:
-            in_flight.is_counted = True
-            self.metrics.record_prompt(len(state.prompt_token_ids), state.num_cached_tokens)
-        self.metrics.record_generated(len(output.token_ids))
-        if not output.token_ids:
-            return
-        if in_flight.first_token is None:
-            in_flight.first_token = now
-            self.metrics.record_first_token(now - in_flight.arrival)
-        else:
-            self.metrics.record_inter_token(now - in_flight.last_token, len(output.token_ids))
-        in_flight.last_token = now
-
-    def _request_stats(self, in_flight: InFlightRequest) -> RequestStats:
-        state, now = in_flight.state, time.monotonic()
-        first = in_flight.first_token or now
-        reasons = {c.finish_reason.value for c in state.choices if c.finish_reason is not None}
-        return RequestStats(
-            num_prompt_tokens=len(state.prompt_token_ids),
-            num_cached_tokens=state.num_cached_tokens,
-            num_generation_tokens=state.num_output_tokens,
-            e2e_seconds=now - in_flight.arrival,
-            queue_seconds=state.queue_seconds,
-            prefill_seconds=max(0.0, first - in_flight.arrival - state.queue_seconds),
-            decode_seconds=max(0.0, in_flight.last_token - first),
-            finish_reason=sorted(reasons)[0] if state.is_finished else "abort",
-            max_tokens=state.params.max_tokens,
-            n=state.params.n,
-        )
+    def _record_requests(self) -> None:
+        """Engines read no messages during a step: what they have not read yet is waiting."""
+        for engine in self._engines:
+            own = (f.state for f in self._in_flight.values() if f.engine is engine)
+            num_sent = sum(state.num_running for state in own)
+            num_running = min(engine.stats.num_running, num_sent)
+            metrics = self.metrics.engines[engine.dp_rank.rank]
+            metrics.record_requests(num_running, num_sent - num_running)
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()

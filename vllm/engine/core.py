@@ -3,6 +3,8 @@
 import gc
 import json
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,8 @@ class EngineCore:
     Requests whose next step needs the sampled tokens on the host (penalties, grammars) suspend
     async scheduling while they run.
 
-    config: as resolved with the model loaded; max_model_len may have been lowered.
+    config: as resolved with the model loaded; max_model_len may have been lowered. on_scheduled:
+    called in each step before it is computed.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class EngineCore:
         self._num_compiled = 0
         self._counted = (0, 0, 0, 0)
         self._calls = CallCounter()
+        self._step_tokens: Counter[int] = Counter()
+        self.on_scheduled: Callable[[], None] = lambda: None
         self._running: tuple[SchedulerOutput, PendingOutput] | None = None
         self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
@@ -137,6 +142,8 @@ class EngineCore:
             return outputs
         running = None
         if is_computed:
+            self._step_tokens[sum(scheduled.num_scheduled_tokens.values())] += 1
+            self.on_scheduled()
             bitmasks, refused = self.grammars.bitmasks(scheduled.num_scheduled_tokens)
             running = scheduled, self.executor.execute_model(scheduled, bitmasks)
             self._note_waits(scheduled)
@@ -195,6 +202,7 @@ class EngineCore:
         counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled)
         queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
+        step_tokens, self._step_tokens = self._step_tokens, Counter()
         return SchedulerStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -204,6 +212,7 @@ class EngineCore:
             num_preemptions=preempted,
             num_compiled=compiled,
             calls=self._calls.take(),
+            step_tokens=step_tokens,
         )
 
     def _admit_compiled(self) -> list[EngineOutput]:

@@ -52,11 +52,12 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows.
-    most_silent_s: longest time without a message while the engine has requests."""
+    """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows; num_blocks: of
+    the KV cache. most_silent_s: longest time without a message while the engine has requests."""
 
     max_model_len: int
     kernels: dict[str, Any]
+    num_blocks: int
     most_silent_s: float | None = None
 
 
@@ -137,8 +138,11 @@ class _EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._parent = os.getppid()
         self._last_sent = time.monotonic()
+        self._told = (0, 0)
 
     def send(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            self._told = (message.stats.num_running, message.stats.num_waiting)
         self._last_sent = time.monotonic()
         self._sender.send(self._encoder.encode(message))
 
@@ -165,7 +169,17 @@ class _EngineLoop:
         # Timeouts between ranks report more, and earlier. On a CPU a step may take any time.
         is_gpu = self.core.executor.async_scheduling
         most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
-        self.send(Ready(self.core.config.model_config.max_model_len, kernels, most_silent_s))
+        max_model_len = self.core.config.model_config.max_model_len
+        num_blocks = self.core.executor.num_blocks
+        self.core.on_scheduled = self._on_scheduled
+        self.send(Ready(max_model_len, kernels, num_blocks, most_silent_s))
+
+    def _on_scheduled(self) -> None:
+        """Tells of requests that start to run before their step, which may take long."""
+        scheduler = self.core.scheduler
+        counts = (len(scheduler.running), len(scheduler.waiting))
+        if counts != self._told:
+            self.send(Outputs([], self.core.stats()))
 
     def run(self) -> None:
         core = self.core
