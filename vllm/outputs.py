@@ -83,23 +83,3 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestStateStats | None = None
     lora_request: LoRARequest | None = None
-
-
-@dataclass(slots=True)
-class BeamSearchSequence:
-    """One beam. tokens: of the prompt and the output; logprobs: of each output token and the
-    likeliest beside it; cum_logprob: sum over the output tokens."""
-
-    tokens: list[int]
-    logprobs: list[LogprobDict]
-    cum_logprob: float = 0.0
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """The beams of one prompt, the best first."""
-
-    sequences: list[BeamSearchSequence]

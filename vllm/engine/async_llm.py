@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from vllm.engine.engine_process import (
     kill,
     start_engines,
 )
-from vllm.engine.input_processor import InputProcessor, Prompt
+from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
 from vllm.engine.metrics import Metrics
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request_metrics import record_output, request_stats
@@ -37,6 +37,7 @@ from vllm.errors import (
 from vllm.kernels.report import json_report
 from vllm.kernels.report.calls import CallCounter
 from vllm.logger import get_logger
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
@@ -66,7 +67,9 @@ class InFlightRequest:
 
 
 class AsyncLLM:
-    """`generate` yields a request's outputs; closing the generator aborts the request."""
+    """`generate` yields a request's outputs; closing the generator aborts the request. The model
+    loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
+    the first request waits for it."""
 
     def __init__(self, args: EngineArgs, max_waiting: int | None = None):
         if args.data_parallel_size > _MAX_EARLY:
@@ -95,8 +98,17 @@ class AsyncLLM:
         self._kernels: dict[str, Any] = {}
         self._calls = CallCounter()
         self._num_sent = 0
+        self._calls_in_flight: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        self.is_asleep = False
+        self._loading = asyncio.Lock()
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **neutral: Any) -> "AsyncLLM":
+        """Starts to load the model. neutral: usage_context and others of upstream's; no effect."""
+        return cls(engine_args)
 
     @property
     def model_config(self) -> Any:
@@ -126,6 +138,13 @@ class AsyncLLM:
             watch = self._watch_silence(ready[0].most_silent_s)
             self._tasks.append(asyncio.create_task(watch))
 
+    async def _when_ready(self) -> None:
+        """As `wait_ready`, by whoever needs the engine first."""
+        if not self._tasks and not self.is_dead:
+            async with self._loading:
+                if not self._tasks and not self.is_dead:
+                    await self.wait_ready()
+
     async def _all_ready(self) -> list[process.Ready]:
         """Restarts the engines after a kernel failure: the failed kernel is in quarantine then."""
         for num_left in range(_MAX_RESTARTS, -1, -1):
@@ -151,6 +170,97 @@ class AsyncLLM:
         except VllmError as error:
             raise type(error)(f"{self._name_of(engine)}{error}") from None
 
+    async def call_engines(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` of every engine core returns, one of `process.UTILITIES`; RequestError for
+        what it refuses."""
+        await self._when_ready()
+        self._check_alive()
+        self._num_calls += 1
+        number, loop = self._num_calls, asyncio.get_running_loop()
+        waits = []
+        for engine in self._engines:
+            waiting = self._calls_in_flight[(engine.dp_rank.rank, number)] = loop.create_future()
+            waits.append(waiting)
+            engine.send(process.Call(number, method, [*arguments]))
+        return await asyncio.gather(*waits)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Later requests compute their prompts anew."""
+        return all(await self.call_engines("reset_prefix_cache"))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees weights and KV cache until `wake_up`; RequestError while there are requests."""
+        await self.call_engines("sleep", level)
+        self.is_asleep = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Loads the model again, from the same checkpoint, whatever `tags` names."""
+        await self.call_engines("wake_up")
+        self.is_asleep = False
+
+    async def is_sleeping(self) -> bool:
+        return self.is_asleep
+
+    async def start_profile(self) -> None:
+        """Traces the engines until `stop_profile`, into VLLM_TORCH_PROFILER_DIR."""
+        await self.call_engines("start_profile")
+
+    async def stop_profile(self) -> None:
+        await self.call_engines("stop_profile")
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests: their last output has the finish_reason `abort`. Unknown ids are none."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if (in_flight := self._in_flight.get(name)) is not None:
+                running = in_flight.state.abort()
+                with suppress(EngineDeadError):
+                    in_flight.engine.send(process.Abort(running))
+                in_flight.updated.set()
+
+    async def encode(self, *arguments: Any, **keywords: Any) -> None:
+        """Refused: RequestError."""
+        raise RequestError("this is not a pooling model: it generates text and gives no vectors")
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Refused: RequestError."""
+        refuse_lora(lora_request)
+        return False
+
+    async def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    async def get_model_config(self) -> Any:
+        return self.model_config
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing is logged: statistics are in `metrics`."""
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError where the engine has died."""
+        self._check_alive()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_dead
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.is_dead
+
+    @property
+    def errored(self) -> bool:
+        return self.is_dead and not self._is_stopping
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        return EngineDeadError(self.dead_reason)
+
     async def kernels(self) -> dict[str, Any]:
         """The kernel decisions in force, and how often all engines called their kernels."""
         return json_report.with_calls(self._kernels, self._calls.counts)
@@ -160,10 +270,17 @@ class AsyncLLM:
         await self._dead.wait()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
         is finished. Raises RequestError, QueueFullError or EngineDeadError."""
+        refuse_lora(lora_request)
+        await self._when_ready()
         self._check_alive()
         self.check_queue(sampling_params.n)
         given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
@@ -246,6 +363,9 @@ class AsyncLLM:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
                 engine.num_silent = 0
+                if isinstance(message, process.Returned):
+                    self._take_returned(engine, message)
+                    continue
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
                         await asyncio.sleep(CAUSE_SECONDS)
@@ -258,6 +378,15 @@ class AsyncLLM:
         except Exception as error:
             logger.exception("cannot process the engine's outputs")
             self._die(f"outputs could not be processed ({error!r})")
+
+    def _take_returned(self, engine: EngineProcess, message: process.Returned) -> None:
+        waiting = self._calls_in_flight.pop((engine.dp_rank.rank, message.number), None)
+        if waiting is None or waiting.done():
+            return
+        if message.error is None:
+            waiting.set_result(message.value)
+        else:
+            waiting.set_exception(RequestError(message.error))
 
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
@@ -322,10 +451,22 @@ class AsyncLLM:
         self.is_dead, self.dead_reason = True, reason
         for in_flight in self._in_flight.values():
             in_flight.updated.set()
+        for waiting in self._calls_in_flight.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDeadError(reason))
         self._dead.set()
 
-    async def shutdown(self) -> None:
-        """Ends the engine processes; requests in flight end with EngineDeadError."""
+    def shutdown(self) -> "asyncio.Future[None] | None":
+        """Ends the engine processes; requests in flight end with EngineDeadError. To be awaited in
+        an event loop; without one it returns when they have ended."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self._shut_down())
+            return None
+        return asyncio.ensure_future(self._shut_down())
+
+    async def _shut_down(self) -> None:
         # An engine reads no messages while it loads the model or waits for a dead peer.
         is_unreachable = self.is_dead or not self._tasks
         if not self.is_dead:

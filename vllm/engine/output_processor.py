@@ -89,6 +89,13 @@ class RequestState:
         """The engine's ids of the choices that still run."""
         return [f"{self.request_id}#{c.index}" for c in self.choices if c.finish_reason is None]
 
+    def abort(self) -> list[str]:
+        """Ends all choices; returns the engine's ids of those that ran."""
+        running = self.running_ids()
+        for choice in self.choices:
+            choice.finish_reason = choice.finish_reason or FinishReason.ABORT
+        return running
+
     @property
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)

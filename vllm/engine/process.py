@@ -47,6 +47,14 @@ class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[str]
 
 
+class Call(msgspec.Struct, tag="call"):
+    """Calls a method of the engine core, one of UTILITIES; Returned has the same number."""
+
+    number: int
+    method: str
+    arguments: list[Any] = []
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """Ends the process."""
 
@@ -76,8 +84,18 @@ class Outputs(msgspec.Struct, tag="outputs"):
     stats: SchedulerStats
 
 
-ToEngine = Add | Wake | Abort | Stop
-FromEngine = Ready | Failed | Outputs
+class Returned(msgspec.Struct, tag="returned"):
+    """What a Call returned, or the error that a user can act on."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+ToEngine = Add | Wake | Abort | Call | Stop
+FromEngine = Ready | Failed | Outputs | Returned
+
+UTILITIES = ("reset_prefix_cache", "sleep", "wake_up", "start_profile", "stop_profile")
 
 
 @dataclass(frozen=True)
@@ -205,7 +223,7 @@ class _EngineLoop:
         if os.getppid() != self._parent:
             return False
         if not self._receiver.poll(timeout_ms):
-            if timeout_ms:
+            if timeout_ms and not self.core.is_sleeping:
                 self.core.executor.check_alive()
             return True
         while True:
@@ -217,15 +235,26 @@ class _EngineLoop:
                 return False
             self._act(message)
 
-    def _act(self, message: Add | Wake | Abort) -> None:
+    def _act(self, message: Add | Wake | Abort | Call) -> None:
         if isinstance(message, Abort):
             self.core.abort(message.request_ids)
+            return
+        if isinstance(message, Call):
+            self.send(self._returned(message))
             return
         if self.core.dp_coordinator is not None:
             self.core.dp_coordinator.start_wave(message.number)
         if isinstance(message, Add):
             for request in message.requests:
                 self.core.add(request)
+
+    def _returned(self, call: Call) -> Returned:
+        assert call.method in UTILITIES
+        try:
+            value = getattr(self.core, call.method)(*call.arguments)
+        except VllmError as error:
+            return Returned(call.number, error=str(error))
+        return Returned(call.number, value)
 
 
 def encode(message: ToEngine) -> bytes:
