@@ -229,6 +229,7 @@ class EngineCore:
         """Loads the model again, from the same checkpoint."""
         if self.is_sleeping:
             self._load()
+            self._counted = (0, 0, 0, self._num_compiled)  # the scheduler is new
             self.is_sleeping = False
 
     def start_profile(self) -> None:

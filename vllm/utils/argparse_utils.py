@@ -17,12 +17,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([dashed(word) for word in words], namespace)
+        return super().parse_known_args([_dashed(word) for word in words], namespace)
 
 
-def dashed(word: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, and so does a value
-    that is itself a list of flags (`vllm eval paired --a "--seed 1 my_model"`)."""
+def _dashed(word: str) -> str:
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are."""
     flag, equals, value = word.partition("=")
     is_flag = flag.startswith("--") and " " not in flag
     return flag.replace("_", "-") + equals + value if is_flag else word
