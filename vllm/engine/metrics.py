@@ -131,6 +131,9 @@ class Metrics:
         }
         labels = ["path", "method", "status"]
         self._http_requests = counter("vllm:http_requests", "Answered HTTP requests.", labels)
+        self._ignored_fields = counter(
+            "vllm:ignored_request_fields", "Fields of requests without effect here.", ["field"]
+        )
         tokens = _one_two_five(max_model_len)
         self._histograms = {
             name: self._make(client.Histogram, name, text, buckets=buckets or tokens)
@@ -191,6 +194,10 @@ class Metrics:
     def record_http(self, path: str, method: str, status: int) -> None:
         """One answered HTTP request. `path` must come from a finite set: it is a label."""
         self._http_requests.labels(path=path, method=method, status=str(status)).inc()
+
+    def record_ignored_field(self, name: str) -> None:
+        """A request had a field without effect. `name` must come from a finite set."""
+        self._ignored_fields.labels(field=name).inc()
 
     def render(self) -> bytes:
         """The text exposition format, to be sent as CONTENT_TYPE."""
