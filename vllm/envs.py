@@ -76,6 +76,11 @@ VARIABLES: dict[str, Variable] = {
         "Where kernels that were compiled on this machine are kept; unset: in VLLM_CACHE_ROOT.",
         lambda: read("VLLM_CACHE_ROOT") / "compiled",
     ),
+    "VLLM_TORCH_PROFILER_DIR": Variable(
+        _path,
+        "a folder",
+        "Where `start_profile` and `stop_profile` write traces of torch's profiler.",
+    ),
     "VLLM_KERNEL_COMPILE_SECONDS": Variable(
         _positive,
         "a number of seconds above 0",

@@ -1,11 +1,12 @@
 """Parameters of one request: of sampling, or of pooling."""
 
+import copy
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
-from vllm.errors import CheckpointError, RequestError
+from vllm.errors import CheckpointError, RequestError, did_you_mean
 
 MAX_LOGPROBS = 100
 MAX_CHOICES = 128
@@ -21,6 +22,14 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class SamplingType(IntEnum):
+    """How tokens are drawn: the likeliest, with a fresh seed, or with the request's seed."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,44 +60,50 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+GuidedDecodingParams = StructuredOutputsParams
+"""The older name."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling settings, with OpenAI's names and meanings where it has them.
 
     temperature 0 is greedy. top_k 0 or -1 and top_p 1 keep every token; min_p drops tokens less
     likely than min_p times the likeliest. seed: the same seed gives the same text whatever else
     is in the batch; None draws a fresh one. stop: texts that end the output and are not part of
     it (unless include_stop_str_in_output). logprobs / prompt_logprobs: how many of the likeliest
-    tokens to report per position besides the one taken (0: that one alone).
+    tokens to report per position besides the one taken (0: that one alone, -1: all tokens).
     max_tokens None: to the end of the context. bad_words: texts whose tokens the output must not
     have in a row, at its begin or after a space. allowed_token_ids: the only tokens of the output.
-    logprob_token_ids: tokens to report per position besides those of logprobs.
+    logprob_token_ids: tokens to report per position besides those of logprobs. extra_args: no
+    effect here.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +123,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self._check_ranges()
         if self.logprob_token_ids and self.logprobs is None:
             self.logprobs = 0
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """As the class itself, but None stands for the default of a field."""
+        if unknown := given.keys() - {*cls.__struct_fields__}:
+            name = sorted(unknown)[0]
+            raise RequestError(
+                f"SamplingParams has no {name!r}{did_you_mean(name, cls.__struct_fields__)}", name
+            )
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list with this one."""
+        return copy.deepcopy(self)
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
     def stop_strings(self) -> list[str]:
@@ -210,6 +245,34 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
 
 
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Settings of `LLM.beam_search`.
+
+    A beam's score is the sum of its tokens' log-probabilities over length ** length_penalty, the
+    end-of-sequence token not counted in the length. temperature has no effect: the
+    log-probabilities are those of the model.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, high in (("beam_width", MAX_LOGPROBS // 2), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if not _is_integer(value) or not 1 <= value <= high:
+                raise RequestError(f"{name} must be an integer from 1 to {high}", name)
+        for name in ("temperature", "length_penalty"):
+            value = getattr(self, name)
+            if not (_is_integer(value) or isinstance(value, float)):
+                raise RequestError(f"{name} must be a number, not {value!r}", name)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check_bool(name, getattr(self, name))
+
+
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Asks for one vector per prompt: the last hidden state of its last token.
 
@@ -255,8 +318,8 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_tokens": (int, 0, 2**31 - 1),
     "min_tokens": (int, 0, 2**31 - 1),
     "seed": (int, -(2**63), 2**63 - 1),
-    "logprobs": (int, 0, MAX_LOGPROBS),
-    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "logprobs": (int, -1, MAX_LOGPROBS),
+    "prompt_logprobs": (int, -1, MAX_LOGPROBS),
     "presence_penalty": (float, -2, 2),
     "frequency_penalty": (float, -2, 2),
     "top_p": (float, 0, 1),

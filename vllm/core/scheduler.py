@@ -90,6 +90,12 @@ class Scheduler:
             if self.snapshots is not None:
                 self.snapshots.forget(request.block_hashes)
 
+    def reset_prefix_cache(self) -> None:
+        """No later request finds what was computed so far; running ones keep their blocks."""
+        self.pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
+
     def schedule(self) -> SchedulerOutput:
         output = SchedulerOutput()
         if self.snapshots is not None:

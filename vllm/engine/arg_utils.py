@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, Self, TypeVar, get_args
 
 from vllm.config import (
     CacheConfig,
@@ -33,7 +33,9 @@ from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 from vllm.utils import dataclasses
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+ParserType = TypeVar("ParserType", bound=argparse.ArgumentParser)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -178,15 +180,19 @@ class EngineArgs:
         return cls(**keywords)
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace, model: str) -> "EngineArgs":
+    def from_cli_args(cls, args: argparse.Namespace, model: str | None = None) -> Self:
+        """model: None for that of `args`."""
         names = [f.name for f in dataclasses.fields(cls) if f.name != "model"]
-        return cls(model=model, **{name: getattr(args, name) for name in names})
+        return cls(model=model or args.model, **{name: getattr(args, name) for name in names})
 
     @classmethod
     def add_cli_args(
-        cls, parser: argparse.ArgumentParser, title: str = "engine", only: Sequence[str] = ()
-    ) -> None:
-        """Adds a flag per field, named after it. only: these fields, () for all."""
+        cls, parser: ParserType, title: str = "engine", only: Sequence[str] = ()
+    ) -> ParserType:
+        """Adds a flag per field, named after it, and returns the parser. only: these fields, () for
+        all. `--model` is added to a FlexibleArgumentParser alone: commands have MODEL."""
+        if isinstance(parser, FlexibleArgumentParser):
+            parser.add_argument("--model", required=True, help="Folder or hub name.")
         group = parser.add_argument_group(title)
         for f in dataclasses.fields(cls):
             if f.name == "model" or (only and f.name not in only):
@@ -199,11 +205,16 @@ class EngineArgs:
                 kind = _kinds(f)[0]
                 options["type"] = _json_object if kind == dict[str, Any] else _TYPES[kind][1]
             group.add_argument(*names, default=f.default, **options)
+        return parser
 
     def _arguments_of(self, config: type, **resolved: Any) -> dict[str, Any]:
         """Arguments that are fields of `config`, and those `resolved` from others."""
         names = [f.name for f in dataclasses.fields(config)]
         return {name: getattr(self, name) for name in names if hasattr(self, name)} | resolved
+
+    def create_model_config(self) -> ModelConfig:
+        """Of the model alone; raises as `create_engine_config`."""
+        return self.create_engine_config().model_config
 
     def create_engine_config(self, device: Device | None = None) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError.
@@ -253,6 +264,14 @@ class EngineArgs:
             max_prompt_graph_tokens=graph_tokens,
             policy=self.scheduling_policy,
         )
+
+
+@dataclasses.dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """EngineArgs of AsyncLLM. Both further fields have no effect: AsyncLLM logs neither."""
+
+    enable_log_requests: bool = _arg(False, "No effect.")
+    disable_log_stats: bool = _arg(False, "No effect.")
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -11,10 +11,21 @@ import msgspec
 from vllm.config.model import ModelConfig
 from vllm.core.request import EngineRequest
 from vllm.errors import RequestError
+from vllm.inputs import PromptType
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import PoolingParams, SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with a cache_salt or not."""
+Prompt = PromptType
+
+
+def refuse_lora(request: LoRARequest | None) -> None:
+    """RequestError for a request with an adapter."""
+    if request is not None:
+        raise RequestError(
+            f"lora_request {request.lora_name!r}: adapters are not supported; serve a checkpoint "
+            f"into which the adapter is merged",
+            "lora_request",
+        )
 
 
 @dataclass(frozen=True, slots=True)

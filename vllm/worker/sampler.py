@@ -36,8 +36,9 @@ class SamplingBatch:
 
     temperature, top_p, min_p: float32 [S] (temperature 0 is greedy); top_k: int64 [S], 0 for off.
     seeds: uint64 [S]; indices: int64 [S], output tokens so far. num_logprobs: by row, how many
-    of the likeliest tokens to report. bitmasks: by row that follows a grammar, its allowed
-    tokens, int32 [ceil(vocab / 32)]. named: by row, tokens whose log-probabilities to report too.
+    of the likeliest tokens to report, -1 for all. bitmasks: by row that follows a grammar or may
+    have some tokens alone, those, int32 [ceil(vocab / 32)]. named: by row, tokens whose
+    log-probabilities to report too.
     """
 
     temperature: np.ndarray
@@ -128,7 +129,9 @@ def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` [S] and of the counts[i] likeliest ones of each row."""
+    """Log-probabilities of `tokens` [S] and of the counts[i] likeliest ones of each row; of all
+    tokens for a count of -1."""
+    counts = [logits.shape[1] if count < 0 else count for count in counts]
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     taken = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > taken).sum(dim=1) + 1

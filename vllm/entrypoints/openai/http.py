@@ -113,9 +113,9 @@ class GateMiddleware:
             self.gate.num_active -= not is_open
             path = scope["path"] if scope["path"] in self.known_paths else "other"
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self.metrics.record_http(path, method, status)
+            elapsed = time.monotonic() - start
+            self.metrics.record_http(path, method, status, elapsed)
             if self.logs_requests and not is_open:
-                elapsed = time.monotonic() - start
                 own_id = state["request_id"]
                 logger.info("%s %s %s %d %.3f s", own_id, scope["method"], path, status, elapsed)
 
