@@ -11,6 +11,8 @@ from vllm.errors import CheckpointError, RequestError, did_you_mean
 MAX_LOGPROBS = 100
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_LOGPROB_TOKEN_IDS = 128
 _TEMPERATURE_FLOOR = 1e-5
 
 
@@ -70,7 +72,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     is in the batch; None draws a fresh one. stop: texts that end the output and are not part of
     it (unless include_stop_str_in_output). logprobs / prompt_logprobs: how many of the likeliest
     tokens to report per position besides the one taken (0: that one alone, -1: all tokens).
-    max_tokens None: to the end of the context. extra_args: no effect here.
+    max_tokens None: to the end of the context. bad_words: texts whose tokens the output must not
+    have in a row, at its begin or after a space. allowed_token_ids: the only tokens of the output.
+    logprob_token_ids: tokens to report per position besides those of logprobs. extra_args: no
+    effect here.
     """
 
     n: int = 1
@@ -96,7 +101,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         stop, ids = [self.stop] if isinstance(self.stop, str) else self.stop, self.stop_token_ids
@@ -110,8 +118,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 f"stop_token_ids must be a list of token ids, not {ids!r}", "stop_token_ids"
             )
         self.stop_token_ids = list(ids or ())
+        self._check_lists()
         self._check_types()
         self._check_ranges()
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
 
     @classmethod
     def from_optional(cls, **given: Any) -> "SamplingParams":
@@ -152,7 +163,38 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def may_edit_logits(self) -> bool:
         """Whether the logits of any step are edited, beyond temperature and truncation."""
-        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+        return (
+            self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or bool(self.bad_words)
+        )
+
+    def _check_lists(self) -> None:
+        bad, allowed, told = self.bad_words, self.allowed_token_ids, self.logprob_token_ids
+        is_list = isinstance(bad, list | tuple | None)
+        if not is_list or not all(isinstance(word, str) and word for word in bad or ()):
+            raise RequestError(f"bad_words must be a list of texts, not {bad!r}", "bad_words")
+        if len(bad or ()) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words has {len(bad or ())} texts; it takes at most {MAX_BAD_WORDS}",
+                "bad_words",
+            )
+        for name, ids in (("allowed_token_ids", allowed), ("logprob_token_ids", told)):
+            is_list = isinstance(ids, list | tuple | set | frozenset | None)
+            if not is_list or not all(map(_is_integer, ids or ())):
+                raise RequestError(f"{name} must be a list of token ids, not {ids!r}", name)
+        if allowed is not None and not allowed:
+            raise RequestError(
+                "allowed_token_ids is empty: no token would be left; name some or leave it out",
+                "allowed_token_ids",
+            )
+        if len(told or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids has {len(told or ())} tokens; it takes at most "
+                f"{MAX_LOGPROB_TOKEN_IDS}",
+                "logprob_token_ids",
+            )
+        self.bad_words = [*bad] if bad else None
+        self.allowed_token_ids = [*allowed] if allowed else None
+        self.logprob_token_ids = [*dict.fromkeys(told)] if told else None
 
     def _check_types(self) -> None:
         for name, (kind, _, _) in _NUMBERS.items():

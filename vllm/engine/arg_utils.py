@@ -22,7 +22,12 @@ from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.config.model_rule import REQUANT
 from vllm.config.parallel import EXECUTOR_BACKENDS
-from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
+from vllm.config.scheduler import (
+    CPU_BATCHED_TOKENS,
+    GPU_BATCHED_TOKENS,
+    PROMPT_GRAPH_TOKENS,
+    SCHEDULING_POLICIES,
+)
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
@@ -78,6 +83,10 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _arg(
         None, "Maximum tokens of one step; longer prompts are chunked."
     )
+    scheduling_policy: str = _arg(
+        SCHEDULING_POLICIES[0], "Order of waiting requests: by arrival, or by their field "
+        "`priority`, lower ones first.", choices=SCHEDULING_POLICIES,
+    )  # fmt: skip
     block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.")
     kv_cache_dtype: str = _arg(
         "auto", "Dtype of the KV cache; auto: the dtype of activations.", choices=KV_CACHE_DTYPES
@@ -253,6 +262,7 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_prompt_graph_tokens=graph_tokens,
+            policy=self.scheduling_policy,
         )
 
 

@@ -276,14 +276,19 @@ class AsyncLLM:
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
-        is finished. Raises RequestError, QueueFullError or EngineDeadError."""
+        is finished. priority: lower is earlier, with --scheduling-policy priority. Raises
+        RequestError, QueueFullError or EngineDeadError."""
         refuse_lora(lora_request)
         await self._when_ready()
         self._check_alive()
         self.check_queue(sampling_params.n)
-        given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
+        self._check_priority(priority)
+        given = await asyncio.to_thread(
+            self._inputs.process, request_id, prompt, sampling_params, priority
+        )
         # Again after the wait: more requests may have arrived, or the engine may have died.
         self._check_alive()
         self.check_queue(sampling_params.n)
@@ -326,6 +331,13 @@ class AsyncLLM:
     def _check_alive(self) -> None:
         if self.is_dead:
             raise (StoppingError if self._is_stopping else EngineDeadError)(self.dead_reason)
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.vllm_config.scheduler_config.policy != "priority":
+            raise RequestError(
+                f"priority {priority} needs a server started with --scheduling-policy priority",
+                "priority",
+            )
 
     def check_queue(self, num_sequences: int) -> None:
         """QueueFullError where `num_sequences` more exceed --max-waiting; RequestError where they

@@ -119,10 +119,9 @@ class EngineCore:
         if running is not None and request.request_id in running[0].num_scheduled_tokens:
             # An aborted request of the same id is in flight: its token is not for this one.
             self._held += self._finish_running()
-        sampling = request.sampling
-        if sampling.penalises or sampling.structured_outputs is not None:
+        if request.reads_own_tokens:
             self._reads_tokens.add(request.request_id)
-        if sampling.structured_outputs is not None:
+        if request.sampling.structured_outputs is not None:
             self.grammars.submit(request)
         else:
             self.scheduler.add(request)

@@ -132,12 +132,19 @@ class Metrics:
         make = partial(client.Counter, registry=self.registry)
         labels = ["path", "method", "status"]
         self._http_requests = make("vllm:http_requests", "Answered HTTP requests.", labels)
+        self._ignored_fields = make(
+            "vllm:ignored_request_fields", "Fields of requests without effect here.", ["field"]
+        )
         labels = ["handler", "method", "status"]
         self._http_classes = make("http_requests", "HTTP requests by class of status.", labels)
         self._http_seconds = client.Histogram(
             "http_request_duration_seconds", "From the request to the end of its answer.",
             ["handler", "method"], registry=self.registry, buckets=_SECONDS_OF_HTTP,
         )  # fmt: skip
+
+    def record_ignored_field(self, name: str) -> None:
+        """A request had a field without effect. `name` must come from a finite set."""
+        self._ignored_fields.labels(field=name).inc()
 
     def record_cache_config(self, fields: Mapping[str, object]) -> None:
         """fields: of the KV cache of every engine, as labels of a gauge that is 1."""

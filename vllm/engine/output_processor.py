@@ -150,7 +150,8 @@ class RequestState:
     def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
         """The sampled token first, then the likeliest by rank; one entry per token."""
         result = {}
-        ranks = (entry.rank, *range(1, len(entry.token_ids)))
+        num_top = len(entry.token_ids) - len(entry.named_ranks)
+        ranks = (entry.rank, *range(1, num_top), *entry.named_ranks)
         for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
             if token not in result:
                 result[token] = Logprob(logprob, rank, self._decoded(token))

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics import Metrics
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
+from vllm.entrypoints.openai.protocol import REQUEST_ID
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -27,7 +28,7 @@ T = TypeVar("T")
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered without an API key, while loading and while shutting down."""
 
-_REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
+_REQUEST_ID = re.compile(REQUEST_ID)
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _JSON_TYPES = ("application/json", "text/json")
 _WEIGHT = re.compile(r"[01](\.\d{0,3})?")  # of a media type in Accept
@@ -88,14 +89,16 @@ class GateMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope["root_path"] = self.root_path
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         start, status = time.monotonic(), 499  # the client left before an answer
 
         async def send_tagged(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                own_id = state["request_id"].encode()  # which the body may have set
+                message["headers"] = [*message["headers"], (b"x-request-id", own_id)]
             await send(message)
 
         is_open = scope["path"] in OPEN_PATHS
@@ -113,9 +116,8 @@ class GateMiddleware:
             elapsed = time.monotonic() - start
             self.metrics.record_http(path, method, status, elapsed)
             if self.logs_requests and not is_open:
-                logger.info(
-                    "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
-                )
+                own_id = state["request_id"]
+                logger.info("%s %s %s %d %.3f s", own_id, scope["method"], path, status, elapsed)
 
 
 def prefers_html(accept: Sequence[str]) -> bool:
@@ -279,5 +281,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _request_id(scope: Scope) -> str:
+    return given_request_id(scope) or uuid4().hex
+
+
+def given_request_id(scope: Scope) -> str:
+    """The header X-Request-Id; empty where there is none that can be used."""
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else ""

@@ -1,8 +1,7 @@
 """The requests that the HTTP API takes, checked field by field.
 
-A field that is null counts as not given. A field that is not known is refused, because a mistyped
-`max_token` that is silently dropped costs more than an error; only the fields of OpenAI's API
-that say nothing about the text (IGNORED_FIELDS) are dropped.
+A field that is null counts as not given. What becomes of a field that is not known, or not
+honoured, is in `field_policy`.
 """
 
 from collections import Counter
@@ -10,19 +9,19 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers.schemas import Tool
-
-IGNORED_FIELDS = frozenset(
-    {
-        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "verbosity",
-    }
-)  # fmt: skip
-"""Accepted at the top level of a request and without effect."""
 
 MAX_PROMPTS = 2048
 MAX_TOP_LOGPROBS = 20
@@ -30,6 +29,8 @@ DEFAULT_MAX_TOKENS = 16
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 10
 NAMED = "function:"
+# Printable, without space, quote and backslash.
+REQUEST_ID = r"^[!#-\[\]-~]{1,128}$"
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -118,18 +119,45 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
     def grammar(self) -> dict[str, Any]:
         """Keywords of StructuredOutputsParams; not for type text."""
         if self.type == "json_object":
             return {"json_object": True}
+        if self.type == "structural_tag":
+            return {"structural_tag": self._tag()}
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError(
                 "response_format of type json_schema needs json_schema.schema", "response_format"
             )
         return {"json": self.json_schema.schema_}
+
+    def _tag(self) -> dict[str, Any]:
+        """`format`, or the older `structures`: begin, schema and end of parts of the text, each
+        entered at one of `triggers`."""
+        if self.format is not None:
+            return {"type": "structural_tag", "format": self.format}
+        if not self.structures or not self.triggers:
+            raise RequestError(
+                "response_format of type structural_tag needs format, or structures and triggers",
+                "response_format",
+            )
+        tags = [
+            {
+                "type": "tag",
+                "begin": structure.get("begin", ""),
+                "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+                "end": structure.get("end", ""),
+            }
+            for structure in self.structures
+        ]
+        form = {"type": "triggered_tags", "triggers": self.triggers, "tags": tags}
+        return {"type": "structural_tag", "format": form}
 
 
 class StructuredOutputs(_Strict):
@@ -174,6 +202,33 @@ class GenerationRequest(_Strict):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    logprob_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to tell the client besides the answer, in the header `Warning`."""
+        return self._warnings
+
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The last tokens of a prompt, as many as truncate_prompt_tokens says: -1 for those that
+        leave room for the answer."""
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        if count < 0:
+            most = self.own_params()["max_tokens"]
+            count = max(max_model_len - max(1 if most is None else most, 1), 1)
+        return token_ids[len(token_ids) - count :] if count < len(token_ids) else token_ids
 
     @property
     def num_choices(self) -> int:
@@ -183,6 +238,14 @@ class GenerationRequest(_Strict):
         """What no single field can tell; raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
+        if self.logprob_token_ids and self.own_params()["logprobs"] is None:
+            raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens 0 leaves no prompt: it takes 1 or more, or -1 for the "
+                "context's length",
+                "truncate_prompt_tokens",
+            )
 
     def own_params(self) -> dict[str, Any]:
         """Of SamplingParams, max_tokens and what concerns logprobs."""
@@ -222,6 +285,8 @@ class GenerationRequest(_Strict):
         if self.structured_outputs is not None:
             grammar = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             asked["structured_outputs"] = grammar
+        if self.structural_tag is not None:
+            asked["structural_tag"] = {"structural_tag": self.structural_tag}
         if self.response_format is not None and self.response_format.type != "text":
             asked["response_format"] = self.response_format.grammar()
         if len(asked) > 1:
@@ -235,8 +300,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    add_special_tokens: bool | None = None
-    use_beam_search: Literal[False] | None = None
 
     def check(self) -> None:
         super().check()
@@ -371,6 +434,7 @@ class TemplateFields(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[ToolParam] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
     @property

@@ -31,3 +31,4 @@ class ServerSettings:
     ssl_certfile: str | None
     uvicorn_log_level: str
     disable_log_requests: bool
+    strict_requests: bool
