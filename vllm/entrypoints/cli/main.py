@@ -18,7 +18,7 @@ from vllm.version import __version__
 # the exit code, None for 0.
 SUBCOMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
-    "chat": ("vllm.entrypoints.cli.client", "Chat with a running server."),
+    "chat": ("vllm.entrypoints.cli.chat", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
