@@ -2,7 +2,7 @@
 
 `envs.VLLM_X` reads and validates the variable at each access, so that a test or a parent
 process can set it at any time before it is used. An invalid value is an error; an unknown
-`VLLM_*` name is a warning with a suggestion (`unknown_variables`), never an error, because
+`VLLM_*` name is a warning with a suggestion (`check_all`), never an error, because
 Kubernetes injects names such as `VLLM_SERVICE_HOST` for a service called `vllm`.
 """
 
@@ -39,6 +39,12 @@ def _path(text: str) -> Path:
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _whole_seconds(text: str) -> int:
+    if (value := int(text)) < 1:
         raise ValueError
     return value
 
@@ -92,6 +98,17 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_API_KEY": Variable(
         _text, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
     ),
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": Variable(
+        _whole_seconds,
+        "a whole number of seconds from 1",
+        "How long the HTTP server keeps an idle connection.",
+        lambda: 60,
+    ),
+    "VLLM_HOST_IP": Variable(
+        _text,
+        "an address of this machine",
+        "Where data-parallel engines on a Ray cluster meet; unset: the address of its first route.",
+    ),
     "VLLM_CPU_KVCACHE_SPACE": Variable(
         _positive,
         "a number of GiB above 0",
@@ -109,6 +126,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_LINEAR_BACKEND": Variable(
         _text, "a backend name", "Same as --linear-backend, which takes precedence."
+    ),
+    "VLLM_ATTENTION_BACKEND": Variable(
+        _text, "a backend name", "Same as --attention-backend, which takes precedence."
     ),
     "VLLM_USE_DEEP_GEMM": _switch(
         "DeepGEMM for FP8 block layers: 0 never; 1 lifts the model rule and prefers it to the "
@@ -141,6 +161,7 @@ KERNEL_VARIABLES = (
     "VLLM_NVFP4_GEMM_BACKEND",
     "VLLM_TEST_FORCE_FP8_MARLIN",
     "VLLM_LINEAR_BACKEND",
+    "VLLM_ATTENTION_BACKEND",
 )
 
 # Retired or foreign names that start with VLLM_ and are nobody's mistake.
@@ -177,18 +198,24 @@ def texts() -> dict[str, str]:
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
-def check_all() -> list[str]:
-    """Validates every variable that is set; returns a warning for each unknown `VLLM_*` name."""
+def check_all(notice_of: Callable[[str], str | None] = lambda name: None) -> list[str]:
+    """Validates every variable that is set; returns a line for each other `VLLM_*` name: what
+    `notice_of` says of one that it knows, a warning else."""
     for name in VARIABLES:
         read(name)
-    return [
-        f"unknown environment variable {name}" + did_you_mean(name, VARIABLES)
-        for name in sorted(os.environ)
-        if name.startswith("VLLM_")
-        and name not in VARIABLES
-        and not any(mark in name for mark in _KUBERNETES_MARKS)
-        and not name.endswith("_PORT")
-    ]
+    lines = []
+    for name in sorted(os.environ):
+        if name.startswith("VLLM_") and name not in VARIABLES and not _is_of_kubernetes(name):
+            unknown = f"unknown environment variable {name}{did_you_mean(name, VARIABLES)}"
+            lines.append(notice if (notice := notice_of(name)) is not None else unknown)
+    return lines
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    """It injects `VLLM_PORT=tcp://10.0.0.1:80` for a service called vllm, and others beside it."""
+    if any(mark in name for mark in _KUBERNETES_MARKS):
+        return True
+    return name.endswith("_PORT") and "://" in os.environ[name]
 
 
 def set_for_children(name: str, value: str | None) -> None:

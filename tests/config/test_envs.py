@@ -46,9 +46,15 @@ def test_an_unknown_name_is_a_warning_with_a_suggestion(monkeypatch):
 
 
 def test_names_that_kubernetes_injects_are_nobodys_mistake(monkeypatch):
-    for name in ("VLLM_SERVICE_HOST", "VLLM_SERVICE_PORT", "VLLM_PORT_8000_TCP_ADDR", "VLLM_PORT"):
+    for name in ("VLLM_SERVICE_HOST", "VLLM_SERVICE_PORT", "VLLM_PORT_8000_TCP_ADDR"):
         monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
     assert envs.check_all() == []
+
+
+def test_a_name_that_somebody_knows_is_told_in_their_words(monkeypatch):
+    monkeypatch.setenv("VLLM_PORT", "9000")
+    assert envs.check_all({"VLLM_PORT": "no effect"}.get) == ["no effect"]
 
 
 def test_a_name_that_does_not_exist_is_no_attribute():

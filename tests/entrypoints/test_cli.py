@@ -69,7 +69,7 @@ def test_every_command_explains_itself_without_loading_torch(command: str) -> No
         (["chat", "--url", "ftp://x/v1", "-q", "a"], "it takes an address such as http://"),
         (["eval", "paired", "--a", "", "--b", "", "--prompts", "x", "--max-kl", "nan"], "--max-kl"),
         (["eval", "paired", "--a", "FO=1 m", "--b", "", "--prompts", "x"], "unknown environment"),
-        (["eval", "paired", "--a", "m --seed x", "--b", "", "--prompts", "x"], "invalid int value"),
+        (["eval", "paired", "--a", "m --seed x", "--b", "", "--prompts", "x"], "not a whole"),
         ([], "COMMAND"),
     ],
 )

@@ -353,7 +353,11 @@ def test_two_reports_are_compared_as_diff_does(run, explain, tmp_path):
 
 
 def test_the_committed_documentation_is_what_the_registries_declare(run, tmp_path):
-    pages = {"--output": "kernels.md", "--models": "models.md"}
+    pages = {
+        "--output": "kernels.md",
+        "--models": "models.md",
+        "--compatibility": "compatibility.md",
+    }
     committed = {name: (REPOSITORY / "docs" / name).read_text() for name in pages.values()}
     (tmp_path / "models.md").write_text(committed["models.md"])
     words = [word for flag, name in pages.items() for word in (flag, str(tmp_path / name))]

@@ -85,7 +85,11 @@ class KernelConfig:
             "moe": self.moe_backend,
             "attention": self.attention_backend,
         }
-        return tuple((family, name) for family, name in given.items() if name is not None)
+        return tuple(
+            (family, name)
+            for family, name in given.items()
+            if name is not None and not registry.is_automatic(family, name)
+        )
 
     def preferences(self, quant_config: QuantizationConfig | None) -> KernelPreferences:
         """What was asked for, as `make_policy` takes it."""

@@ -128,13 +128,19 @@ def _flag_overrides(preferences: KernelPreferences) -> list[Override]:
 
 def _variable_overrides(env: Mapping[str, Any]) -> list[Override]:
     overrides = []
-    variables = [("VLLM_LINEAR_BACKEND", frozenset[str]())]
-    variables += [(f.gemm_variable, frozenset({kind})) for kind, f in formats.formats().items()]
-    for variable, kinds in variables:
-        if (name := env.get(variable)) is not None:
-            backend = registry.check_backend_name("linear", name, variable)
+    variables = [
+        ("VLLM_LINEAR_BACKEND", "linear", frozenset[str]()),
+        ("VLLM_ATTENTION_BACKEND", "attention", frozenset[str]()),
+    ]
+    variables += [
+        (f.gemm_variable, "linear", frozenset({kind})) for kind, f in formats.formats().items()
+    ]
+    for variable, family, kinds in variables:
+        name = env.get(variable)
+        if name is not None and not registry.is_automatic(family, name):
+            backend = registry.check_backend_name(family, name, variable)
             origin = _variable(variable, name)
-            overrides.append(Override("linear", backend, origin, formats=kinds))
+            overrides.append(Override(family, backend, origin, formats=kinds))
     if env.get("VLLM_TEST_FORCE_FP8_MARLIN"):
         origin = _variable("VLLM_TEST_FORCE_FP8_MARLIN", "1")
         overrides += [

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -44,6 +47,25 @@ def _arg(default: Any, help: str, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **options})
 
 
+_NUMBER = re.compile(r"([-+]?(?:\d[\d_]*)(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
+_UNITS = {"": 1} | {unit: 1000**i for i, unit in enumerate("kmgt", 1)} | {
+    unit: 1024**i for i, unit in enumerate("KMGT", 1)
+}  # fmt: skip
+_AUTOMATIC = ("auto", -1)  # values of a field whose default is found by itself
+_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32",
+           "fp32": "float32"}  # fmt: skip
+
+
+def whole_number(text: str) -> int:
+    """`4096`, `32k` (32,000), `32K` (32,768), `1.5G`; argparse.ArgumentTypeError for others."""
+    if match := _NUMBER.fullmatch(text.strip()):
+        with suppress(ArithmeticError):
+            value = Decimal(match[1]) * _UNITS[match[2]]
+            if value == value.to_integral_value():
+                return int(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 32k or 1.5G")
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -71,10 +93,14 @@ class EngineArgs:
         choices=DTYPES,
     )  # fmt: skip
     quantization: str | None = _arg(
-        None, "Quantise a bf16 checkpoint at load (fp8); default: the checkpoint's method."
-    )
+        None, "Quantise a bf16 checkpoint at load (fp8); default: the checkpoint's method.",
+        short="-q",
+    )  # fmt: skip
     load_format: str = _arg("auto", "dummy: random weights, for benchmarks.", choices=LOAD_FORMATS)
-    max_model_len: int | None = _arg(None, "Maximum tokens of a request, prompt and output.")
+    max_model_len: int | None = _arg(
+        None, "Maximum tokens of a request, prompt and output; auto or -1: as many as the model "
+        "takes and memory holds (default).", is_automatic=True,
+    )  # fmt: skip
     hf_overrides: dict[str, Any] | None = _arg(
         None, "JSON object that overrides fields of config.json."
     )
@@ -118,7 +144,7 @@ class EngineArgs:
     data_parallel_size: int = _arg(1, "Number of data-parallel engines.", short="-dp")
     enable_expert_parallel: bool = _arg(
         False, "Distribute whole experts over tensor- and data-parallel ranks; see "
-        "VLLM_ALL2ALL_BACKEND.",
+        "VLLM_ALL2ALL_BACKEND.", short="-ep",
     )  # fmt: skip
     distributed_executor_backend: str | None = _arg(
         None, "Where ranks run: uni in the engine's process (one rank), mp in processes of this "
@@ -187,23 +213,26 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(
-        cls, parser: ParserType, title: str = "engine", only: Sequence[str] = ()
+        cls, parser: ParserType, title: str = "", only: Sequence[str] = ()
     ) -> ParserType:
-        """Adds a flag per field, named after it, and returns the parser. only: these fields, () for
-        all. `--model` is added to a FlexibleArgumentParser alone: commands have MODEL."""
+        """Adds a flag per field, named after it, and returns the parser. title: of their group; "":
+        one group for each config. only: these fields, () for all. `--model` is added to a
+        FlexibleArgumentParser alone: commands have MODEL."""
         if isinstance(parser, FlexibleArgumentParser):
             parser.add_argument("--model", required=True, help="Folder or hub name.")
-        group = parser.add_argument_group(title)
+        groups: dict[str, Any] = {}
         for f in dataclasses.fields(cls):
             if f.name == "model" or (only and f.name not in only):
                 continue
+            own = title or _config_of(f.name)
+            group = groups.get(own) or groups.setdefault(own, parser.add_argument_group(own))
             options = dict(f.metadata)
             names = ["--" + f.name.replace("_", "-"), *filter(None, [options.pop("short", None)])]
+            is_automatic = options.pop("is_automatic", False)
             if f.type is bool:
-                options["action"] = "store_true"
+                options["action"] = argparse.BooleanOptionalAction
             elif "action" not in options:
-                kind = _kinds(f)[0]
-                options["type"] = _json_object if kind == dict[str, Any] else _TYPES[kind][1]
+                options["type"] = _automatic if is_automatic else _parser_of(f)
             group.add_argument(*names, default=f.default, **options)
         return parser
 
@@ -274,6 +303,28 @@ class AsyncEngineArgs(EngineArgs):
     disable_log_stats: bool = _arg(False, "No effect.")
 
 
+def _config_of(field: str) -> str:
+    """The name of the config that a field becomes a part of."""
+    if field == "num_gpu_blocks_override":
+        return CacheConfig.__name__
+    configs = (CacheConfig, SchedulerConfig, ParallelConfig, KernelConfig)
+    found = (c for c in configs if any(f.name == field for f in dataclasses.fields(c)))
+    return next(found, ModelConfig).__name__
+
+
+def _parser_of(f: "dataclasses.Field") -> Callable[[str], Any]:
+    """What makes the value of a field of the text of its flag."""
+    if f.name == "dtype":
+        return lambda text: _DTYPES.get(text, text)
+    kind = _kinds(f)[0]
+    own = {int: whole_number, dict[str, Any]: _json_object}
+    return own.get(kind) or _TYPES[kind][1]
+
+
+def _automatic(text: str) -> int | None:
+    return None if text in map(str, _AUTOMATIC) else whole_number(text)
+
+
 def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -311,11 +362,14 @@ def _of_its_type(f: "dataclasses.Field", value: Any) -> Any:
     """`value` as the field's type has it; None is the default of any field that has one."""
     if value is None and f.default is not dataclasses.MISSING:
         return f.default
+    if f.metadata.get("is_automatic") and value in _AUTOMATIC:
+        return None
     if isinstance(value, str) and not value.strip() and f.name != "served_model_name":
         fix = "give a folder or a hub name" if f.name == "model" else "leave it out for the default"
         raise ConfigError(f"{f.name} is empty: {fix}")
-    if f.name == "dtype" and str(value).startswith("torch."):
-        value = str(value)
+    if f.name == "dtype" and (isinstance(value, str) or str(value).startswith("torch.")):
+        name = str(value).removeprefix("torch.")
+        value = _DTYPES.get(name, name)
     for is_of_type, convert, _ in (_TYPES[kind] for kind in _kinds(f)):
         if is_of_type(value):
             return convert(value)

@@ -14,6 +14,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from vllm import envs
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
@@ -152,6 +153,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 def _own_address() -> str:
     """The address of this node on the network; nothing is sent."""
+    if envs.VLLM_HOST_IP is not None:
+        return str(envs.VLLM_HOST_IP)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("8.8.8.8", 53))  # any address beyond this machine

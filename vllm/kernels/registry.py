@@ -36,6 +36,16 @@ FAMILIES = tuple(DEFAULT_ORDER)
 FLAGS = {"linear": "--linear-backend", "moe": "--moe-backend", "attention": "--attention-backend"}
 
 
+# What upstream calls attention backends, by `_bare`: our name, or "" where the selector chooses,
+# because that library has no kernel here.
+_UPSTREAM_NAMES = {
+    "tritonattn": "triton", "tritonattnvllmv1": "triton", "tritonmla": "triton",
+    "flashinfervllmv1": "flashinfer", "cpuattn": "cpu", "cpumla": "cpu", "torchsdpa": "torch",
+    "flashattn": "", "flashattnvllmv1": "", "flexattention": "", "xformers": "", "treeattn": "",
+    "flashattnmla": "", "flashmla": "", "cutlassmla": "", "flashinfermla": "",
+}  # fmt: skip
+_AUTOMATIC = "auto"
+
 _own: dict[str, tuple[Any, str]] = {}  # by provider, with which code it is
 
 
@@ -203,7 +213,15 @@ def built() -> Lib:
 def find_backend(family: str, name: str) -> str | None:
     """The backend meant by `name`; case and separators do not matter (DEEPGEMM, deep-gemm)."""
     wanted = _bare(name)
-    return next((known for known in backend_names(family) if _bare(known) == wanted), None)
+    found = (known for known in backend_names(family) if _bare(known) == wanted)
+    return next(found, (family == "attention" and _UPSTREAM_NAMES.get(wanted)) or None)
+
+
+def is_automatic(family: str, name: str) -> bool:
+    """Whether it asks for no backend: `auto`, or upstream's name for attention of a library that
+    has none here (FLASH_ATTN)."""
+    wanted = _bare(name)
+    return wanted == _AUTOMATIC or (family == "attention" and _UPSTREAM_NAMES.get(wanted) == "")
 
 
 def check_backend_name(family: str, name: str, source: str) -> str:

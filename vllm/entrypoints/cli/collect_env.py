@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
+from vllm.entrypoints.compatibility.variables import notice_of
 from vllm.version import __version__
 
 _PACKAGES = (
@@ -118,7 +119,7 @@ def _gpus() -> dict[str, str]:
 
 def _variables() -> dict[str, str]:
     rows = {name: _shown(name) for name in envs.VARIABLES if envs.is_set(name)}
-    return rows | {f"warning {i}": text for i, text in enumerate(envs.check_all(), 1)}
+    return rows | {f"warning {i}": text for i, text in enumerate(envs.check_all(notice_of), 1)}
 
 
 def _shown(name: str) -> str:

@@ -31,7 +31,9 @@ def with_file(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
         raise ConfigError(f"{_FLAG} takes a YAML file")
     flags = _read(Path(file))
     if "model" in flags:
-        parser.set_defaults(model=str(flags.pop("model")))
+        model = str(flags.pop("model"))
+        is_given = any(word.partition("=")[0] == "--model" for word in words)
+        parser.set_defaults(model=None if is_given else model)
     actions = {option: action for action in parser._actions for option in action.option_strings}
     try:
         own = [word for name, value in flags.items() for word in _words_of(name, value, actions)]
@@ -58,8 +60,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _words_of(name: str, value: Any, actions: dict[str, argparse.Action]) -> Iterator[str]:
     """Arguments for one flag of the file: true or false for a switch, several for a repeatable
     flag, JSON for any other list or mapping."""
-    flag = "--" + name.removeprefix("--").replace("_", "-")
+    flag = dashed("--" + name.removeprefix("--"))
     action = actions.get(flag)
+    if action is None and (words := _of_upstream(flag, value)) is not None:
+        yield from words
+        return
     if action is None or flag in (_FLAG, "--help"):
         raise ConfigError(f"unknown flag {name}{did_you_mean(flag, actions)}")
     is_switch = action.nargs == 0
@@ -75,3 +80,20 @@ def _words_of(name: str, value: Any, actions: dict[str, argparse.Action]) -> Ite
         yield from (flag, *map(str, value))
     else:
         yield f"{flag}={json.dumps(value) if isinstance(value, list | dict) else value}"
+
+
+def _of_upstream(flag: str, value: Any) -> list[str] | None:
+    from vllm.entrypoints.compatibility.flags import words_of
+
+    return words_of(flag, value)
+
+
+def dashed(word: str) -> str:
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, so do keys of JSON
+    (`--hf_overrides.rope_theta=1`) and a value that is itself a list of flags (`vllm eval paired
+    --a "--seed 1 my_model"`)."""
+    flag, equals, value = word.partition("=")
+    if not flag.startswith("--") or " " in flag:
+        return word
+    name, dot, keys = flag.partition(".")
+    return name.replace("_", "-") + dot + keys + equals + value

@@ -49,10 +49,14 @@ def add_parser(subparsers: Any) -> None:
     for kind, (place, text) in _KINDS.items():
         kinds.add_parser(kind, help=text, fill=partial(_fill, place))
     docs = kinds.add_parser(
-        "docs", help="Write docs/kernels.md, and the tables of docs/models.md that have markers."
-    )
+        "docs", help="Write docs/kernels.md, docs/compatibility.md, and the tables of "
+        "docs/models.md that have markers."
+    )  # fmt: skip
     docs.add_argument("--output", type=Path, default=Path("docs/kernels.md"), metavar="FILE")
     docs.add_argument("--models", type=Path, default=Path("docs/models.md"), metavar="FILE")
+    docs.add_argument(
+        "--compatibility", type=Path, default=Path("docs/compatibility.md"), metavar="FILE"
+    )
     docs.set_defaults(run=run_docs)
 
 
@@ -83,12 +87,14 @@ def run_list(args: argparse.Namespace) -> None:
 
 
 def run_docs(args: argparse.Namespace) -> None:
+    from vllm.entrypoints.compatibility import page
     from vllm.kernels.report import models_page
     from vllm.kernels.report.docs import document
 
     models = models_page.rewritten(_read_text(args.models), args.models)
     kernels_explain.write_text(args.output, document())
     kernels_explain.write_text(args.models, models)
+    kernels_explain.write_text(args.compatibility, page.document())
 
 
 def _read_text(path: Path) -> str:

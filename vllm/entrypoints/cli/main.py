@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from vllm import envs
-from vllm.entrypoints.cli.config_file import with_file
+from vllm.entrypoints.cli.config_file import dashed, with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
 from vllm.version import __version__
@@ -45,7 +45,22 @@ class Parser(argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             self.add_argument("-h", "--help", action="help", help="show this help message and exit")
             fill(self)
+        if self._subparsers is None and arguments and arguments[0]:
+            self._explain(arguments[0])
         return super().parse_known_args(*arguments, **options)
+
+    def _explain(self, words: Sequence[str]) -> None:
+        """Answers `--help=NAME`."""
+        if any(word.startswith("--help=") for word in words):
+            from vllm.entrypoints.cli.help import about, asked
+
+            print(about(self, asked(words) or ""), end="")
+            self.exit(0)
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        from vllm.entrypoints.cli.help import HelpFormatter
+
+        return HelpFormatter(prog=self.prog)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
@@ -53,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2 for what the user can correct."""
-    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
         return _run(words)
     except VllmError as error:
@@ -73,19 +88,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     command = words[0] if words else ""
     # Before a command's modules read variables for themselves.
-    warnings = envs.check_all() if command in SUBCOMMANDS else []
+    warnings = envs.check_all(_notice_of) if command in SUBCOMMANDS else []
     parser = _parser(command)
     if words and not command.startswith("-") and command not in SUBCOMMANDS:
         hint = did_you_mean(command, SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
         parser.error(f"unknown command {command!r}{hint}")
     if command == "serve":
-        words = ["serve", *with_file(words[1:], _subparser(parser, "serve"))]
+        from vllm.entrypoints.compatibility.flags import translated
+
+        own, notices = translated(with_file(words[1:], _subparser(parser, "serve")))
+        words = ["serve", *own]
+        warnings += notices
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser)}\n")
     for warning in warnings:
-        get_logger(__name__).warning("%s", warning)
+        get_logger("vllm.entrypoints.cli.main").warning("%s", warning)
     return args.run(args) or 0
+
+
+def _notice_of(variable: str) -> str | None:
+    from vllm.entrypoints.compatibility.variables import notice_of
+
+    return notice_of(variable)
 
 
 def _parser(command: str) -> Parser:
@@ -106,21 +131,20 @@ def _subparser(parser: argparse.ArgumentParser, command: str) -> argparse.Argume
     return found
 
 
-def _dashed(word: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, and so does a value
-    that is itself a list of flags (`vllm eval paired --a "--seed 1 my_model"`)."""
-    flag, equals, value = word.partition("=")
-    is_flag = flag.startswith("--") and " " not in flag
-    return flag.replace("_", "-") + equals + value if is_flag else word
-
-
 def _describe(unknown: Sequence[str], parser: Parser) -> str:
     """One sentence for arguments that nothing takes."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         return f"too many arguments: {' '.join(unknown)}"
     known = _flags_of(parser)
-    return "; ".join(f"unknown flag {flag}{did_you_mean(flag, known)}" for flag in flags)
+    return "; ".join(f"unknown flag {flag}{_hint(flag, known)}" for flag in flags)
+
+
+def _hint(flag: str, known: Sequence[str]) -> str:
+    """What was meant, unless it is a flag of `vllm serve`, upstream's or ours."""
+    from vllm.entrypoints.compatibility.flags import is_upstream
+
+    return ": it is one of vllm serve" if is_upstream(flag) else did_you_mean(flag, known)
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

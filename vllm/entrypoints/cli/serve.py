@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, whole_number
 from vllm.entrypoints.demo import demo_model_path
 from vllm.entrypoints.openai.launch import bind, raise_file_limit, serve
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.utils.startup import begin_report, current_report, process_start
 
+_SWITCH = argparse.BooleanOptionalAction
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -27,10 +28,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         description="Serve MODEL, a folder or a name on the Hugging Face hub, over HTTP. Without "
-        "MODEL a small demo model is served.",
+        "MODEL a small demo model is served. --help=NAME shows one flag or group.",
+        usage="vllm serve [MODEL] [--flag value ...]",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="Folder or hub name.")
-    _add_server_flags(parser.add_argument_group("server"))
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="The same as MODEL.")
+    _add_server_flags(parser.add_argument_group("Frontend"))
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(run=run)
 
@@ -45,7 +48,7 @@ def _add_server_flags(group: Any) -> None:
     text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
          help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
-    text("--trust-request-chat-template", action="store_true",
+    text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
     text("--response-role", type=_text, default="assistant", help="Role of chat answers.")
     text("--generation-config", choices=("auto", "vllm"), default="auto",
@@ -54,7 +57,7 @@ def _add_server_flags(group: Any) -> None:
          help="How the model writes tool calls; default: by its chat template.")  # fmt: skip
     text("--tool-parser-plugin", metavar="FILE",
          help="Python file with a parser that --tool-call-parser names.")  # fmt: skip
-    text("--enable-auto-tool-choice", action="store_true",
+    text("--enable-auto-tool-choice", action=_SWITCH, default=False,
          help="No effect: tools are taken wherever a parser is known.")  # fmt: skip
     text("--reasoning-parser", type=_text, metavar="NAME",
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
@@ -69,13 +72,13 @@ def _add_server_flags(group: Any) -> None:
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
-    text("--allow-credentials", action="store_true", help="Allow CORS credentials.")
+    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
     text("--ssl-certfile", help="Certificate file.")
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
          help="Log level of the web server.")  # fmt: skip
-    text("--disable-log-requests", "--disable-uvicorn-access-log", action="store_true",
+    text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
     text("--strict-requests", action="store_true",
          help="Refuse fields of requests that have no effect or are not known; default: ignore "
@@ -162,8 +165,11 @@ def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
 
 
 def _model(args: argparse.Namespace) -> str:
-    if args.model is not None:
-        return str(args.model)
+    named = list(dict.fromkeys(name for name in (args.model, args.model_flag) if name is not None))
+    if len(named) > 1:
+        raise ConfigError(f"MODEL {named[0]} and --model {named[1]} are two models: give one")
+    if named:
+        return str(named[0])
     with current_report().phase("demo model"):
         path = demo_model_path()
     args.served_model_name = args.served_model_name or [path.name]
@@ -200,8 +206,9 @@ def _number(kind: type[float], low: float, high: float, accepts: str) -> Callabl
     """The type of a flag that takes a number from low to high."""
 
     def parse(text: str) -> float:
-        with suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
+        with suppress(ValueError, argparse.ArgumentTypeError):
+            value = whole_number(text) if kind is int else kind(text)
+            if low <= value <= high:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
 

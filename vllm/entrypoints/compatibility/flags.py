@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vllm.entrypoints.compatibility.tables import NO_EFFECT, OBEYED, Row, table
+from vllm.entrypoints.compatibility.tables import NO_EFFECT, OBEYED, Row, by_name
 from vllm.errors import ConfigError
 
 _LEVEL = re.compile(r"-O=?(\w+)")
@@ -37,24 +37,25 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     ConfigError for a flag whose value would change an answer.
     """
-    rows = table("flags").by_name()
+    rows = by_name("flags")
     rest, out = deque(words), list[str]()
     objects: dict[str, Any] = {}  # JSON values in parts, by flag
     notices: dict[str, str] = {}
     while rest:
         word = rest.popleft()
         flag = _flag(word, rows)
-        if flag is None or (flag.row.kind == OBEYED and _is_plain(flag)):
+        if flag is None or _is_plain(flag):
             out.append(word)
-        elif flag.path or (flag.row.takes == "json" and flag.row.kind != OBEYED):
+        elif flag.path or flag.row.takes == "json":
             _put(objects, flag, _value(flag, rest))
         elif flag.row.kind == OBEYED:
-            out += _renamed(flag, rest)
+            word, notices[flag.row.name] = _renamed(flag, rest)
+            out.append(word)
         elif notice := judged(flag.row, _value(flag, rest), words, flag.name):
             notices[flag.row.name] = notice
     for name, value in objects.items():
         if rows[name].kind == OBEYED:
-            out.append(f"{name}={json.dumps(value)}")
+            out.append(f"{name}={_text(value)}")
             continue
         value, given = _with_flags(rows[name], value)
         out += given
@@ -71,18 +72,47 @@ def judged(row: Row, value: Any, words: Sequence[str] = (), name: str = "") -> s
     name = name or row.name
     if row.kind == NO_EFFECT:
         return f"{name} has no effect here: {row.why}"
+    shown = name if isinstance(value, bool) or value in (None, {}) else f"{name} {_text(value)}"
     if _is_neutral(row, value, words):
-        shown = name if isinstance(value, bool) else f"{name} {_text(value)}"
         return f"{shown} has no effect here: it is the same without it"
-    shown = name if isinstance(value, bool) or value is None else f"{name} {_text(value)}"
-    accepted = [text for text in row.neutral if not text.startswith("=") and row.takes != "switch"]
-    takes = f"; it takes {', '.join(accepted)}" if accepted else ""
+    takes = f" (it takes {accepted})" if (accepted := accepted_values(row)) else ""
     raise ConfigError(f"{shown} is not supported{takes}. Use instead: {row.use}")
+
+
+def accepted_values(row: Row) -> str:
+    """Of a flag that is refused with others."""
+    texts = []
+    for known in row.neutral:
+        if known.startswith("<="):
+            texts.append(f"at most {known[2:]}")
+        elif known.startswith("="):
+            texts.append(f"the value of {known.split()[1]}")
+        elif row.takes not in ("switch", "list"):
+            texts.append(known)
+    return ", ".join(texts)
+
+
+def is_upstream(name: str) -> bool:
+    return _flag(name, by_name("flags")) is not None
+
+
+def explained(name: str) -> str:
+    """What becomes of a flag of upstream's, as a line; "" for one that it lacks."""
+    flag = _flag(name, by_name("flags"))
+    if flag is None:
+        return ""
+    row = flag.row
+    if row.kind == OBEYED:
+        return f"{row.name} is {row.ours or row.name}.\n"
+    if row.kind == NO_EFFECT:
+        return f"{row.name} has no effect here: {row.why}.\n"
+    takes = f" but for {accepted}" if (accepted := accepted_values(row)) else ""
+    return f"{row.name} is not supported{takes}. Use instead: {row.use}.\n"
 
 
 def words_of(name: str, value: Any) -> list[str] | None:
     """The words for a flag of upstream's with a value from a file; None for one that it lacks."""
-    flag = _flag(name, table("flags").by_name())
+    flag = _flag(name, by_name("flags"))
     if flag is None:
         return None
     if isinstance(value, bool):
@@ -117,19 +147,23 @@ def _negated(name: str) -> str:
 def _is_plain(flag: _Flag) -> bool:
     """Whether argparse takes the word as it is."""
     row = flag.row
-    return not (flag.path or row.ours or row.values)
+    is_ours = row.kind == OBEYED and row.takes != "json"
+    return is_ours and not (flag.path or row.ours or row.values)
 
 
-def _renamed(flag: _Flag, rest: "deque[str]") -> list[str]:
+def _renamed(flag: _Flag, rest: "deque[str]") -> tuple[str, str]:
+    """Our own words for a flag, and a notice where its value is another one here."""
     name = flag.row.ours or flag.row.name
     if flag.is_off:
         name = _negated(name)
-    if flag.row.takes == "switch":
-        return [name]
-    value = flag.value if flag.value is not None or not rest else rest.popleft()
+    value = flag.value
+    if value is None and flag.row.takes != "switch" and rest:
+        value = rest.popleft()
     if value is None:
-        return [name]
-    return [f"{name}={(flag.row.values or {}).get(value.lower(), value)}"]
+        return name, ""
+    ours = (flag.row.values or {}).get(value.lower())
+    notice = f"{name} {value} means {ours} here: {flag.row.why}" if ours else ""
+    return f"{name}={ours or value}", notice
 
 
 def _value(flag: _Flag, rest: "deque[str]") -> Any:
@@ -214,7 +248,7 @@ def _matches(text: str, known: str, words: Sequence[str]) -> bool:
 
 def _last(name: str, words: Sequence[str]) -> str:
     """The value that the command line gives to a flag last."""
-    row = table("flags").by_name()[name]
+    row = by_name("flags")[name]
     found = ""
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

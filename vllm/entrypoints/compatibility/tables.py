@@ -48,10 +48,6 @@ class Table:
     sources: tuple[str, ...]
     rows: tuple[Row, ...]
 
-    def by_name(self) -> dict[str, Row]:
-        """With other spellings."""
-        return {name: row for row in self.rows for name in (row.name, *row.short)}
-
 
 @cache
 def table(name: str) -> Table:
@@ -60,6 +56,12 @@ def table(name: str) -> Table:
     content = json.loads(text)
     rows = tuple(Row(**_tuples(row)) for row in content["rows"])
     return Table(content["upstream"], tuple(content["sources"]), rows)
+
+
+@cache
+def by_name(name: str) -> dict[str, Row]:
+    """The rows of one of TABLES by their names and other spellings."""
+    return {known: row for row in table(name).rows for known in (row.name, *row.short)}
 
 
 def _tuples(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""The HTTP application: routes and their handlers."""
+"""The HTTP application: routes and their handlers. As a program it is `vllm serve`."""
+
+import os
+import sys
+
+if __name__ == "__main__":  # before the web framework is imported, here or in the engine's process
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve",
+                              *sys.argv[1:]])  # fmt: skip
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar

@@ -483,7 +483,8 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         self.check_template_fields()
         self._check_tools()
         if self.functions or self.function_call not in (None, "none"):
-            raise RequestError("functions are not supported: give them as tools", "functions")
+            named = "functions" if self.functions else "function_call"
+            raise RequestError(f"{named} is not supported: give the functions as tools", named)
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities takes ["text"] only', "modalities")
         if self.top_logprobs is not None and not self.logprobs:

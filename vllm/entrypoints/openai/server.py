@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from vllm import envs
 from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
@@ -26,10 +27,9 @@ from vllm.tool_parsers.registry import tool_parser
 
 logger = get_logger(__name__)
 
-_KEEP_ALIVE_S = 60
-# Limit for a connection without a request in progress: one that sends no complete header, or does
-# not read its response.
-_IDLE_LIMIT_S = 75.0
+# How much longer a connection without a request in progress may last: one that sends no complete
+# header, or does not read its response.
+_BEYOND_KEEP_ALIVE_S = 15.0
 _SWEEP_S = 5.0
 # Time for the last bytes of responses after the end of all requests.
 _CLOSE_S = 2.0
@@ -118,6 +118,7 @@ class Server:
         """Nothing in uvicorn bounds the wait for a request's head or for an answer's last byte."""
         connections: set[Any] = self._uvicorn.server_state.connections
         idle_since: dict[tuple[Any, Any], float] = {}
+        limit = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE + _BEYOND_KEEP_ALIVE_S
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -130,7 +131,7 @@ class Server:
             ]
             idle_since = {key: idle_since.get(key, now) for key in idle}
             for (connection, _), since in idle_since.items():
-                if now - since > _IDLE_LIMIT_S:
+                if now - since > limit:
                     connection.transport.abort()
 
 
@@ -153,7 +154,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         log_level=settings.uvicorn_log_level,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
     )
