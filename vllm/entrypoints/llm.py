@@ -324,9 +324,9 @@ def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if given.keys() <= own:
         return given
     from vllm.entrypoints.compatibility.flags import judged
-    from vllm.entrypoints.compatibility.tables import OBEYED, table
+    from vllm.entrypoints.compatibility.tables import OBEYED, by_name
 
-    rows = table("flags").by_name()
+    rows = by_name("flags")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     kept = {}
     for name, value in given.items():

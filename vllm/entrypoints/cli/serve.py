@@ -33,12 +33,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="Folder or hub name.")
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="The same as MODEL.")
-    _add_server_flags(parser.add_argument_group("Frontend"))
+    add_server_flags(parser.add_argument_group("Frontend"))
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(run=run)
 
 
-def _add_server_flags(group: Any) -> None:
+def add_server_flags(group: Any) -> None:
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
@@ -88,8 +88,7 @@ def _add_server_flags(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
     report = begin_report(process_start())
-    settings = _settings(args)
-    _check_parsers(settings)
+    settings = server_settings(args)
     raise_file_limit()
     listener = bind(args.host, args.port)
     engine_args = EngineArgs.from_cli_args(args, _model(args))
@@ -110,16 +109,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    """ConfigError for a file or a name that is wrong, before anything is loaded."""
     _check_certificate(args.ssl_keyfile, args.ssl_certfile)
     given = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
     given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
-    return ServerSettings(**given)
+    settings = ServerSettings(**given)
+    _check_parsers(settings)
+    return settings
 
 
 def _check_parsers(settings: ServerSettings) -> None:
-    """ConfigError for a name that no parser has, before anything is loaded."""
+    """ConfigError for a name that no parser has."""
     if settings.tool_call_parser is not None:
         from vllm.tool_parsers.registry import tool_parser
 
