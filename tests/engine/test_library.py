@@ -39,8 +39,9 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def llm(text_checkpoint):
-    return LLM(text_checkpoint, max_num_seqs=8, max_model_len=512, disable_log_stats=False,
-               swap_space=4, enable_lora=False, tokenizer_mode="auto", max_lora_rank=16)  # fmt: skip
+    neutral = {"swap_space": 4, "enable_lora": False, "tokenizer_mode": "auto", "max_lora_rank": 16}
+    own = {"max_num_seqs": 8, "max_model_len": 512, "disable_log_stats": False}
+    return LLM(text_checkpoint, **own, **neutral)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from entrypoints.test_tools import TEMPLATE, TOOLS, USER
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.chat import _Answer

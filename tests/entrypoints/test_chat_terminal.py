@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -38,7 +38,7 @@ SCRIPT: dict[str, list[dict[str, Any]]] = {
 class Scripted(BaseHTTPRequestHandler):
     """requests: bodies so far; num_left: clients that went before their answer was whole."""
 
-    requests: list[dict[str, Any]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
     num_left = 0
 
     def log_message(self, *args: Any) -> None:

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.engine_calls import EngineCalls
 from vllm.engine.engine_process import (
     CAUSE_SECONDS,
     STOP_SECONDS,
@@ -66,7 +67,7 @@ class InFlightRequest:
     updated: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class AsyncLLM:
+class AsyncLLM(EngineCalls):
     """`generate` yields a request's outputs; closing the generator aborts the request. The model
     loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
     the first request waits for it."""
@@ -100,7 +101,7 @@ class AsyncLLM:
         self._num_sent = 0
         self._calls_in_flight: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._num_calls = 0
-        self.is_asleep = False
+        super().__init__()
         self._loading = asyncio.Lock()
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -184,30 +185,6 @@ class AsyncLLM:
             engine.send(process.Call(number, method, [*arguments]))
         return await asyncio.gather(*waits)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Later requests compute their prompts anew."""
-        return all(await self.call_engines("reset_prefix_cache"))
-
-    async def sleep(self, level: int = 1) -> None:
-        """Frees weights and KV cache until `wake_up`; RequestError while there are requests."""
-        await self.call_engines("sleep", level)
-        self.is_asleep = True
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Loads the model again, from the same checkpoint, whatever `tags` names."""
-        await self.call_engines("wake_up")
-        self.is_asleep = False
-
-    async def is_sleeping(self) -> bool:
-        return self.is_asleep
-
-    async def start_profile(self) -> None:
-        """Traces the engines until `stop_profile`, into VLLM_TORCH_PROFILER_DIR."""
-        await self.call_engines("start_profile")
-
-    async def stop_profile(self) -> None:
-        await self.call_engines("stop_profile")
-
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests: their last output has the finish_reason `abort`. Unknown ids are none."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
@@ -216,15 +193,6 @@ class AsyncLLM:
                 with suppress(EngineDeadError):
                     in_flight.engine.send(process.Abort(running))
                 in_flight.updated.set()
-
-    async def encode(self, *arguments: Any, **keywords: Any) -> None:
-        """Refused: RequestError."""
-        raise RequestError("this is not a pooling model: it generates text and gives no vectors")
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Refused: RequestError."""
-        refuse_lora(lora_request)
-        return False
 
     async def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -411,6 +379,7 @@ class AsyncLLM:
                 engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
+            assert isinstance(state, RequestState)
             record_output(metrics, state, output, now)
             self._in_flight[state.request_id].updated.set()
 
@@ -468,15 +437,16 @@ class AsyncLLM:
                 waiting.set_exception(EngineDeadError(reason))
         self._dead.set()
 
-    def shutdown(self) -> "asyncio.Future[None] | None":
+    def shutdown(self) -> "asyncio.Task[None]":
         """Ends the engine processes; requests in flight end with EngineDeadError. To be awaited in
         an event loop; without one it returns when they have ended."""
         try:
-            asyncio.get_running_loop()
+            return asyncio.get_running_loop().create_task(self._shut_down())
         except RuntimeError:
-            asyncio.run(self._shut_down())
-            return None
-        return asyncio.ensure_future(self._shut_down())
+            with asyncio.Runner() as runner:
+                task = runner.get_loop().create_task(self._shut_down())
+                runner.get_loop().run_until_complete(task)
+            return task
 
     async def _shut_down(self) -> None:
         # An engine reads no messages while it loads the model or waits for a dead peer.

@@ -134,7 +134,7 @@ class LLMEngine:
 
     @property
     def _metrics(self) -> EngineMetrics | None:
-        return self.metrics and self.metrics.engines[0]
+        return None if self.metrics is None else self.metrics.engines[0]
 
     def _record(self, changed: Sequence[tuple[RequestState | PoolingState, EngineOutput]]) -> None:
         now = time.monotonic()

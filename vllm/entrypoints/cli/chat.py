@@ -24,7 +24,8 @@ _HELP = """\
 /save FILE      write the conversation as JSON
 /model [NAME]   ask another model of the server; without NAME list them
 /exit           end, as does Ctrl-D
-Ctrl-C stops an answer. Alt-Enter begins a new line. //TEXT sends a text that begins with a slash."""
+//TEXT          send a text that begins with a slash
+Ctrl-C stops an answer. Alt-Enter begins a new line."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -172,10 +173,13 @@ class Chat:
                 "stream_options": {"include_usage": True}}  # fmt: skip
 
         async def ask() -> None:
-            async with self.server.client() as client:
-                async with aclosing(client.post_events("/chat/completions", body)) as events:
-                    async for event in events:
-                        show(*answer.add(event))
+            path = "/chat/completions"
+            async with (
+                self.server.client() as client,
+                aclosing(client.post_events(path, body)) as events,
+            ):
+                async for event in events:
+                    show(*answer.add(event))
 
         asyncio.run(ask())
         self.messages.append(answer.message())
@@ -235,9 +239,7 @@ class Terminal:
             while calls := self._answered():
                 for call in calls:
                     result = self._ask(f"{call['function']['name']} returns: ")
-                    messages.append(
-                        {"role": "tool", "tool_call_id": call["id"], "content": result}
-                    )
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         except (KeyboardInterrupt, EOFError):  # instead of a result
             pass
         finally:

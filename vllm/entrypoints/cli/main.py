@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
     "chat": ("vllm.entrypoints.cli.chat", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
-    "run-batch": ("vllm.entrypoints.openai.run_batch", "Answer a file of requests."),
+    "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of requests."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),

@@ -8,7 +8,6 @@ order of the input. A request that is refused has the status and body that a ser
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +93,9 @@ async def _answered(args: EngineArgs, settings: ServerSettings, lines: list[Json
         from vllm.entrypoints.openai.http import Gate
         from vllm.entrypoints.openai.server import make_service
 
-        app = build_app(make_service(engine, settings), Gate(refusal=None), engine.metrics, settings)
+        app = build_app(
+            make_service(engine, settings), Gate(refusal=None), engine.metrics, settings
+        )
         await engine.wait_ready()
         # Twice what runs, so that the engine never waits for a request.
         room = asyncio.Semaphore(2 * engine.vllm_config.scheduler_config.max_num_seqs)
@@ -147,9 +148,3 @@ async def _post(app: "ASGIApp", path: str, body: bytes) -> tuple[int, bytes]:
 
     await app(scope, receive, send)  # type: ignore[arg-type]
     return status, b"".join(pieces)
-
-
-if __name__ == "__main__":
-    from vllm.entrypoints.cli.main import main
-
-    sys.exit(main(["run-batch", *sys.argv[1:]]))
