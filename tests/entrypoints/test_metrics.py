@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from vllm.config import CacheConfig
 from vllm.engine.metrics import Metrics, RequestStats, SchedulerStats
 from vllm.engine.metrics_reader import Gauge, Histogram, read_metrics
 
@@ -107,11 +108,12 @@ def test_answers_count_by_class_of_status_too() -> None:
 def test_metrics_can_be_read_as_values() -> None:
     metrics = Metrics("m", 2048)
     metrics.engines[0].record_finished(finished())
-    metrics.record_cache_config({"block_size": 16})
+    metrics.record_cache_config(CacheConfig(block_size=32), num_blocks=7)
     found = {metric.name: metric for metric in read_metrics(metrics)}
-    assert found["vllm:cache_config_info"] == Gauge(
-        "vllm:cache_config_info", {"block_size": "16", "engine": "0"}, 1.0
-    )
+    config = found["vllm:cache_config_info"]
+    assert isinstance(config, Gauge) and config.value == 1
+    shown = {"block_size": "32", "cache_dtype": "auto", "num_gpu_blocks": "7", "engine": "0"}
+    assert shown.items() <= config.labels.items()
     queue = found["vllm:request_queue_time_seconds"]
     assert isinstance(queue, Histogram) and queue.count == 1 and queue.buckets["+Inf"] == 1
     assert found["vllm:request_success"].labels["finished_reason"]

@@ -126,10 +126,7 @@ class AsyncLLM(EngineCalls):
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
         self._inputs = InputProcessor(model, self.tokenizer)
         self._kernels = ready[0].kernels
-        cache = dataclasses.asdict(self.vllm_config.cache_config)
-        names = {"kv_cache_dtype": "cache_dtype", "num_blocks": "num_gpu_blocks_override"}
-        shown = {names.get(name, name): value for name, value in cache.items()}
-        self.metrics.record_cache_config(shown | {"num_gpu_blocks": ready[0].num_blocks})
+        self.metrics.record_cache_config(self.vllm_config.cache_config, ready[0].num_blocks)
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.cache import CacheConfig
+from vllm.utils.dataclasses import asdict, fields
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
@@ -27,6 +30,9 @@ _TOKENS_OF_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1638
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+
+# Fields of CacheConfig that are labels under another name.
+_CACHE_LABELS = {"kv_cache_dtype": "cache_dtype", "num_blocks": "num_gpu_blocks_override"}
 
 # Help texts by name, without the prefix `vllm:`.
 _GAUGES = {
@@ -130,6 +136,11 @@ class Metrics:
         made = _Families(client, self.registry, max_model_len)
         self.engines = [EngineMetrics(made, model_name, str(i)) for i in range(num_engines)]
         make = partial(client.Counter, registry=self.registry)
+        names = [_CACHE_LABELS.get(f.name, f.name) for f in fields(CacheConfig)]
+        self._cache_config = client.Gauge(
+            "vllm:cache_config_info", "1; the settings of the KV cache are labels.",
+            [*names, "num_gpu_blocks", "engine"], registry=self.registry,
+        )  # fmt: skip
         labels = ["path", "method", "status"]
         self._http_requests = make("vllm:http_requests", "Answered HTTP requests.", labels)
         self._ignored_fields = make(
@@ -146,13 +157,12 @@ class Metrics:
         """A request had a field without effect. `name` must come from a finite set."""
         self._ignored_fields.labels(field=name).inc()
 
-    def record_cache_config(self, fields: Mapping[str, object]) -> None:
-        """fields: of the KV cache of every engine, as labels of a gauge that is 1."""
-        texts = {name: str(value) for name, value in fields.items()}
-        gauge = self._client.Gauge("vllm:cache_config_info", "Settings of the KV cache.",
-                                   [*texts, "engine"], registry=self.registry)  # fmt: skip
+    def record_cache_config(self, config: CacheConfig, num_blocks: int) -> None:
+        """config: of the KV cache of every engine; num_blocks: as resolved."""
+        values = asdict(config) | {"num_gpu_blocks": num_blocks}
+        texts = {_CACHE_LABELS.get(name, name): str(value) for name, value in values.items()}
         for index in range(len(self.engines)):
-            gauge.labels(**texts, engine=str(index)).set(1)
+            self._cache_config.labels(**texts, engine=str(index)).set(1)
 
     def record_http(self, path: str, method: str, status: int, seconds: float) -> None:
         """One answered HTTP request. `path` must come from a finite set: it is a label."""
