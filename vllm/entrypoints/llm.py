@@ -151,7 +151,9 @@ class LLM:
         refuse_lora(lora_request)
         inputs, eos_ids = self.llm_engine.inputs, self.llm_engine.model_config.eos_token_ids
         probe = SamplingParams(max_tokens=params.max_tokens)
-        tokens = [inputs.process("", prompt, probe).prompt_token_ids for prompt in _as_list(prompts)]
+        tokens = [
+            inputs.process("", prompt, probe).prompt_token_ids for prompt in _as_list(prompts)
+        ]
         searches = [BeamSearch(own, params, eos_ids) for own in tokens]
         size = concurrency_limit or len(searches) or 1
         with _bar(use_tqdm, len(searches), "Beam search") as bar:
