@@ -32,6 +32,7 @@ from vllm.entrypoints.openai.http import (
     read_json,
     until_disconnect,
 )
+from vllm.entrypoints.openai.management import add_management_paths
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -66,6 +67,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_generation_paths(app, service, metrics, settings)
     _add_response_paths(app, service)
     _add_tokenizer_paths(app, service, settings)
+    add_management_paths(app, service, gate, settings)
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import re
 import time
+import zlib
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -152,13 +153,39 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     except TimeoutError:
         message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding == "gzip":
+        body = await asyncio.to_thread(_inflated, body, max_bytes)
+    elif coding != "identity":
+        raise ApiError(415, f"Content-Encoding {coding:.40} is not supported: send gzip or none")
     return _parse_object(body)
+
+
+def _inflated(body: bytearray, max_bytes: int) -> bytearray:
+    """The content of one or several gzip members, of which no more than `max_bytes` is made."""
+    content, rest = bytearray(), bytes(body)
+    try:
+        while rest:
+            member = zlib.decompressobj(wbits=31)
+            content += member.decompress(rest, max_bytes + 1 - len(content))
+            if len(content) > max_bytes:
+                raise _too_large(max_bytes)
+            if not member.eof:
+                raise ApiError(400, "the gzip body ends too early")
+            rest = member.unused_data
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no valid gzip: {error}") from None
+    return content
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
+    return ApiError(413, message, headers={"Connection": "close"})
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
-    too_large = ApiError(413, message, headers={"Connection": "close"})
+    too_large = _too_large(max_bytes)
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
