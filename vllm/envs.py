@@ -87,6 +87,10 @@ VARIABLES: dict[str, Variable] = {
         "a folder",
         "Where `start_profile` and `stop_profile` write traces of torch's profiler.",
     ),
+    "VLLM_SERVER_DEV_MODE": _switch(
+        "Serve the endpoints of development: /server_info, /reset_prefix_cache, /sleep, /wake_up, "
+        "/is_sleeping, /start_profile, /stop_profile. Whoever reaches the server may stall it."
+    ),
     "VLLM_KERNEL_COMPILE_SECONDS": Variable(
         _positive,
         "a number of seconds above 0",

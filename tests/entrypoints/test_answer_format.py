@@ -8,7 +8,7 @@ import pytest
 
 from entrypoints.test_tools import TEMPLATE, TOOLS, USER
 from vllm.entrypoints.openai.answer_format import AnswerFormats
-from vllm.entrypoints.openai.chat import _Answer
+from vllm.entrypoints.openai.chat import ChatAnswer
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput
@@ -34,9 +34,9 @@ def test_parallel_tool_calls_false_gives_one_call_of_formats_without_a_grammar_t
         request = _request(parallel_tool_calls=is_parallel)
         form = AnswerFormats(known()["mistral"]).of(request, TEMPLATE, "")
         service: Any = SimpleNamespace()
-        answer = _Answer(service, request, "x", [[1]], form)
+        answer = ChatAnswer(service, request, "x", [[1]], form)
         whole = CompletionOutput(index=0, text=text, token_ids=[], finish_reason="stop")
-        events = asyncio.run(answer._read(whole))
+        events = asyncio.run(answer.read(whole))
         assert sum(isinstance(event, Call) for event in events) == count
 
 

@@ -19,6 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
+from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, create_message
+from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
@@ -37,6 +39,7 @@ from vllm.entrypoints.openai.http import (
     read_json,
     until_disconnect,
 )
+from vllm.entrypoints.openai.management import add_management_paths
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -45,14 +48,22 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from vllm.entrypoints.openai.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    input_items,
+)
+from vllm.entrypoints.openai.responses_protocol import ResponsesRequest
 from vllm.entrypoints.openai.settings import ServerSettings
-from vllm.errors import VllmError
+from vllm.entrypoints.openai.translated import TranslatedRequest
+from vllm.errors import RequestError, VllmError
 from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import parse_report
 from vllm.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
-Generation = TypeVar("Generation", bound=GenerationRequest)
+Generation = TypeVar("Generation", bound=GenerationRequest | TranslatedRequest)
 
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
@@ -61,7 +72,9 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     _add_generation_paths(app, service, metrics, settings)
+    _add_response_paths(app, service)
     _add_tokenizer_paths(app, service, settings)
+    add_management_paths(app, service, gate, settings)
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")
@@ -158,6 +171,35 @@ def _add_generation_paths(
 
     add("/v1/completions", CompletionRequest, create_completion)
     add("/v1/chat/completions", ChatCompletionRequest, create_chat_completion)
+    add("/v1/responses", ResponsesRequest, create_response)
+    add("/v1/responses/input_tokens", ResponsesRequest, count_input_tokens)
+    add("/v1/messages", MessagesRequest, create_message)
+    add("/v1/messages/count_tokens", CountTokensRequest, count_message_tokens)
+
+
+def _add_response_paths(app: FastAPI, service: Service) -> None:
+    path = "/v1/responses/{response_id}"
+
+    @app.get(path)
+    async def retrieve(request: Request, response_id: str) -> Response:
+        body = service.responses.get(response_id).body
+        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            raise RequestError("stream is not supported of a stored response", "stream")
+        return Response(body, media_type="application/json")
+
+    @app.delete(path)
+    async def delete(response_id: str) -> Response:
+        service.responses.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post(f"{path}/cancel")
+    async def cancel(response_id: str) -> Response:
+        return cancel_response(service, response_id)
+
+    @app.get(f"{path}/input_items")
+    async def items(request: Request, response_id: str) -> Response:
+        stored = service.responses.get(response_id)
+        return json_response(input_items(stored, response_id, request.query_params))
 
 
 def _add_tokenizer_paths(app: FastAPI, service: Service, settings: ServerSettings) -> None:
@@ -205,13 +247,14 @@ def _described(*kinds: type[BaseModel]) -> dict[str, object]:
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def routing(request: Request, error: HTTPException) -> Response:
-        return status_error(error.status_code, request.method, request.url.path).response()
+        path = request.url.path
+        return status_error(error.status_code, request.method, path).response(path)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     async def other(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     app.add_exception_handler(HTTPException, routing)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, gone)

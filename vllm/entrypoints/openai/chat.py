@@ -18,18 +18,25 @@ from vllm.tool_parsers.parser import Arguments, Call, Content, Event, Reasoning
 async def create_chat_completion(
     service: Service, request: ChatCompletionRequest, request_id: str
 ) -> Response:
+    prompt, form = await chat_prompt(service, request)
+    return await ChatAnswer(service, request, f"chatcmpl-{request_id}", [prompt], form).response()
+
+
+async def chat_prompt(
+    service: Service, request: ChatCompletionRequest
+) -> tuple[list[int], AnswerFormat]:
+    """Token ids of the conversation, and how its answer is written."""
     text = await service.prompts.render(request)
     # The template writes the special tokens itself.
     is_truncated = request.truncate_prompt_tokens is not None
     prompt = await service.prompts.encode(text, bool(request.add_special_tokens), is_truncated)
     prompt = request.truncated(prompt, service.max_model_len)
     template = service.prompts.template(request)
-    form = service.answers.of(request, template, text)
-    return await _Answer(service, request, f"chatcmpl-{request_id}", [prompt], form).response()
+    return prompt, service.answers.of(request, template, text)
 
 
 @dataclass
-class _Answer(Answer):
+class ChatAnswer(Answer):
     """n choices to one prompt. readers: of those whose opening was sent, or that are whole.
     reasoning: of each choice that has not ended, in parts. callers: choices that call tools."""
 
@@ -55,7 +62,7 @@ class _Answer(Answer):
         if not self.extra:
             self.extra = await self.prompt_fields(output)
         message: Json = {"role": self.service.response_role, "content": None, "refusal": None}
-        message |= self._message(await self._read(new))
+        message |= self._message(await self.read(new))
         if not message.get("tool_calls") or self._echoed():
             message["content"] = self._echoed() + (message["content"] or "")
         return await self._choice({"message": message}, new)
@@ -64,7 +71,7 @@ class _Answer(Answer):
         self, index: int, output: RequestOutput, new: CompletionOutput
     ) -> list[tuple[Json, Json]]:
         is_first, has_extra = new.index not in self.readers, not self.readers
-        delta = self._delta(await self._read(new))
+        delta = self._delta(await self.read(new))
         chunk = await self._choice({"delta": delta}, new)
         if not is_first:
             return [(chunk, {})]
@@ -73,7 +80,7 @@ class _Answer(Answer):
         opening = {"index": new.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [(opening, extra), (chunk, {})]
 
-    async def _read(self, new: CompletionOutput) -> list[Event]:
+    async def read(self, new: CompletionOutput) -> list[Event]:
         """What `new` adds to its choice."""
         reader = self.readers.get(new.index)
         if reader is None:

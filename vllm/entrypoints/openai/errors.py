@@ -9,6 +9,7 @@ import msgspec
 from fastapi import Response
 from pydantic import BaseModel, ValidationError
 
+from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH, anthropic_error
 from vllm.errors import (
     EngineDeadError,
     NumericsError,
@@ -46,8 +47,11 @@ class ApiError(Exception):
         error = {"message": self.message, "type": type_, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        content = msgspec.json.encode(self.body())
+    def response(self, path: str = "") -> Response:
+        """In the form of the API that `path` belongs to."""
+        is_anthropic = path.startswith(ANTHROPIC_PATH)
+        body = anthropic_error(self.status, self.message) if is_anthropic else self.body()
+        content = msgspec.json.encode(body)
         return Response(content, self.status, dict(self.headers), "application/json")
 
 
@@ -83,18 +87,23 @@ def status_error(status: int, method: str, path: str) -> ApiError:
     return ApiError(status, HTTPStatus(status).phrase)
 
 
-def invalid_fields(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """One sentence per wrong field: its name, what is accepted, what was given."""
+def invalid_fields(
+    error: ValidationError, model: type[BaseModel], at: tuple[str | int, ...] = ()
+) -> ApiError:
+    """One sentence per wrong field: its name, what is accepted, what was given. at: where in the
+    request the fields of `model` are."""
     problems = error.errors(include_url=False, include_context=False)
-    shown = [_sentence(dict(problem), model) for problem in problems[:5]]
+    shown = [_sentence(dict(problem), model, at) for problem in problems[:5]]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")
-    first = problems[0]["loc"]
+    first = (*at, *problems[0]["loc"])
     return ApiError(400, "; ".join(shown), str(first[0]) if first else None)
 
 
-def _sentence(problem: dict[str, Any], model: type[BaseModel]) -> str:
-    name = ".".join(map(str, problem["loc"])) or "the body"
+def _sentence(
+    problem: dict[str, Any], model: type[BaseModel], at: tuple[str | int, ...] = ()
+) -> str:
+    name = ".".join(map(str, (*at, *problem["loc"]))) or "the body"
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":

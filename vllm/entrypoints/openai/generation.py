@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
+from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
@@ -32,7 +33,8 @@ class Service:
     """The served model as the endpoints see it.
 
     sampling_defaults: what requests that leave a sampling field open get. response_role: role of
-    chat answers. answers: how chat answers are read. numbers: of requests to the engine.
+    chat answers. answers: how chat answers are read. responses: those that clients may come back
+    to. numbers: of requests to the engine.
     """
 
     engine: AsyncLLM
@@ -40,6 +42,7 @@ class Service:
     sampling_defaults: Mapping[str, Any]
     response_role: str = "assistant"
     answers: AnswerFormats = field(default_factory=AnswerFormats)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 

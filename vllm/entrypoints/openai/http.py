@@ -4,7 +4,8 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+import zlib
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics import Metrics
+from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.protocol import REQUEST_ID
 from vllm.logger import get_logger
@@ -58,7 +60,10 @@ class Gate:
         if scope["path"] in OPEN_PATHS:
             return
         if self.api_keys and not self._has_key(scope):
-            message = "a valid API key is needed: send the header 'Authorization: Bearer KEY'"
+            message = (
+                "a valid API key is needed: send the header 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'"
+            )
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self.refusal is not None:
@@ -66,12 +71,12 @@ class Gate:
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
 
     def _has_key(self, scope: Scope) -> bool:
-        given = Headers(scope=scope).get("authorization", "")
-        scheme, _, key = given.encode("latin-1").partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        given = [key.strip()] if scheme.lower() == b"bearer" else []
+        given += [headers["x-api-key"].encode("latin-1")] if "x-api-key" in headers else []
         # Every key is compared in full, so that the time taken tells nothing about any of them.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self.api_keys]
+        matches = [hmac.compare_digest(key, known) for key in given for known in self.api_keys]
         return any(matches)
 
 
@@ -97,8 +102,10 @@ class GateMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+                name = b"request-id" if is_anthropic else b"x-request-id"
                 own_id = state["request_id"].encode()  # which the body may have set
-                message["headers"] = [*message["headers"], (b"x-request-id", own_id)]
+                message["headers"] = [*message["headers"], (name, own_id)]
             await send(message)
 
         is_open = scope["path"] in OPEN_PATHS
@@ -108,7 +115,8 @@ class GateMiddleware:
             await self.app(scope, receive, send_tagged)
         except Exception as error:
             if status == 499:
-                await as_api_error(error).response()(scope, receive, send_tagged)
+                response = as_api_error(error).response(scope["path"])
+                await response(scope, receive, send_tagged)
         finally:
             self.gate.num_active -= not is_open
             path = scope["path"] if scope["path"] in self.known_paths else "other"
@@ -145,13 +153,39 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     except TimeoutError:
         message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding == "gzip":
+        body = await asyncio.to_thread(_inflated, body, max_bytes)
+    elif coding != "identity":
+        raise ApiError(415, f"Content-Encoding {coding:.40} is not supported: send gzip or none")
     return _parse_object(body)
+
+
+def _inflated(body: bytearray, max_bytes: int) -> bytearray:
+    """The content of one or several gzip members, of which no more than `max_bytes` is made."""
+    content, rest = bytearray(), bytes(body)
+    try:
+        while rest:
+            member = zlib.decompressobj(wbits=31)
+            content += member.decompress(rest, max_bytes + 1 - len(content))
+            if len(content) > max_bytes:
+                raise _too_large(max_bytes)
+            if not member.eof:
+                raise ApiError(400, "the gzip body ends too early")
+            rest = member.unused_data
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no valid gzip: {error}") from None
+    return content
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
+    return ApiError(413, message, headers={"Connection": "close"})
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
-    too_large = ApiError(413, message, headers={"Connection": "close"})
+    too_large = _too_large(max_bytes)
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
@@ -253,20 +287,41 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _send_event(send, self._first)
+        await self._send_event(send, self._first)
         try:
             async for event in self._rest:
-                await _send_event(send, event)
+                await self._send_event(send, event)
         except _SlowClient:
             raise
         except Exception as error:
-            await _send_event(send, msgspec.json.encode(as_api_error(error).body()))
-        await _send_event(send, b"[DONE]")
+            await self._send_event(send, msgspec.json.encode(as_api_error(error).body()))
+        await self._send_event(send, b"[DONE]")
+        await self._send_end(send)
+
+    async def _send_event(self, send: Send, data: bytes) -> None:
+        await _send_part(send, b"data: %b\n\n" % data)
+
+    async def _send_end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    body = b"data: %b\n\n" % data
+class NamedEventStream(EventStream):
+    """Parts of `named_event`s; the generator tells its errors and its end by events of its own."""
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send_part(send, self._first)
+        async for part in self._rest:
+            await _send_part(send, part)
+        await self._send_end(send)
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event with the name `type` of its data."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), msgspec.json.encode(data))
+
+
+async def _send_part(send: Send, body: bytes) -> None:
     message: Message = {"type": "http.response.body", "body": body, "more_body": True}
     try:
         async with asyncio.timeout(_SEND_TIMEOUT_S):

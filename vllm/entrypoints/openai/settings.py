@@ -32,3 +32,4 @@ class ServerSettings:
     uvicorn_log_level: str
     disable_log_requests: bool
     strict_requests: bool
+    enable_tokenizer_info_endpoint: bool

@@ -1,0 +1,94 @@
+"""Responses that were answered, for clients that come back to them while the server runs."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vllm.entrypoints.openai.errors import ApiError
+from vllm.errors import RequestError
+
+Json = dict[str, Any]
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """body: the JSON of the response. input: the items that it answers. turns: of the conversation
+    up to and with its answer, as messages of chat; those of earlier responses are shared. items: of
+    its output, by id."""
+
+    body: bytes
+    input: list[Json]
+    turns: list[Json]
+    items: dict[str, Json]
+    num_bytes: int
+
+
+@dataclass
+class ResponseStore:
+    """Bounded by number and size: what was used last is kept."""
+
+    max_responses: int = MAX_RESPONSES
+    max_bytes: int = MAX_BYTES
+    num_bytes: int = field(default=0, init=False)
+    _found: "OrderedDict[str, StoredResponse]" = field(default_factory=OrderedDict, init=False)
+    _items: dict[str, Json] = field(default_factory=dict, init=False)
+
+    def add(self, response_id: str, body: Json, given: list[Json], turns: list[Json]) -> None:
+        """given: input items of the request. One that is larger than the store is not kept."""
+        text = msgspec.json.encode(body)
+        num_bytes = len(text) + len(msgspec.json.encode(given))
+        # Of the output alone: their ids are the server's own, and nobody else's.
+        items = {item["id"]: item for item in body["output"]}
+        if num_bytes > self.max_bytes:
+            return
+        self._found[response_id] = StoredResponse(text, given, turns, items, num_bytes)
+        self._items |= items
+        self.num_bytes += num_bytes
+        while len(self._found) > self.max_responses or self.num_bytes > self.max_bytes:
+            self._drop(next(iter(self._found)))
+
+    def get(self, response_id: str) -> StoredResponse:
+        """ApiError 404 for one that is not here."""
+        if response_id not in self._found:
+            raise ApiError(404, self._absent(response_id), "response_id", "response_not_found")
+        self._found.move_to_end(response_id)
+        return self._found[response_id]
+
+    def previous(self, response_id: str) -> list[Json]:
+        """Turns of the conversation that goes on."""
+        try:
+            return self.get(response_id).turns
+        except ApiError:
+            raise ApiError(
+                400, self._absent(response_id), "previous_response_id",
+                "previous_response_not_found",
+            ) from None  # fmt: skip
+
+    def item(self, item_id: str, place: str) -> Json:
+        """An item of an answer, for a reference to it."""
+        if item_id not in self._items:
+            raise RequestError(
+                f"{place}.id {item_id[:80]!r} is of no stored item: give the item itself", "input"
+            )
+        return self._items[item_id]
+
+    def delete(self, response_id: str) -> None:
+        self.get(response_id)
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        gone = self._found.pop(response_id)
+        self.num_bytes -= gone.num_bytes
+        for item_id in gone.items:
+            self._items.pop(item_id, None)
+
+    def _absent(self, response_id: str) -> str:
+        return (
+            f"response {response_id[:80]!r} is not stored: the server keeps the last "
+            f"{self.max_responses} of those made without store: false, until it stops"
+        )
