@@ -142,9 +142,12 @@ def test_the_first_request_waits_for_the_model_and_an_engine_sleeps_and_wakes(ch
             assert await llm.reset_prefix_cache()
             assert (await ask(llm, "d")).num_cached_tokens == 0
             await llm.sleep()
+            asleep = 'sleep_state="discard_all"} 1.0'
+            assert asleep in llm.metrics.render().decode()
             with pytest.raises(RequestError, match="sleeps"):
                 await ask(llm, "e")
             await llm.wake_up()
+            assert asleep not in llm.metrics.render().decode()
             assert (await ask(llm, "f")).outputs[0].token_ids == first.outputs[0].token_ids
             with pytest.raises(RequestError, match="VLLM_TORCH_PROFILER_DIR"):
                 await llm.start_profile()

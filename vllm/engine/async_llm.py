@@ -388,6 +388,7 @@ class AsyncLLM(EngineCalls):
             num_running = min(engine.stats.num_running, num_sent)
             metrics = self.metrics.engines[engine.dp_rank.rank]
             metrics.record_requests(num_running, num_sent - num_running)
+            metrics.record_sleep(self.is_asleep)
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()

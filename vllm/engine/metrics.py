@@ -29,6 +29,8 @@ _SECONDS_OF_HTTP = (0.1, 0.5, 1.0)
 _TOKENS_OF_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
+# Upstream's; weights are not kept elsewhere here.
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Fields of CacheConfig that are labels under another name.
@@ -192,6 +194,8 @@ class _Families:
             name: make(client.Histogram, name, text, buckets=buckets or tokens)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
+        text = "Whether the engine is awake, or has freed weights and KV cache."
+        self.sleep = make(client.Gauge, "engine_sleep_state", text, ["sleep_state"])
         text = "Finished requests by reason."
         self.success = make(client.Counter, "request_success", text, ["finished_reason"])
 
@@ -205,6 +209,9 @@ class EngineMetrics:
             {name: made.labels(**labels) for name, made in kind.items()}
             for kind in (families.gauges, families.counters, families.histograms)
         )
+        self._sleep = {state: families.sleep.labels(**labels, sleep_state=state)
+                       for state in SLEEP_STATES}  # fmt: skip
+        self.record_sleep(False)
         self._success = {
             reason: families.success.labels(**labels, finished_reason=reason)
             for reason in FINISH_REASONS
@@ -224,6 +231,11 @@ class EngineMetrics:
     def record_requests(self, num_running: int, num_waiting: int) -> None:
         self._gauges["num_requests_running"].set(num_running)
         self._gauges["num_requests_waiting"].set(num_waiting)
+
+    def record_sleep(self, is_asleep: bool) -> None:
+        state = "discard_all" if is_asleep else "awake"
+        for name, gauge in self._sleep.items():
+            gauge.set(name == state)
 
     def record_prompt(self, num_tokens: int, num_cached: int) -> None:
         """A prompt was computed, of which `num_cached` tokens came from the prefix cache."""

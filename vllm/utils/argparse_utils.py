@@ -17,11 +17,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_dashed(word) for word in words], namespace)
+        return super().parse_known_args([dashed(word) for word in words], namespace)
 
 
-def _dashed(word: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are."""
+def dashed(word: str) -> str:
+    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, so do keys of JSON
+    (`--hf_overrides.rope_theta=1`) and a value that is itself a list of flags (`vllm eval paired
+    --a "--seed 1 my_model"`)."""
     flag, equals, value = word.partition("=")
-    is_flag = flag.startswith("--") and " " not in flag
-    return flag.replace("_", "-") + equals + value if is_flag else word
+    if not flag.startswith("--") or " " in flag:
+        return word
+    name, dot, keys = flag.partition(".")
+    return name.replace("_", "-") + dot + keys + equals + value

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from vllm import envs
-from vllm.entrypoints.cli.config_file import dashed, with_file
+from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
+from vllm.utils.argparse_utils import dashed
 from vllm.version import __version__
 
 # Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
