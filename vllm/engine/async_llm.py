@@ -370,6 +370,8 @@ class AsyncLLM(EngineCalls):
         self._calls.update(message.stats.calls)
         metrics = self.metrics.engines[engine.dp_rank.rank]
         metrics.record_step(message.stats)
+        if not message.outputs:
+            return
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
             with suppress(EngineDeadError):  # reported elsewhere, with the cause
