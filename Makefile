@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CUTLASS := nvidia-cutlass==4.2.0.0
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
-  -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm; print(vllm.__version__)')
+  -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm.version; print(vllm.version.OWN_VERSION)')
 
 .PHONY: help serve test test-all test-build test-gpu lint build build-cuda format clean
 

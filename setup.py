@@ -32,7 +32,7 @@ class NativeLibrary(Extension):
 class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         build_dir = Path(self.build_temp).resolve()
-        version = self.distribution.get_version()
+        version = self.distribution.get_version().rpartition("+")[2]  # our own
         configure = [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DVLLM_OUTPUT_DIR={self._built()}",

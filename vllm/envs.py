@@ -82,6 +82,15 @@ VARIABLES: dict[str, Variable] = {
         "Where kernels that were compiled on this machine are kept; unset: in VLLM_CACHE_ROOT.",
         lambda: read("VLLM_CACHE_ROOT") / "compiled",
     ),
+    "VLLM_TORCH_PROFILER_DIR": Variable(
+        _path,
+        "a folder",
+        "Where `start_profile` and `stop_profile` write traces of torch's profiler.",
+    ),
+    "VLLM_SERVER_DEV_MODE": _switch(
+        "Serve the endpoints of development: /server_info, /reset_prefix_cache, /sleep, /wake_up, "
+        "/is_sleeping, /start_profile, /stop_profile. Whoever reaches the server may stall it."
+    ),
     "VLLM_KERNEL_COMPILE_SECONDS": Variable(
         _positive,
         "a number of seconds above 0",

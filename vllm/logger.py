@@ -30,3 +30,7 @@ def get_logger(name: str) -> logging.Logger:
     if not logging.getLogger(_ROOT).handlers:
         _configure()
     return logging.getLogger(name)
+
+
+init_logger = get_logger
+"""The name that plug-ins know."""

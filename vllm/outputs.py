@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm.lora.request import LoRARequest
+
 
 # gc: there may be a million, and none refers to anything that could refer back.
 class Logprob(msgspec.Struct, gc=False):
@@ -33,9 +35,28 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """Times of a request in seconds. arrival_time: of the clock of the day; the `_ts` by
+    time.monotonic, 0 before their event."""
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """From the arrival to the first token; 0 before it."""
+        return max(0.0, self.first_token_ts - self.queued_ts)
 
 
 @dataclass(slots=True)
@@ -60,3 +81,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    metrics: RequestStateStats | None = None
+    lora_request: LoRARequest | None = None

@@ -1,15 +1,18 @@
 """Parameters of one request: of sampling, or of pooling."""
 
+import copy
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
-from vllm.errors import CheckpointError, RequestError
+from vllm.errors import CheckpointError, RequestError, did_you_mean
 
 MAX_LOGPROBS = 100
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_LOGPROB_TOKEN_IDS = 128
 _TEMPERATURE_FLOOR = 1e-5
 
 
@@ -19,6 +22,14 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class SamplingType(IntEnum):
+    """How tokens are drawn: the likeliest, with a fresh seed, or with the request's seed."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,40 +60,51 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+GuidedDecodingParams = StructuredOutputsParams
+"""The older name."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling settings, with OpenAI's names and meanings where it has them.
 
     temperature 0 is greedy. top_k 0 or -1 and top_p 1 keep every token; min_p drops tokens less
     likely than min_p times the likeliest. seed: the same seed gives the same text whatever else
     is in the batch; None draws a fresh one. stop: texts that end the output and are not part of
     it (unless include_stop_str_in_output). logprobs / prompt_logprobs: how many of the likeliest
-    tokens to report per position besides the one taken (0: that one alone).
-    max_tokens None: to the end of the context.
+    tokens to report per position besides the one taken (0: that one alone, -1: all tokens).
+    max_tokens None: to the end of the context. bad_words: texts whose tokens the output must not
+    have in a row, at its begin or after a space. allowed_token_ids: the only tokens of the output.
+    logprob_token_ids: tokens to report per position besides those of logprobs. extra_args: no
+    effect here.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         stop, ids = [self.stop] if isinstance(self.stop, str) else self.stop, self.stop_token_ids
@@ -96,8 +118,31 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"stop_token_ids must be a list of token ids, not {ids!r}", "stop_token_ids"
             )
         self.stop_token_ids = list(ids or ())
+        self._check_lists()
         self._check_types()
         self._check_ranges()
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """As the class itself, but None stands for the default of a field."""
+        if unknown := given.keys() - {*cls.__struct_fields__}:
+            name = sorted(unknown)[0]
+            raise RequestError(
+                f"SamplingParams has no {name!r}{did_you_mean(name, cls.__struct_fields__)}", name
+            )
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list with this one."""
+        return copy.deepcopy(self)
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     @property
     def stop_strings(self) -> list[str]:
@@ -118,7 +163,38 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     @property
     def may_edit_logits(self) -> bool:
         """Whether the logits of any step are edited, beyond temperature and truncation."""
-        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+        return (
+            self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or bool(self.bad_words)
+        )
+
+    def _check_lists(self) -> None:
+        bad, allowed, told = self.bad_words, self.allowed_token_ids, self.logprob_token_ids
+        is_list = isinstance(bad, list | tuple | None)
+        if not is_list or not all(isinstance(word, str) and word for word in bad or ()):
+            raise RequestError(f"bad_words must be a list of texts, not {bad!r}", "bad_words")
+        if len(bad or ()) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words has {len(bad or ())} texts; it takes at most {MAX_BAD_WORDS}",
+                "bad_words",
+            )
+        for name, ids in (("allowed_token_ids", allowed), ("logprob_token_ids", told)):
+            is_list = isinstance(ids, list | tuple | set | frozenset | None)
+            if not is_list or not all(map(_is_integer, ids or ())):
+                raise RequestError(f"{name} must be a list of token ids, not {ids!r}", name)
+        if allowed is not None and not allowed:
+            raise RequestError(
+                "allowed_token_ids is empty: no token would be left; name some or leave it out",
+                "allowed_token_ids",
+            )
+        if len(told or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids has {len(told or ())} tokens; it takes at most "
+                f"{MAX_LOGPROB_TOKEN_IDS}",
+                "logprob_token_ids",
+            )
+        self.bad_words = [*bad] if bad else None
+        self.allowed_token_ids = [*allowed] if allowed else None
+        self.logprob_token_ids = [*dict.fromkeys(told)] if told else None
 
     def _check_types(self) -> None:
         for name, (kind, _, _) in _NUMBERS.items():
@@ -169,6 +245,34 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
 
 
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Settings of `LLM.beam_search`.
+
+    A beam's score is the sum of its tokens' log-probabilities over length ** length_penalty, the
+    end-of-sequence token not counted in the length. temperature has no effect: the
+    log-probabilities are those of the model.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, high in (("beam_width", MAX_LOGPROBS // 2), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if not _is_integer(value) or not 1 <= value <= high:
+                raise RequestError(f"{name} must be an integer from 1 to {high}", name)
+        for name in ("temperature", "length_penalty"):
+            value = getattr(self, name)
+            if not (_is_integer(value) or isinstance(value, float)):
+                raise RequestError(f"{name} must be a number, not {value!r}", name)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _check_bool(name, getattr(self, name))
+
+
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Asks for one vector per prompt: the last hidden state of its last token.
 
@@ -214,8 +318,8 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "max_tokens": (int, 0, 2**31 - 1),
     "min_tokens": (int, 0, 2**31 - 1),
     "seed": (int, -(2**63), 2**63 - 1),
-    "logprobs": (int, 0, MAX_LOGPROBS),
-    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "logprobs": (int, -1, MAX_LOGPROBS),
+    "prompt_logprobs": (int, -1, MAX_LOGPROBS),
     "presence_penalty": (float, -2, 2),
     "frequency_penalty": (float, -2, 2),
     "top_p": (float, 0, 1),

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm import LLM, SamplingParams
+from vllm.core.request import EngineRequest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.async_llm import AsyncLLM
 from vllm.engine.output_processor import RequestState
 from vllm.errors import RequestError
@@ -121,3 +122,82 @@ def test_a_machine_that_was_frozen_goes_on(checkpoint):
             yield output
 
     served(checkpoint, body)
+
+
+def test_the_first_request_waits_for_the_model_and_an_engine_sleeps_and_wakes(checkpoint):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": list(range(3, 40))}
+
+    async def ask(llm, name):
+        return [output async for output in llm.generate(prompt, params, name)][-1]
+
+    async def run() -> None:
+        own = args(checkpoint("llama"), max_num_seqs=2)
+        given = AsyncEngineArgs(**vars(own), enable_log_requests=True)
+        llm = AsyncLLM.from_engine_args(given, usage_context=None)
+        try:
+            first, second = await asyncio.gather(ask(llm, "a"), ask(llm, "b"))
+            assert first.outputs[0].token_ids == second.outputs[0].token_ids
+            assert (await ask(llm, "c")).num_cached_tokens == 32
+            assert await llm.reset_prefix_cache()
+            assert (await ask(llm, "d")).num_cached_tokens == 0
+            await llm.sleep()
+            asleep = 'sleep_state="discard_all"} 1.0'
+            assert asleep in llm.metrics.render().decode()
+            with pytest.raises(RequestError, match="sleeps"):
+                await ask(llm, "e")
+            await llm.wake_up()
+            assert asleep not in llm.metrics.render().decode()
+            assert (await ask(llm, "f")).outputs[0].token_ids == first.outputs[0].token_ids
+            with pytest.raises(RequestError, match="VLLM_TORCH_PROFILER_DIR"):
+                await llm.start_profile()
+            assert llm.is_running and not llm.errored
+        finally:
+            await llm.shutdown()
+        assert llm.is_stopped and not llm.errored
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_has_not_read_is_waiting_and_an_abort_ends_it(checkpoint):
+    def gauge(llm, name) -> float:
+        text = llm.metrics.render().decode()
+        (line,) = (line for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
+        return float(line.split()[-1])
+
+    async def body(llm: AsyncLLM) -> None:
+        params = SamplingParams(n=2, max_tokens=400, ignore_eos=True, detokenize=False)
+        pid = llm._engines[0].process.pid
+        os.kill(pid, signal.SIGSTOP)  # as within a step that takes long
+        try:
+            outputs = llm.generate({"prompt_token_ids": [5, 6]}, params, "one")
+            whole = asyncio.create_task(anext(outputs))
+            while not llm._in_flight:
+                await asyncio.sleep(0.01)
+            assert gauge(llm, "num_requests_waiting") == 2
+            assert gauge(llm, "num_requests_running") == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        while gauge(llm, "num_requests_running") != 2:
+            await asyncio.sleep(0.01)
+        await whole
+        await llm.abort("one")
+        last = [output async for output in outputs][-1]
+        assert [choice.finish_reason for choice in last.outputs] == ["abort", "abort"]
+        assert gauge(llm, "num_requests_running") == gauge(llm, "num_requests_waiting") == 0
+        assert 'vllm:cache_config_info{block_size="16",cache_dtype="auto"' in (
+            llm.metrics.render().decode()
+        )
+
+    served(checkpoint, body)
+
+
+def test_requests_run_from_before_their_step_is_computed(text_checkpoint):
+    core = LLM(text_checkpoint, max_model_len=64).llm_engine.core
+    told = []
+    core.on_scheduled = lambda: told.append(core.stats())
+    sampling = SamplingParams(max_tokens=1)
+    core.add(EngineRequest("a#0", [5, 6, 7], sampling, 0, [], 1))
+    core.step()
+    assert [(stats.num_running, stats.num_waiting) for stats in told] == [(1, 0)]
+    assert core.stats().step_tokens == {} and told[0].step_tokens == {3: 1}

@@ -4,10 +4,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from entrypoints.test_tools import TEMPLATE, TOOLS, USER
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.chat import ChatAnswer
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput
 from vllm.tool_parsers.parser import Call
 from vllm.tool_parsers.registry import known
@@ -35,3 +38,13 @@ def test_parallel_tool_calls_false_gives_one_call_of_formats_without_a_grammar_t
         whole = CompletionOutput(index=0, text=text, token_ids=[], finish_reason="stop")
         events = asyncio.run(answer.read(whole))
         assert sum(isinstance(event, Call) for event in events) == count
+
+
+def test_auto_needs_a_parser_where_the_template_tells_of_tools() -> None:
+    with pytest.raises(RequestError, match="need a parser of this model's calls"):
+        AnswerFormats().of(_request(), TEMPLATE, "")
+    plain = _request()
+    form = AnswerFormats().of(plain, "{{ messages }}", "")
+    assert (form.parser, form.grammar, len(plain.warnings)) == (None, None, 1)
+    with pytest.raises(RequestError, match="does not tell the model of tools: leave tools out"):
+        AnswerFormats().of(_request(tool_choice="required"), "{{ messages }}", "")

@@ -1,13 +1,20 @@
 """What a request may say, and what is answered when it says something else."""
 
+import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from vllm.entrypoints.openai.api_server import validated
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.entrypoints.openai.protocol import (
+from vllm.entrypoints.openai.field_policy import (
     IGNORED_FIELDS,
+    REFUSED_FIELDS,
+    read_request,
+    validated,
+    warning_header,
+)
+from vllm.entrypoints.openai.protocol import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,8 +44,6 @@ def refusal(make: Any, **fields: Any) -> ApiError:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"max_token": 3}, "max_token", "unknown field max_token; did you mean max_tokens?"),
-        ({"xyz": 3}, "xyz", "unknown field xyz"),
         ({"temperature": "hot"}, "temperature", 'temperature should be a valid number, not "hot"'),
         ({"max_tokens": "16"}, "max_tokens", 'max_tokens should be a valid integer, not "16"'),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens should be a valid integer, not 1.5"),
@@ -46,16 +51,7 @@ def refusal(make: Any, **fields: Any) -> ApiError:
         ({"stream": 1}, "stream", "stream should be a valid boolean, not 1"),
         ({"stop": 5}, "stop", "stop takes a text or a list of texts, not 5"),
         ({"logit_bias": {"5": "x"}}, "logit_bias", "logit_bias.5 should be a valid number"),
-        (
-            {"stream_options": {"include_usag": True}},
-            "stream_options",
-            "unknown field stream_options.include_usag; did you mean include_usage?",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schma": {}}}},
-            "response_format",
-            "unknown field response_format.json_schema.schma; did you mean schema?",
-        ),
+        ({"max_token": 3, "n": "1"}, "n", "n should be a valid integer"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_it_takes_and_what_was_given(
@@ -75,18 +71,110 @@ def test_every_wrong_field_is_reported_up_to_a_limit() -> None:
     error = refusal(completion, n="1", seed="2")
     assert "n should be" in error.message
     assert "seed should be" in error.message
-    many = refusal(completion, **{f"field{i}": 0 for i in range(9)})
-    assert many.message.endswith("and 4 more")
+    names = ("n", "seed", "top_p", "top_k", "min_p", "max_tokens", "min_tokens")
+    many = refusal(completion, **dict.fromkeys(names, "x"))
+    assert many.message.endswith("and 2 more")
 
 
 def test_a_long_value_is_shortened_in_the_message() -> None:
     assert len(refusal(completion, temperature="x" * 10_000).message) < 200
 
 
-def test_openai_fields_without_effect_are_accepted() -> None:
+def test_fields_without_effect_are_left_out_and_named_with_the_reason() -> None:
     fields = dict.fromkeys(IGNORED_FIELDS, "anything")
-    assert completion(**fields) == completion()
-    assert chat(**fields) == chat()
+    for kind, own in ((CompletionRequest, {"prompt": "a"}),
+                      (ChatCompletionRequest, {"messages": [USER]})):  # fmt: skip
+        body, left_out = read_request(kind, {**own, **fields})
+        assert body == validated(kind, own)
+        assert [*left_out] == [*fields]
+        assert all(IGNORED_FIELDS[name] in text for name, text in left_out.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "text"),
+    [
+        ({"max_token": 3}, "max_token", "unknown field max_token; did you mean max_tokens?"),
+        ({"xyz": 3}, "xyz", "unknown field xyz"),
+        (
+            {"stream": True, "stream_options": {"include_usag": True}},
+            "stream_options.include_usag",
+            "unknown field stream_options.include_usag; did you mean include_usage?",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schma": {}}}},
+            "response_format.json_schema.schma",
+            "unknown field response_format.json_schema.schma; did you mean schema?",
+        ),
+    ],
+)
+def test_a_field_that_nobody_knows_is_left_out_and_refused_by_strict_servers(
+    fields: dict[str, Any], name: str, text: str
+) -> None:
+    body, left_out = read_request(CompletionRequest, {"prompt": "a", **deepcopy(fields)})
+    assert {*left_out} == {name}
+    assert left_out[name].startswith(text)
+    assert not body.model_extra
+    with pytest.raises(ApiError, match=re.escape(text)):
+        read_request(CompletionRequest, {"prompt": "a", **deepcopy(fields)}, is_strict=True)
+
+
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str) -> None:
+    for make in (completion, chat):
+        error = refusal(make, **{name: "x"})
+        assert error.param == name
+        assert error.message.startswith(f"{name} is not supported: ")
+        assert make(**{name: None}) == make()
+        assert make(**{name: False}) == make()
+
+
+def test_a_strict_server_refuses_fields_without_effect() -> None:
+    with pytest.raises(ApiError, match=r"user has no effect here.*leave it out") as caught:
+        read_request(CompletionRequest, {"prompt": "a", "user": "x"}, is_strict=True)
+    assert caught.value.param == "user"
+
+
+def test_a_warning_header_holds_any_name() -> None:
+    header = warning_header(['a "b" \\ c\r\nX: 1 é', "x" * 10_000, *map(str, range(9))])
+    assert header.isascii()
+    assert header.isprintable()
+    assert header.startswith('299 vllm "a \\"b\\" \\\\ c??X: 1 ?", 299 vllm "xxx')
+    assert header.endswith('299 vllm "and 3 more"')
+    assert len(header) < 1000
+
+
+def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+    ids = [*range(10)]
+    assert completion().truncated(ids, 12) == ids
+    assert completion(truncate_prompt_tokens=3).truncated(ids, 12) == [7, 8, 9]
+    assert completion(truncate_prompt_tokens=30).truncated(ids, 12) == ids
+    assert completion(truncate_prompt_tokens=-1, max_tokens=4).truncated(ids, 12) == ids[2:]
+    assert chat(truncate_prompt_tokens=-1).truncated(ids, 8) == ids[3:]
+    with pytest.raises(RequestError, match="truncate_prompt_tokens 0 leaves no prompt"):
+        completion(truncate_prompt_tokens=0).check()
+
+
+def test_logprob_token_ids_need_logprobs() -> None:
+    completion(logprobs=0, logprob_token_ids=[5]).check()
+    chat(logprobs=True, logprob_token_ids=[5]).check()
+    for request in (completion(logprob_token_ids=[5]), chat(logprob_token_ids=[5])):
+        with pytest.raises(RequestError, match="logprob_token_ids needs logprobs"):
+            request.check()
+
+
+def test_both_shapes_of_a_structural_tag_become_one() -> None:
+    schema = {"type": "object"}
+    tag = {"begin": "<f>", "schema": schema, "end": "</f>"}
+    older = {"type": "structural_tag", "structures": [tag], "triggers": ["<f"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    parts = [{"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}]
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": parts}
+    whole = {"type": "structural_tag", "format": form}
+    for fields in ({"response_format": older}, {"response_format": whole},
+                   {"structural_tag": whole}):  # fmt: skip
+        assert chat(**fields).asked_grammar() == {"structural_tag": whole}
+    with pytest.raises(RequestError, match="needs format, or structures and triggers"):
+        chat(response_format={"type": "structural_tag"}).asked_grammar()
 
 
 def test_null_counts_as_not_given() -> None:
@@ -97,7 +185,7 @@ def test_null_counts_as_not_given() -> None:
 
 
 def test_null_in_a_field_that_is_not_known_or_within_another_counts_as_not_given() -> None:
-    assert completion(audio=None, stream_options={"xyz": None}, stream=True) == completion(
+    assert completion(nobodys=None, stream_options={"xyz": None}, stream=True) == completion(
         stream_options={}, stream=True
     )
 

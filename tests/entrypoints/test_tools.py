@@ -283,14 +283,3 @@ def test_wrong_names_of_parsers_are_refused_at_the_start(tiny_model: Path) -> No
         done = run_cli("serve", str(tiny_model), flag, "hermse")
         assert done.returncode == 2, done.stderr
         assert f"{flag} 'hermse' is unknown: it takes" in done.stderr
-
-
-def test_tools_need_a_template_or_a_parser_that_knows_them(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with started_server(tiny_model, tmp_path / "log") as server:
-        for choice, words in (("auto", "--tool-call-parser"), ("required", "chat template")):
-            body = {"messages": [USER], "tools": TOOLS, "tool_choice": choice}
-            answer = server.post("/v1/chat/completions", body)
-            assert answer.status == 400
-            assert words in answer.error

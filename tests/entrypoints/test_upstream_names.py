@@ -78,7 +78,7 @@ def written(row: Row, name: str, value: str | None) -> list[list[str]]:
 
 
 def dashed(words: list[str]) -> list[str]:
-    from vllm.entrypoints.cli.config_file import dashed
+    from vllm.utils.argparse_utils import dashed
 
     return [dashed(word) for word in words]
 

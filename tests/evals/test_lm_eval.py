@@ -1,11 +1,15 @@
 """lm_eval gets the same numbers from our server as from transformers, item by item."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
-from entrypoints.serving import environment, started_server
+from entrypoints.serving import REPOSITORY, environment, started_server
+
+import vllm
 
 WORDS = (
     *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "pack", "my", "box", "with"),
@@ -50,7 +54,7 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def run_lm_eval(tasks, output, model: str, model_args: str) -> dict[str, list[dict]]:
+def run_lm_eval(tasks, output, model: str, model_args: str, **more: str) -> dict[str, list[dict]]:
     """Samples by task."""
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", model, "--model_args", model_args),
@@ -58,6 +62,7 @@ def run_lm_eval(tasks, output, model: str, model_args: str) -> dict[str, list[di
         *("--output_path", str(output), "--log_samples", "--batch_size", "4"),
     ]
     caches = {"HF_HOME": str(output / "hf"), "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    caches |= more
     result = subprocess.run(
         command, env=environment(**caches), capture_output=True, text=True, timeout=280
     )
@@ -93,3 +98,34 @@ def test_loglikelihoods_and_generations_equal_those_of_transformers(
     texts = [row["filtered_resps"][0] for row in ours["tiny_generate"]]
     assert texts == [row["filtered_resps"][0] for row in theirs["tiny_generate"]]
     assert len(set(texts)) > 3, "texts must vary for their equality to mean anything"
+
+
+@pytest.mark.slow
+def test_the_library_and_the_server_get_the_same_scores(tasks, text_checkpoint, tmp_path):
+    # As an installation of this version has it; the one here may be older.
+    metadata = tmp_path / "site" / f"vllm-{vllm.__version__}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Name: vllm\nVersion: {vllm.__version__}\n")
+    args = f"pretrained={text_checkpoint},dtype=float32,max_model_len=512"
+    path = os.pathsep.join([str(metadata.parent), str(REPOSITORY)])
+    library = run_lm_eval(tasks, tmp_path / "library", "vllm", args, PYTHONPATH=path)
+    with started_server(text_checkpoint, tmp_path / "log", "--max-model-len", "512") as server:
+        args = (
+            f"model=tiny,base_url={server.url}/v1/completions,tokenizer={text_checkpoint},"
+            f"tokenizer_backend=huggingface,num_concurrent=2,tokenized_requests=True,max_length=512"
+        )
+        served = run_lm_eval(tasks, tmp_path / "served", "local-completions", args)
+    for row, other in zip(library["tiny_choice"], served["tiny_choice"], strict=True):
+        for (logprob, is_greedy), (other_logprob, other_greedy) in zip(
+            row["filtered_resps"], other["filtered_resps"]
+        ):
+            assert float(logprob) == pytest.approx(float(other_logprob), abs=1e-4)
+            assert str(is_greedy) == str(other_greedy)
+        assert row["acc"] == other["acc"] and row["acc_norm"] == other["acc_norm"]
+    for row, other in zip(library["tiny_generate"], served["tiny_generate"], strict=True):
+        assert _without_marks(row["filtered_resps"][0]) == other["filtered_resps"][0]
+
+
+def _without_marks(text: str) -> str:
+    """lm_eval asks the library for special tokens, and the server for none."""
+    return re.sub(r"<\|\w+\|>", "", text)

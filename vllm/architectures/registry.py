@@ -19,6 +19,7 @@ _BUILT_IN = (
     "granite", "phi3", "seed_oss", "smollm3", "nemotron_h",
 )  # fmt: skip
 ENTRY_POINTS = "vllm.architectures"
+_registered: dict[str, Checkpointed] = {}
 
 
 @cache
@@ -35,8 +36,30 @@ def known() -> dict[str, Checkpointed]:
                 f"Architecture, a Composite, or a tuple of them"
             )
         found += more
+    found += _registered.values()
     found.sort(key=lambda one: isinstance(one, Composite))
     return {one.model_type: one for one in found}
+
+
+class ModelRegistry:
+    """The architectures that the engine serves, by the class that config.json names."""
+
+    @staticmethod
+    def get_supported_archs() -> set[str]:
+        return {*_served_classes()}
+
+    @staticmethod
+    def register_model(model_arch: str, model: object) -> None:
+        """Adds `model`, an Architecture or Composite, to this process; a server reads those of
+        installed packages. ConfigError for a class of another engine."""
+        if not isinstance(model, Checkpointed) or model_arch not in model.hf_architectures:
+            raise ConfigError(
+                f"register_model({model_arch!r}, {model!r}): it takes an Architecture that has "
+                f"{model_arch!r} among its hf_architectures, not a model class; see "
+                f'"Add a model" in CONTRIBUTING.md'
+            )
+        _registered[model.model_type] = model
+        known.cache_clear()
 
 
 def model_types() -> tuple[str, ...]:

@@ -10,17 +10,27 @@ GPU_BATCHED_TOKENS = 8192
 PROMPT_GRAPH_TOKENS = 2048
 
 
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_seqs, max_num_batched_tokens: limits of one step; longer prompts are chunked.
     max_prompt_graph_tokens: largest step with prompts that a CUDA graph is captured for; 0: none.
+    policy: whether requests run in order of arrival (fcfs) or of their priority.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = CPU_BATCHED_TOKENS
     max_prompt_graph_tokens: int = 0
+    policy: str = SCHEDULING_POLICIES[0]
 
     def __post_init__(self) -> None:
+        if self.policy not in SCHEDULING_POLICIES:
+            raise ConfigError(
+                f"--scheduling-policy {self.policy!r} is unknown: it takes "
+                f"{', '.join(SCHEDULING_POLICIES)}"
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if not 0 < value <= 1 << 20:

@@ -68,6 +68,10 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
 
+    def forget_all(self) -> None:
+        """Unregisters every hash."""
+        self.forget(list(self._by_hash.values()))
+
     def _forget(self, block: int) -> None:
         content = self._hash_of[block]
         if content is not None:

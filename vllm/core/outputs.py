@@ -46,12 +46,14 @@ class SchedulerOutput:
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: the sampled token first, then the likeliest ones."""
+    """Log-probabilities at one position: the sampled token first, then the likeliest ones, then
+    those that the request names, whose ranks are `named_ranks`."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
     """Rank of the sampled token; 1 is the likeliest."""
+    named_ranks: list[int] = []
 
 
 class StepRows(NamedTuple):

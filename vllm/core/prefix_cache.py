@@ -1,7 +1,8 @@
 """Prefix caching: requests with a common prefix share KV blocks.
 
 The hash of a full block covers its tokens and the hash of the block before it, so equal hashes mean
-equal prefixes. SHA-256, because a collision would leak one user's context to another.
+equal prefixes and an equal salt, where requests have one. SHA-256, because a collision would leak
+one user's context to another.
 """
 
 from array import array
@@ -9,6 +10,11 @@ from hashlib import sha256
 
 from vllm.core.block_pool import BlockPool
 from vllm.core.request import Request
+
+
+def _root(salt: str | None) -> bytes:
+    """What the first block's hash covers besides its tokens."""
+    return b"" if salt is None else sha256(salt.encode()).digest()
 
 
 class PrefixCache:
@@ -61,7 +67,7 @@ class PrefixCache:
             return
         tokens = array("Q", request.all_token_ids[len(hashes) * size : num_blocks * size])
         content, stride = tokens.tobytes(), size * tokens.itemsize
-        last = hashes[-1] if hashes else b""
+        last = hashes[-1] if hashes else _root(request.cache_salt)
         for start in range(0, len(content), stride):
             last = sha256(last + content[start : start + stride]).digest()
             hashes.append(last)

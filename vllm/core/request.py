@@ -21,6 +21,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
 
     seed: drawn by the front end where the user set none. stop_token_ids: all ids that end the
     output, EOS ids included. pooling: asks for a vector instead of tokens; max_tokens is 0 then.
+    bad_words: token ids of each spelling of a text that must not come. priority: lower is earlier.
+    cache_salt: prefixes are shared with requests of the same salt alone.
     """
 
     request_id: str
@@ -30,6 +32,9 @@ class EngineRequest(msgspec.Struct, array_like=True):
     stop_token_ids: list[int]
     max_tokens: int
     pooling: PoolingParams | None = None
+    bad_words: list[list[int]] = []
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +68,9 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     pooling: PoolingParams | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+    priority: int = 0
+    cache_salt: str | None = None
     arrival: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
 
@@ -77,6 +85,9 @@ class Request:
             num_prompt_tokens=len(wire.prompt_token_ids),
             all_token_ids=list(wire.prompt_token_ids),
             pooling=wire.pooling,
+            bad_words=wire.bad_words,
+            priority=wire.priority,
+            cache_salt=wire.cache_salt,
         )
 
     @property
@@ -93,6 +104,18 @@ class Request:
         """A step computes the next `num_tokens`; the step that computes the last one samples."""
         self.num_scheduled_tokens += num_tokens
         self.num_pending_tokens += self.num_unscheduled_tokens == 0
+
+    @property
+    def reads_own_tokens(self) -> bool:
+        """Whether what it may sample next depends on the tokens before."""
+        s = self.sampling
+        has_phrases = any(len(word) > 1 for word in self.bad_words)
+        return s.penalises or s.structured_outputs is not None or has_phrases
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Its place among others where priorities count: lower ones come first."""
+        return self.priority, self.arrival
 
     @property
     def reads_prompt(self) -> bool:

@@ -1,5 +1,6 @@
 """Schedules the tokens of every step. No torch; the output is plain data."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -11,13 +12,18 @@ from vllm.core.request import FinishReason, Request
 from vllm.core.state_snapshots import StateSnapshots
 
 
+def _rank(request: Request) -> tuple[int, float]:
+    return request.rank
+
+
 class Scheduler:
-    """Continuous batching with chunked prefill, first come first served.
+    """Continuous batching with chunked prefill, first come first served or by priority.
 
     Running requests come first: one token each, its draft tokens, or the next prompt chunk.
     Waiting requests fill the rest of the token budget. A request is admitted when there are free
     blocks for all its known tokens. When a running request gets no block, the request admitted
-    last is preempted: its blocks are released and it is recomputed later.
+    last is preempted: its blocks are released and it is recomputed later. With priorities, both
+    queues are in their order: the request that is preempted is the one of the least priority.
 
     Draft tokens that a step does not accept are taken back: they do not count as computed, and the
     next tokens reuse their KV slots.
@@ -57,7 +63,15 @@ class Scheduler:
         room = self.max_model_len - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, room)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request, is_preempted: bool = False) -> None:
+        if self.config.policy == "priority":
+            insort(self.waiting, request, key=_rank)
+        elif is_preempted:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
         """Removes a request in any state; an unknown id has finished before and is no error."""
@@ -75,6 +89,12 @@ class Scheduler:
             self.pool.forget([block for block in blocks if block is not None])
             if self.snapshots is not None:
                 self.snapshots.forget(request.block_hashes)
+
+    def reset_prefix_cache(self) -> None:
+        """No later request finds what was computed so far; running ones keep their blocks."""
+        self.pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
 
     def schedule(self) -> SchedulerOutput:
         output = SchedulerOutput()
@@ -126,7 +146,10 @@ class Scheduler:
             if new is None:
                 break
             self.waiting.popleft()
-            self.running.append(request)
+            if self.config.policy == "priority":
+                insort(self.running, request, key=_rank)
+            else:
+                self.running.append(request)
             output.scheduled_new_reqs.append(new)
             num_tokens = self._num_tokens_now(request, budget)
             self._add(output, request, num_tokens)
@@ -211,7 +234,7 @@ class Scheduler:
         request = self.running.pop()
         self._release(request)
         self._removed_ids.append(request.request_id)
-        self.waiting.appendleft(request)
+        self._enqueue(request, is_preempted=True)
         self.num_preemptions += 1
 
     def prepare_update(self, output: SchedulerOutput) -> None:

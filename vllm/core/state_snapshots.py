@@ -56,3 +56,6 @@ class StateSnapshots:
                 slot = kept.pop(content, None)
                 if slot is not None:
                     self._free.append(slot)
+
+    def forget_all(self) -> None:
+        self.forget([*self._slot_of, *self._kept_now])

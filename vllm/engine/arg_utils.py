@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, Self, TypeVar, get_args
 
 from vllm.config import (
     CacheConfig,
@@ -25,13 +25,20 @@ from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.config.model_rule import REQUANT
 from vllm.config.parallel import EXECUTOR_BACKENDS
-from vllm.config.scheduler import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, PROMPT_GRAPH_TOKENS
+from vllm.config.scheduler import (
+    CPU_BATCHED_TOKENS,
+    GPU_BATCHED_TOKENS,
+    PROMPT_GRAPH_TOKENS,
+    SCHEDULING_POLICIES,
+)
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels.select.grade import Grade
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
 from vllm.utils import dataclasses
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+ParserType = TypeVar("ParserType", bound=argparse.ArgumentParser)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -103,6 +110,10 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _arg(
         None, "Maximum tokens of one step; longer prompts are chunked."
     )
+    scheduling_policy: str = _arg(
+        SCHEDULING_POLICIES[0], "Order of waiting requests: by arrival, or by their field "
+        "`priority`, lower ones first.", choices=SCHEDULING_POLICIES,
+    )  # fmt: skip
     block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.")
     kv_cache_dtype: str = _arg(
         "auto", "Dtype of the KV cache; auto: the dtype of activations.", choices=KV_CACHE_DTYPES
@@ -199,16 +210,20 @@ class EngineArgs:
         return cls(**keywords)
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace, model: str) -> "EngineArgs":
+    def from_cli_args(cls, args: argparse.Namespace, model: str | None = None) -> Self:
+        """model: None for that of `args`."""
         names = [f.name for f in dataclasses.fields(cls) if f.name != "model"]
-        return cls(model=model, **{name: getattr(args, name) for name in names})
+        return cls(model=model or args.model, **{name: getattr(args, name) for name in names})
 
     @classmethod
     def add_cli_args(
-        cls, parser: argparse.ArgumentParser, title: str = "", only: Sequence[str] = ()
-    ) -> None:
-        """Adds a flag per field, named after it. title: of their group; "": one group for each
-        config. only: these fields, () for all."""
+        cls, parser: ParserType, title: str = "", only: Sequence[str] = ()
+    ) -> ParserType:
+        """Adds a flag per field, named after it, and returns the parser. title: of their group; "":
+        one group for each config. only: these fields, () for all. `--model` is added to a
+        FlexibleArgumentParser alone: commands have MODEL."""
+        if isinstance(parser, FlexibleArgumentParser):
+            parser.add_argument("--model", required=True, help="Folder or hub name.")
         groups: dict[str, Any] = {}
         for f in dataclasses.fields(cls):
             if f.name == "model" or (only and f.name not in only):
@@ -223,11 +238,16 @@ class EngineArgs:
             elif "action" not in options:
                 options["type"] = _automatic if is_automatic else _parser_of(f)
             group.add_argument(*names, default=f.default, **options)
+        return parser
 
     def _arguments_of(self, config: type, **resolved: Any) -> dict[str, Any]:
         """Arguments that are fields of `config`, and those `resolved` from others."""
         names = [f.name for f in dataclasses.fields(config)]
         return {name: getattr(self, name) for name in names if hasattr(self, name)} | resolved
+
+    def create_model_config(self) -> ModelConfig:
+        """Of the model alone; raises as `create_engine_config`."""
+        return self.create_engine_config().model_config
 
     def create_engine_config(self, device: Device | None = None) -> VllmConfig:
         """Resolves everything; raises ConfigError or CheckpointError.
@@ -275,7 +295,16 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_prompt_graph_tokens=graph_tokens,
+            policy=self.scheduling_policy,
         )
+
+
+@dataclasses.dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """EngineArgs of AsyncLLM. Both further fields have no effect: AsyncLLM logs neither."""
+
+    enable_log_requests: bool = _arg(False, "No effect.")
+    disable_log_stats: bool = _arg(False, "No effect.")
 
 
 def _config_of(field: str) -> str:

@@ -4,16 +4,16 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.core.outputs import EngineOutput
 from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.engine_calls import EngineCalls
 from vllm.engine.engine_process import (
     CAUSE_SECONDS,
     STOP_SECONDS,
@@ -22,9 +22,10 @@ from vllm.engine.engine_process import (
     kill,
     start_engines,
 )
-from vllm.engine.input_processor import InputProcessor, Prompt
-from vllm.engine.metrics import Metrics, RequestStats
+from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
+from vllm.engine.metrics import Metrics
 from vllm.engine.output_processor import OutputProcessor, RequestState
+from vllm.engine.request_metrics import record_output, request_stats
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
     EngineDeadError,
@@ -37,6 +38,7 @@ from vllm.errors import (
 from vllm.kernels.report import json_report
 from vllm.kernels.report.calls import CallCounter
 from vllm.logger import get_logger
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
@@ -58,20 +60,17 @@ _MAX_EARLY = 16
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request whose caller waits. updated: set when its state changes. is_counted: its prompt is
-    in the metrics."""
+    """A request whose caller waits. updated: set when its state changes."""
 
     state: RequestState
     engine: EngineProcess
-    arrival: float
     updated: asyncio.Event = field(default_factory=asyncio.Event)
-    is_counted: bool = False
-    first_token: float | None = None
-    last_token: float = 0.0
 
 
-class AsyncLLM:
-    """`generate` yields a request's outputs; closing the generator aborts the request."""
+class AsyncLLM(EngineCalls):
+    """`generate` yields a request's outputs; closing the generator aborts the request. The model
+    loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
+    the first request waits for it."""
 
     def __init__(self, args: EngineArgs, max_waiting: int | None = None):
         if args.data_parallel_size > _MAX_EARLY:
@@ -89,7 +88,8 @@ class AsyncLLM:
             kill(self._engines)
             close(self._engines)
             raise
-        self.metrics = Metrics(model.served_model_name[0], model.max_model_len)
+        self.metrics = Metrics(model.served_model_name[0], model.max_model_len, len(self._engines))
+        self.metrics.on_render = self._record_requests
         self.is_dead = False
         self.dead_reason = ""
         self._is_stopping = False
@@ -99,8 +99,17 @@ class AsyncLLM:
         self._kernels: dict[str, Any] = {}
         self._calls = CallCounter()
         self._num_sent = 0
+        self._calls_in_flight: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        super().__init__()
+        self._loading = asyncio.Lock()
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **neutral: Any) -> "AsyncLLM":
+        """Starts to load the model. neutral: usage_context and others of upstream's; no effect."""
+        return cls(engine_args)
 
     @property
     def model_config(self) -> Any:
@@ -117,6 +126,7 @@ class AsyncLLM:
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
         self._inputs = InputProcessor(model, self.tokenizer)
         self._kernels = ready[0].kernels
+        self.metrics.record_cache_config(self.vllm_config.cache_config, ready[0].num_blocks)
         for engine in self._engines:
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
@@ -125,6 +135,13 @@ class AsyncLLM:
         if ready[0].most_silent_s is not None:
             watch = self._watch_silence(ready[0].most_silent_s)
             self._tasks.append(asyncio.create_task(watch))
+
+    async def _when_ready(self) -> None:
+        """As `wait_ready`, by whoever needs the engine first."""
+        if not self._tasks and not self.is_dead:
+            async with self._loading:
+                if not self._tasks and not self.is_dead:
+                    await self.wait_ready()
 
     async def _all_ready(self) -> list[process.Ready]:
         """Restarts the engines after a kernel failure: the failed kernel is in quarantine then."""
@@ -151,6 +168,64 @@ class AsyncLLM:
         except VllmError as error:
             raise type(error)(f"{self._name_of(engine)}{error}") from None
 
+    async def call_engines(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` of every engine core returns, one of `process.UTILITIES`; RequestError for
+        what it refuses."""
+        await self._when_ready()
+        self._check_alive()
+        self._num_calls += 1
+        number, loop = self._num_calls, asyncio.get_running_loop()
+        waits = []
+        for engine in self._engines:
+            waiting = self._calls_in_flight[(engine.dp_rank.rank, number)] = loop.create_future()
+            waits.append(waiting)
+            engine.send(process.Call(number, method, [*arguments]))
+        return await asyncio.gather(*waits)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests: their last output has the finish_reason `abort`. Unknown ids are none."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if (in_flight := self._in_flight.get(name)) is not None:
+                running = in_flight.state.abort()
+                with suppress(EngineDeadError):
+                    in_flight.engine.send(process.Abort(running))
+                in_flight.updated.set()
+
+    async def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    async def get_model_config(self) -> Any:
+        return self.model_config
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing is logged: statistics are in `metrics`."""
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError where the engine has died."""
+        self._check_alive()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_dead
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.is_dead
+
+    @property
+    def errored(self) -> bool:
+        return self.is_dead and not self._is_stopping
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        return EngineDeadError(self.dead_reason)
+
     async def kernels(self) -> dict[str, Any]:
         """The kernel decisions in force, and how often all engines called their kernels."""
         return json_report.with_calls(self._kernels, self._calls.counts)
@@ -160,13 +235,25 @@ class AsyncLLM:
         await self._dead.wait()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
-        is finished. Raises RequestError, QueueFullError or EngineDeadError."""
+        is finished. priority: lower is earlier, with --scheduling-policy priority. Raises
+        RequestError, QueueFullError or EngineDeadError."""
+        refuse_lora(lora_request)
+        await self._when_ready()
         self._check_alive()
         self.check_queue(sampling_params.n)
-        given = await asyncio.to_thread(self._inputs.process, request_id, prompt, sampling_params)
+        self._check_priority(priority)
+        given = await asyncio.to_thread(
+            self._inputs.process, request_id, prompt, sampling_params, priority
+        )
         # Again after the wait: more requests may have arrived, or the engine may have died.
         self._check_alive()
         self.check_queue(sampling_params.n)
@@ -175,7 +262,7 @@ class AsyncLLM:
         # Ties go to the first engine, so an idle server uses one engine.
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
-        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine, time.monotonic())
+        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine)
         engine.num_in_flight += sampling_params.n
         try:
             self._dispatch(engine, given.requests)
@@ -210,6 +297,13 @@ class AsyncLLM:
         if self.is_dead:
             raise (StoppingError if self._is_stopping else EngineDeadError)(self.dead_reason)
 
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.vllm_config.scheduler_config.policy != "priority":
+            raise RequestError(
+                f"priority {priority} needs a server started with --scheduling-policy priority",
+                "priority",
+            )
+
     def check_queue(self, num_sequences: int) -> None:
         """QueueFullError where `num_sequences` more exceed --max-waiting; RequestError where they
         would on an idle server. All sequences beyond those that can run count as waiting."""
@@ -237,7 +331,8 @@ class AsyncLLM:
         if running and not self.is_dead:
             with suppress(EngineDeadError):
                 in_flight.engine.send(process.Abort(running))
-        self.metrics.record_finished(self._request_stats(in_flight))
+        metrics = self.metrics.engines[in_flight.engine.dp_rank.rank]
+        metrics.record_finished(request_stats(in_flight.state))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -245,6 +340,9 @@ class AsyncLLM:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
                 engine.num_silent = 0
+                if isinstance(message, process.Returned):
+                    self._take_returned(engine, message)
+                    continue
                 if isinstance(message, process.Failed):
                     if message.is_of_peer:
                         await asyncio.sleep(CAUSE_SECONDS)
@@ -258,52 +356,41 @@ class AsyncLLM:
             logger.exception("cannot process the engine's outputs")
             self._die(f"outputs could not be processed ({error!r})")
 
+    def _take_returned(self, engine: EngineProcess, message: process.Returned) -> None:
+        waiting = self._calls_in_flight.pop((engine.dp_rank.rank, message.number), None)
+        if waiting is None or waiting.done():
+            return
+        if message.error is None:
+            waiting.set_result(message.value)
+        else:
+            waiting.set_exception(RequestError(message.error))
+
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
         self._calls.update(message.stats.calls)
-        others = [other.stats for other in self._engines if other is not engine]
-        self.metrics.record_step(message.stats.with_others(others))
+        metrics = self.metrics.engines[engine.dp_rank.rank]
+        metrics.record_step(message.stats)
+        if not message.outputs:
+            return
         changed, to_abort = self._outputs.process(message.outputs)
         if to_abort:
             with suppress(EngineDeadError):  # reported elsewhere, with the cause
                 engine.send(process.Abort(to_abort))
         now = time.monotonic()
         for state, output in changed:
-            in_flight = self._in_flight[state.request_id]
-            self._record_tokens(in_flight, output, now)
-            in_flight.updated.set()
+            assert isinstance(state, RequestState)
+            record_output(metrics, state, output, now)
+            self._in_flight[state.request_id].updated.set()
 
-    def _record_tokens(self, in_flight: InFlightRequest, output: EngineOutput, now: float) -> None:
-        state = in_flight.state
-        if not in_flight.is_counted and output.error is None:
-            in_flight.is_counted = True
-            self.metrics.record_prompt(len(state.prompt_token_ids), state.num_cached_tokens)
-        self.metrics.record_generated(len(output.token_ids))
-        if not output.token_ids:
-            return
-        if in_flight.first_token is None:
-            in_flight.first_token = now
-            self.metrics.record_first_token(now - in_flight.arrival)
-        else:
-            self.metrics.record_inter_token(now - in_flight.last_token, len(output.token_ids))
-        in_flight.last_token = now
-
-    def _request_stats(self, in_flight: InFlightRequest) -> RequestStats:
-        state, now = in_flight.state, time.monotonic()
-        first = in_flight.first_token or now
-        reasons = {c.finish_reason.value for c in state.choices if c.finish_reason is not None}
-        return RequestStats(
-            num_prompt_tokens=len(state.prompt_token_ids),
-            num_cached_tokens=state.num_cached_tokens,
-            num_generation_tokens=state.num_output_tokens,
-            e2e_seconds=now - in_flight.arrival,
-            queue_seconds=state.queue_seconds,
-            prefill_seconds=max(0.0, first - in_flight.arrival - state.queue_seconds),
-            decode_seconds=max(0.0, in_flight.last_token - first),
-            finish_reason=sorted(reasons)[0] if state.is_finished else "abort",
-            max_tokens=state.params.max_tokens,
-            n=state.params.n,
-        )
+    def _record_requests(self) -> None:
+        """Engines read no messages during a step: what they have not read yet is waiting."""
+        for engine in self._engines:
+            own = (f.state for f in self._in_flight.values() if f.engine is engine)
+            num_sent = sum(state.num_running for state in own)
+            num_running = min(engine.stats.num_running, num_sent)
+            metrics = self.metrics.engines[engine.dp_rank.rank]
+            metrics.record_requests(num_running, num_sent - num_running)
+            metrics.record_sleep(self.is_asleep)
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
@@ -345,10 +432,23 @@ class AsyncLLM:
         self.is_dead, self.dead_reason = True, reason
         for in_flight in self._in_flight.values():
             in_flight.updated.set()
+        for waiting in self._calls_in_flight.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDeadError(reason))
         self._dead.set()
 
-    async def shutdown(self) -> None:
-        """Ends the engine processes; requests in flight end with EngineDeadError."""
+    def shutdown(self) -> "asyncio.Task[None]":
+        """Ends the engine processes; requests in flight end with EngineDeadError. To be awaited in
+        an event loop; without one it returns when they have ended."""
+        try:
+            return asyncio.get_running_loop().create_task(self._shut_down())
+        except RuntimeError:
+            with asyncio.Runner() as runner:
+                task = runner.get_loop().create_task(self._shut_down())
+                runner.get_loop().run_until_complete(task)
+            return task
+
+    async def _shut_down(self) -> None:
         # An engine reads no messages while it loads the model or waits for a dead peer.
         is_unreachable = self.is_dead or not self._tasks
         if not self.is_dead:

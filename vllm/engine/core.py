@@ -3,6 +3,8 @@
 import gc
 import json
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +15,16 @@ from vllm.core.scheduler import Scheduler
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, RequestError
 from vllm.executor.base import Address, PendingOutput
 from vllm.executor.make_executor import make_executor
-from vllm.executor.uniproc import UniprocExecutor
+from vllm.executor.uniproc import UniprocExecutor, give_back_memory
 from vllm.kernels.report.calls import CallCounter
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.platforms import native
 from vllm.worker.model_runner import ModelRunner
+from vllm.worker.profiler import Profiler
 
 if TYPE_CHECKING:
     from vllm.distributed.dp_coordinator import DPCoordinator
@@ -36,7 +39,8 @@ class EngineCore:
     Requests whose next step needs the sampled tokens on the host (penalties, grammars) suspend
     async scheduling while they run.
 
-    config: as resolved with the model loaded; max_model_len may have been lowered.
+    config: as resolved with the model loaded; max_model_len may have been lowered. on_scheduled:
+    called in each step before it is computed.
     """
 
     def __init__(
@@ -50,10 +54,26 @@ class EngineCore:
             logger.warning("The native kernels are %s, and torch is far slower: %s",
                            status.state, status.text)  # fmt: skip
         self.dp_coordinator = dp_coordinator
-        self.executor = make_executor(config, rendezvous)
+        self._given, self._rendezvous = config, rendezvous
+        self.is_sleeping = False
+        self._profiler: Profiler | None = None
+        self._load()
         dump = config.kernel_config.dump_decisions
         if dump is not None and config.parallel_config.data_parallel_rank == 0:
             _dump(self.executor.kernels(), dump)
+        self.grammars = StructuredOutputs(self.config.model_config)
+        self._num_compiled = 0
+        self._counted = (0, 0, 0, 0)
+        self._calls = CallCounter()
+        self._step_tokens: Counter[int] = Counter()
+        self.on_scheduled: Callable[[], None] = lambda: None
+        self._running: tuple[SchedulerOutput, PendingOutput] | None = None
+        self._held: list[EngineOutput] = []
+        self._reads_tokens: set[str] = set()
+
+    def _load(self) -> None:
+        """Loads the model and makes the scheduler of its KV cache."""
+        self.executor = make_executor(self._given, self._rendezvous)
         self.config = config = self.executor.config
         snapshots = config.snapshot_slots
         self.scheduler = Scheduler(
@@ -64,13 +84,6 @@ class EngineCore:
             config.cache_config.enable_prefix_caching,
             StateSnapshots(snapshots) if snapshots else None,
         )
-        self.grammars = StructuredOutputs(config.model_config)
-        self._num_compiled = 0
-        self._counted = (0, 0, 0, 0)
-        self._calls = CallCounter()
-        self._running: tuple[SchedulerOutput, PendingOutput] | None = None
-        self._held: list[EngineOutput] = []
-        self._reads_tokens: set[str] = set()
         # Loaded objects are permanent: garbage collections skip them.
         gc.collect()
         gc.freeze()
@@ -98,15 +111,17 @@ class EngineCore:
         return self.dp_coordinator is not None and self.dp_coordinator.is_running
 
     def add(self, wire: EngineRequest) -> None:
+        if self.is_sleeping:
+            self._held.append(self._refusal(wire.request_id, "the engine sleeps; wake it up first"))
+            return
         request = Request.of(wire)
         running = self._running
         if running is not None and request.request_id in running[0].num_scheduled_tokens:
             # An aborted request of the same id is in flight: its token is not for this one.
             self._held += self._finish_running()
-        sampling = request.sampling
-        if sampling.penalises or sampling.structured_outputs is not None:
+        if request.reads_own_tokens:
             self._reads_tokens.add(request.request_id)
-        if sampling.structured_outputs is not None:
+        if request.sampling.structured_outputs is not None:
             self.grammars.submit(request)
         else:
             self.scheduler.add(request)
@@ -137,6 +152,8 @@ class EngineCore:
             return outputs
         running = None
         if is_computed:
+            self._step_tokens[sum(scheduled.num_scheduled_tokens.values())] += 1
+            self.on_scheduled()
             bitmasks, refused = self.grammars.bitmasks(scheduled.num_scheduled_tokens)
             running = scheduled, self.executor.execute_model(scheduled, bitmasks)
             self._note_waits(scheduled)
@@ -182,7 +199,47 @@ class EngineCore:
     def shutdown(self) -> None:
         """Ends the worker processes of this engine."""
         self.grammars.close()
+        if not self.is_sleeping:
+            self.executor.shutdown()
+
+    def reset_prefix_cache(self) -> bool:
+        """Later requests compute their prompts anew. Always True: it cannot fail."""
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees weights and KV cache until `wake_up`, at every level. RequestError while there are
+        requests."""
+        if self.is_sleeping:
+            return
+        if self.has_work:
+            raise RequestError("the engine cannot sleep while it has requests; finish them first")
+        if self.dp_coordinator is not None:
+            raise RequestError("engines that step together for expert parallelism cannot sleep")
+        self.is_sleeping = True
+        self.scheduler.reset_prefix_cache()
         self.executor.shutdown()
+        del self.executor
+        gc.unfreeze()
+        gc.collect()
+        give_back_memory()
+
+    def wake_up(self) -> None:
+        """Loads the model again, from the same checkpoint."""
+        if self.is_sleeping:
+            self._load()
+            self._counted = (0, 0, 0, self._num_compiled)  # the scheduler is new
+            self.is_sleeping = False
+
+    def start_profile(self) -> None:
+        """Traces what this process computes until `stop_profile`. ConfigError without a folder."""
+        if self._profiler is None:
+            self._profiler = Profiler()
+
+    def stop_profile(self) -> str:
+        """The file of the trace; "" where no profile runs."""
+        profiler, self._profiler = self._profiler, None
+        return "" if profiler is None else str(profiler.stop())
 
     def check_idle(self) -> None:
         """AssertionError where a block is in use without a request: a leak."""
@@ -195,6 +252,7 @@ class EngineCore:
         counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled)
         queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
+        step_tokens, self._step_tokens = self._step_tokens, Counter()
         return SchedulerStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -204,6 +262,7 @@ class EngineCore:
             num_preemptions=preempted,
             num_compiled=compiled,
             calls=self._calls.take(),
+            step_tokens=step_tokens,
         )
 
     def _admit_compiled(self) -> list[EngineOutput]:

@@ -11,10 +11,21 @@ import msgspec
 from vllm.config.model import ModelConfig
 from vllm.core.request import EngineRequest
 from vllm.errors import RequestError
+from vllm.inputs import PromptType
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import PoolingParams, SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+Prompt = PromptType
+
+
+def refuse_lora(request: LoRARequest | None) -> None:
+    """RequestError for a request with an adapter."""
+    if request is not None:
+        raise RequestError(
+            f"lora_request {request.lora_name!r}: adapters are not supported; serve a checkpoint "
+            f"into which the adapter is merged",
+            "lora_request",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +45,19 @@ class InputProcessor:
         self._ids_type = list[Annotated[int, id_range]]
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        priority: int = 0,
     ) -> ProcessedInput:
         pooling = None
         if isinstance(params, PoolingParams):
             pooling, params = params, SamplingParams(max_tokens=0, ignore_eos=True, seed=0)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt takes a text that is not empty, not {salt!r}",
+                               "cache_salt")  # fmt: skip
         text, token_ids = self._tokenise(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -47,6 +66,7 @@ class InputProcessor:
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops |= self.config.eos_token_ids
+        bad_words = self._spellings(params.bad_words or ())
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = []
         for index in range(params.n):
@@ -61,16 +81,19 @@ class InputProcessor:
                     stop_token_ids=sorted(stops),
                     max_tokens=max_tokens,
                     pooling=pooling,
+                    bad_words=bad_words,
+                    priority=priority,
+                    cache_salt=salt,
                 )
             )
         return ProcessedInput(text, token_ids, requests)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            known = ("prompt", "prompt_token_ids")
+            known = ("prompt", "prompt_token_ids", "cache_salt")
             others = [k for k, value in prompt.items() if value is not None and k not in known]
             if others:
-                raise _refusal(f"a prompt object takes {' or '.join(known)}, not {others}")
+                raise _refusal(f"a prompt object takes {' or '.join(known[:2])}, not {others}")
             if "prompt_token_ids" in prompt:
                 prompt = prompt["prompt_token_ids"]
                 if isinstance(prompt, str):
@@ -133,6 +156,8 @@ class InputProcessor:
         for name, tokens in (
             ("logit_bias", params.logit_bias or {}),
             ("stop_token_ids", params.stop_token_ids or []),
+            ("allowed_token_ids", params.allowed_token_ids or []),
+            ("logprob_token_ids", params.logprob_token_ids or []),
         ):
             bad = [t for t in tokens if not isinstance(t, int) or not 0 <= t < limit]
             if bad:
@@ -144,8 +169,17 @@ class InputProcessor:
                 raise RequestError(
                     f"logit_bias of token {token} is {bias}: it takes -100 to 100", "logit_bias"
                 )
-        if self.tokenizer is None and (params.stop_strings or params.structured_outputs):
-            raise RequestError("stop texts and structured output need a tokenizer", "stop")
+        needs_text = params.stop_strings or params.structured_outputs or params.bad_words
+        if self.tokenizer is None and needs_text:
+            raise RequestError(
+                "stop texts, bad words and structured output need a tokenizer", "stop"
+            )
+
+    def _spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word at the begin of a text and after a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+        return [[*ids] for ids in sorted(found) if ids]
 
 
 def _refusal(text: str) -> RequestError:

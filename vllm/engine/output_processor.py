@@ -1,7 +1,8 @@
 """Turns engine outputs into RequestOutputs: detokenises, cuts at stop texts, joins choices."""
 
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.core.outputs import EngineOutput, TokenLogprobs
@@ -15,6 +16,7 @@ from vllm.outputs import (
     LogprobDict,
     PoolingRequestOutput,
     RequestOutput,
+    RequestStateStats,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -38,7 +40,7 @@ class _Choice:
 
 
 class RequestState:
-    """A request in flight, as its client sees it."""
+    """A request in flight, as its client sees it. is_counted: its prompt is in the metrics."""
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.error: RequestError | None = None
+        self.times = RequestStateStats(time.time(), time.monotonic())
+        self.is_counted = False
         self._tokenizer = tokenizer
         self._token_texts = token_texts
         self.choices = []
@@ -76,9 +80,21 @@ class RequestState:
     def is_finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
+    @property
+    def num_running(self) -> int:
+        """Choices that still run."""
+        return sum(choice.finish_reason is None for choice in self.choices)
+
     def running_ids(self) -> list[str]:
         """The engine's ids of the choices that still run."""
         return [f"{self.request_id}#{c.index}" for c in self.choices if c.finish_reason is None]
+
+    def abort(self) -> list[str]:
+        """Ends all choices; returns the engine's ids of those that ran."""
+        running = self.running_ids()
+        for choice in self.choices:
+            choice.finish_reason = choice.finish_reason or FinishReason.ABORT
+        return running
 
     @property
     def num_output_tokens(self) -> int:
@@ -134,7 +150,8 @@ class RequestState:
     def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
         """The sampled token first, then the likeliest by rank; one entry per token."""
         result = {}
-        ranks = (entry.rank, *range(1, len(entry.token_ids)))
+        num_top = len(entry.token_ids) - len(entry.named_ranks)
+        ranks = (entry.rank, *range(1, num_top), *entry.named_ranks)
         for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
             if token not in result:
                 result[token] = Logprob(logprob, rank, self._decoded(token))
@@ -179,6 +196,15 @@ class RequestState:
             outputs=outputs,
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens,
+            metrics=self._times(),
+        )
+
+    def _times(self) -> RequestStateStats:
+        is_scheduled = bool(self.times.first_token_ts)
+        return replace(
+            self.times,
+            scheduled_ts=self.times.queued_ts + self.queue_seconds if is_scheduled else 0.0,
+            num_generation_tokens=self.num_output_tokens,
         )
 
     def _completion(self, choice: _Choice, is_delta: bool) -> CompletionOutput:

@@ -47,16 +47,25 @@ class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[str]
 
 
+class Call(msgspec.Struct, tag="call"):
+    """Calls a method of the engine core, one of UTILITIES; Returned has the same number."""
+
+    number: int
+    method: str
+    arguments: list[Any] = []
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """Ends the process."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows.
-    most_silent_s: longest time without a message while the engine has requests."""
+    """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows; num_blocks: of
+    the KV cache. most_silent_s: longest time without a message while the engine has requests."""
 
     max_model_len: int
     kernels: dict[str, Any]
+    num_blocks: int
     most_silent_s: float | None = None
 
 
@@ -75,8 +84,18 @@ class Outputs(msgspec.Struct, tag="outputs"):
     stats: SchedulerStats
 
 
-ToEngine = Add | Wake | Abort | Stop
-FromEngine = Ready | Failed | Outputs
+class Returned(msgspec.Struct, tag="returned"):
+    """What a Call returned, or the error that a user can act on."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+ToEngine = Add | Wake | Abort | Call | Stop
+FromEngine = Ready | Failed | Outputs | Returned
+
+UTILITIES = ("reset_prefix_cache", "sleep", "wake_up", "start_profile", "stop_profile")
 
 
 @dataclass(frozen=True)
@@ -137,8 +156,11 @@ class _EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._parent = os.getppid()
         self._last_sent = time.monotonic()
+        self._told = (0, 0)
 
     def send(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            self._told = (message.stats.num_running, message.stats.num_waiting)
         self._last_sent = time.monotonic()
         self._sender.send(self._encoder.encode(message))
 
@@ -165,7 +187,17 @@ class _EngineLoop:
         # Timeouts between ranks report more, and earlier. On a CPU a step may take any time.
         is_gpu = self.core.executor.async_scheduling
         most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
-        self.send(Ready(self.core.config.model_config.max_model_len, kernels, most_silent_s))
+        max_model_len = self.core.config.model_config.max_model_len
+        num_blocks = self.core.executor.num_blocks
+        self.core.on_scheduled = self._on_scheduled
+        self.send(Ready(max_model_len, kernels, num_blocks, most_silent_s))
+
+    def _on_scheduled(self) -> None:
+        """Tells of requests that start to run before their step, which may take long."""
+        scheduler = self.core.scheduler
+        counts = (len(scheduler.running), len(scheduler.waiting))
+        if counts != self._told:
+            self.send(Outputs([], self.core.stats()))
 
     def run(self) -> None:
         core = self.core
@@ -191,7 +223,7 @@ class _EngineLoop:
         if os.getppid() != self._parent:
             return False
         if not self._receiver.poll(timeout_ms):
-            if timeout_ms:
+            if timeout_ms and not self.core.is_sleeping:
                 self.core.executor.check_alive()
             return True
         while True:
@@ -203,15 +235,26 @@ class _EngineLoop:
                 return False
             self._act(message)
 
-    def _act(self, message: Add | Wake | Abort) -> None:
+    def _act(self, message: Add | Wake | Abort | Call) -> None:
         if isinstance(message, Abort):
             self.core.abort(message.request_ids)
+            return
+        if isinstance(message, Call):
+            self.send(self._returned(message))
             return
         if self.core.dp_coordinator is not None:
             self.core.dp_coordinator.start_wave(message.number)
         if isinstance(message, Add):
             for request in message.requests:
                 self.core.add(request)
+
+    def _returned(self, call: Call) -> Returned:
+        assert call.method in UTILITIES
+        try:
+            value = getattr(self.core, call.method)(*call.arguments)
+        except VllmError as error:
+            return Returned(call.number, error=str(error))
+        return Returned(call.number, value)
 
 
 def encode(message: ToEngine) -> bytes:

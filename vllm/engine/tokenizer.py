@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.model import ModelConfig
-from vllm.errors import CheckpointError
+from vllm.errors import CheckpointError, ConfigError
 
 
 def import_transformers() -> None:
@@ -50,3 +50,24 @@ def _plain_config(folder: Path) -> Any:
         return plain
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
+) -> Any:
+    """A transformers tokenizer by folder or hub name. tokenizer_mode: auto, hf, or slow for that
+    without Rust. options: for AutoTokenizer. ConfigError for another mode."""
+    from transformers import AutoTokenizer
+
+    if tokenizer_mode not in ("auto", "hf", "slow"):
+        raise ConfigError(f"tokenizer_mode {tokenizer_mode!r}: it takes auto, hf or slow")
+    if tokenizer_mode == "slow":
+        options["use_fast"] = False
+    return AutoTokenizer.from_pretrained(
+        tokenizer_name, trust_remote_code=trust_remote_code, revision=revision, **options
+    )

@@ -78,6 +78,12 @@ class UniprocExecutor:
         world.leave()
 
 
+def give_back_memory() -> None:
+    """Returns what no tensor uses any more to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def engine_layout(config: VllmConfig, rank: int) -> Layout:
     """Of rank `rank` of this engine, among all ranks that it communicates with."""
     parallel = config.parallel_config

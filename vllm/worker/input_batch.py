@@ -3,11 +3,13 @@
 from array import array
 
 import numpy as np
+from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.core.request import Request
 from vllm.errors import ConfigError
 from vllm.utils.math_utils import cdiv
+from vllm.worker.token_limits import mask_of
 
 
 class InputBatch:
@@ -17,10 +19,11 @@ class InputBatch:
     num_computed: int64 [rows]; num_tokens includes tokens that are still on the device.
     block_table: int32 [rows, max blocks]. sampled_at: int64 [rows], index of the last token in the
     device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows], slots of
-    recurrent states from 1 on; a request keeps its slot when its row moves.
+    recurrent states from 1 on; a request keeps its slot when its row moves. token_masks: by id of a
+    request with allowed_token_ids, int32 [words], as a grammar's (`sampler.ban_others`).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int = 0):
         self.block_size = block_size
         # The system maps zeroed pages on first use: a long max_model_len costs no memory here.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -41,8 +44,11 @@ class InputBatch:
         self.may_edit_logits = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.wants_pooling = np.zeros(max_num_seqs, np.bool_)
+        self.limits_tokens = np.zeros(max_num_seqs, np.bool_)
         arrays = (value for value in vars(self).values() if isinstance(value, np.ndarray))
         self._row_arrays = [array for array in arrays if array.ndim == 1]
+        self.token_masks: dict[str, Tensor] = {}
+        self.vocab_size = vocab_size
         self.requests: list[Request] = []
         self.row_of: dict[str, int] = {}
 
@@ -67,9 +73,14 @@ class InputBatch:
         self.may_edit_logits[row] = sampling.may_edit_logits
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.wants_pooling[row] = request.pooling is not None
+        self.limits_tokens[row] = sampling.allowed_token_ids is not None
+        if sampling.allowed_token_ids is not None:
+            mask = mask_of(sampling.allowed_token_ids, self.vocab_size)
+            self.token_masks[request.request_id] = mask
 
     def drop(self, request_id: str) -> None:
         row = self.row_of.pop(request_id)
+        self.token_masks.pop(request_id, None)
         self._free_state_slots.append(int(self.state_slots[row]))
         last = len(self.requests) - 1
         moved = self.requests.pop()
@@ -110,7 +121,8 @@ def make_batch(config: VllmConfig) -> InputBatch:
     """ConfigError, with the flags to lower, where memory is too small."""
     num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     try:
-        return InputBatch(num_seqs, length, config.cache_config.block_size)
+        vocab_size = config.model_config.vocab_size
+        return InputBatch(num_seqs, length, config.cache_config.block_size, vocab_size)
     except MemoryError as error:
         raise ConfigError(
             f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "

@@ -36,6 +36,7 @@ from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
 from vllm.worker.step_inputs import StepInputs
+from vllm.worker.token_limits import banned_next, both
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
 logger = get_logger(__name__)
@@ -424,7 +425,16 @@ class ModelRunner:
             index: batch.requests[rows[index]].sampling.logprobs or 0
             for index in np.flatnonzero(batch.wants_logprobs[rows]).tolist()
         }
+        named = {
+            index: ids
+            for index in num_logprobs
+            if (ids := batch.requests[rows[index]].sampling.logprob_token_ids)
+        }
         ids = (batch.requests[row].request_id for row in rows) if bitmasks else ()
+        masks = {index: bitmasks[i] for index, i in enumerate(ids) if i in bitmasks}
+        for index in np.flatnonzero(batch.limits_tokens[rows]).tolist():
+            mask = batch.token_masks[batch.requests[rows[index]].request_id]
+            masks[index] = both(masks.get(index), mask)
         return SamplingBatch(
             temperature=batch.temperature[rows],
             top_k=batch.top_k[rows],
@@ -434,20 +444,24 @@ class ModelRunner:
             indices=batch.num_tokens[rows] - batch.num_prompt[rows],
             edits=[edit for edit in edits if edit is not None],
             num_logprobs=num_logprobs,
-            bitmasks={index: bitmasks[i] for index, i in enumerate(ids) if i in bitmasks},
+            bitmasks=masks,
+            named=named,
         )
 
     def _edits(self, index: int, row: int, request: Request) -> RowEdits | None:
         s = request.sampling
         num_prompt, num_tokens = self.batch.num_prompt[row], self.batch.num_tokens[row]
         holds_back = num_tokens - num_prompt < s.min_tokens
-        if not (s.penalises or s.logit_bias or holds_back):
+        if not (s.penalises or s.logit_bias or holds_back or request.bad_words):
             return None
         tokens = self.batch.token_ids[row]
+        banned = tuple(request.stop_token_ids) if holds_back else ()
+        if request.bad_words:
+            banned += (*banned_next(request.bad_words, tokens[num_prompt:num_tokens]),)
         return RowEdits(
             row=index,
             logit_bias=s.logit_bias,
-            banned=tuple(request.stop_token_ids) if holds_back else (),
+            banned=banned,
             repetition_penalty=s.repetition_penalty,
             presence_penalty=s.presence_penalty,
             frequency_penalty=s.frequency_penalty,

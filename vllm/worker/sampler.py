@@ -36,8 +36,9 @@ class SamplingBatch:
 
     temperature, top_p, min_p: float32 [S] (temperature 0 is greedy); top_k: int64 [S], 0 for off.
     seeds: uint64 [S]; indices: int64 [S], output tokens so far. num_logprobs: by row, how many
-    of the likeliest tokens to report. bitmasks: by row that follows a grammar, its allowed
-    tokens, int32 [ceil(vocab / 32)].
+    of the likeliest tokens to report, -1 for all. bitmasks: by row that follows a grammar or may
+    have some tokens alone, those, int32 [ceil(vocab / 32)]. named: by row, tokens whose
+    log-probabilities to report too.
     """
 
     temperature: np.ndarray
@@ -49,6 +50,7 @@ class SamplingBatch:
     edits: list[RowEdits] = field(default_factory=list)
     num_logprobs: dict[int, int] = field(default_factory=dict)
     bitmasks: dict[int, Tensor] = field(default_factory=dict)
+    named: dict[int, list[int]] = field(default_factory=dict)
 
 
 def widened(logits: Tensor, batch: SamplingBatch, ops: ModuleType) -> Tensor:
@@ -81,8 +83,29 @@ def sample(
     if raw is None:
         return tokens, {}
     counts = [batch.num_logprobs[row] for row in reported]
-    entries = gather_logprobs(raw, tokens[reported], counts)
-    return tokens, dict(zip(reported, entries))
+    entries = dict(zip(reported, gather_logprobs(raw, tokens[reported], counts)))
+    if batch.named:
+        _add_named(entries, raw, reported, batch.named)
+    return tokens, entries
+
+
+def _add_named(
+    entries: dict[int, TokenLogprobs],
+    raw: Tensor,
+    reported: list[int],
+    named: dict[int, list[int]],
+) -> None:
+    """Adds the tokens that rows name to their entries. raw: logits [reported rows, vocab]."""
+    for place, row in enumerate(reported):
+        if row not in named:
+            continue
+        logprobs = torch.log_softmax(raw[place], dim=-1, dtype=torch.float32)
+        values = logprobs[to_device(np.array(named[row], np.int64), raw.device)]
+        ranks = (logprobs > values[:, None]).sum(dim=1) + 1
+        entry = entries[row]
+        entry.token_ids += named[row]
+        entry.logprobs += values.tolist()
+        entry.named_ranks = ranks.tolist()
 
 
 def ban_others(logits: Tensor, bitmasks: dict[int, Tensor]) -> None:
@@ -106,7 +129,9 @@ def _on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` [S] and of the counts[i] likeliest ones of each row."""
+    """Log-probabilities of `tokens` [S] and of the counts[i] likeliest ones of each row; of all
+    tokens for a count of -1."""
+    counts = [logits.shape[1] if count < 0 else count for count in counts]
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     taken = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > taken).sum(dim=1) + 1

@@ -1,4 +1,4 @@
-"""`vllm chat` and `vllm complete`: talk to a running server from a terminal."""
+"""A running server as commands talk to it, and `vllm complete`."""
 
 import argparse
 import asyncio
@@ -15,20 +15,14 @@ _READ_TIMEOUT_S = 600.0
 
 
 def add_parser(subparsers: Any) -> None:
-    chat = subparsers.add_parser(
-        "chat", description="Chat with a running server; an empty line or Ctrl-D ends."
-    )
-    _add_flags(chat, "Send this one message and print the answer.")
-    chat.add_argument("--system-prompt", help="System message of the conversation.")
-    chat.set_defaults(run=run_chat)
     complete = subparsers.add_parser(
         "complete", description="Let a running server continue texts; an empty line or Ctrl-D ends."
     )
-    _add_flags(complete, "Continue this one text and print it.")
+    add_flags(complete, "Continue this one text and print it.")
     complete.set_defaults(run=run_complete)
 
 
-def _add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
     flag = parser.add_argument
     flag("--url", default="http://localhost:8000/v1",
          help="URL of the API (default: http://localhost:8000/v1).")  # fmt: skip
@@ -39,30 +33,15 @@ def _add_flags(parser: argparse.ArgumentParser, quick_help: str) -> None:
     flag("-q", "--quick", metavar="TEXT", help=quick_help)
 
 
-def run_chat(args: argparse.Namespace) -> None:
-    server = Server(args.url, args.api_key)
-    fields = _fields(args, server)
-    messages = []
-    if args.system_prompt is not None:
-        messages.append({"role": "system", "content": args.system_prompt})
-    for text in _inputs(args.quick):
-        messages.append({"role": "user", "content": text})
-        answer = server.show(
-            "/chat/completions",
-            {**fields, "messages": messages},
-            lambda choice: choice["delta"].get("content"),
-        )
-        messages.append({"role": "assistant", "content": answer})
-
-
 def run_complete(args: argparse.Namespace) -> None:
     server = Server(args.url, args.api_key)
-    fields = _fields(args, server)
-    for text in _inputs(args.quick):
+    fields = request_fields(args, server)
+    for text in inputs(args.quick):
         server.show("/completions", {**fields, "prompt": text}, lambda choice: choice["text"])
 
 
-def _fields(args: argparse.Namespace, server: "Server") -> dict[str, Any]:
+def request_fields(args: argparse.Namespace, server: "Server") -> dict[str, Any]:
+    """What every streamed request has."""
     fields: dict[str, Any] = {"model": args.model_name or server.first_model(), "stream": True}
     for name in ("max_tokens", "temperature"):
         if getattr(args, name) is not None:
@@ -70,7 +49,7 @@ def _fields(args: argparse.Namespace, server: "Server") -> dict[str, Any]:
     return fields
 
 
-def _inputs(quick: str | None) -> Iterator[str]:
+def inputs(quick: str | None) -> Iterator[str]:
     """The texts the user enters, or `quick` alone."""
     if quick is not None:
         yield quick
@@ -88,7 +67,8 @@ def _inputs(quick: str | None) -> Iterator[str]:
 class Server:
     """The API at `url`: http where it names no scheme, /v1 where it names no path.
 
-    An event loop runs during a request only: at the prompt, Ctrl-C interrupts at once.
+    An event loop runs during a request only: at the prompt, Ctrl-C interrupts at once. url: with
+    scheme and path.
     """
 
     def __init__(self, url: str, api_key: str | None):
@@ -97,13 +77,23 @@ class Server:
             raise ConfigError(
                 f"--url {url!r}: it takes an address such as http://localhost:8000/v1"
             )
-        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
         self._api_key = api_key or envs.VLLM_API_KEY
 
     def first_model(self) -> str:
         async def ask() -> str:
-            async with self._client() as client:
+            async with self.client() as client:
                 return await client.first_model("/models")
+
+        return asyncio.run(ask())
+
+    def models(self) -> list[str]:
+        """All that the server lists."""
+
+        async def ask() -> list[str]:
+            async with self.client() as client:
+                listed = await client.get_json("/models")
+                return [str(model["id"]) for model in listed["data"]]
 
         return asyncio.run(ask())
 
@@ -114,7 +104,7 @@ class Server:
 
         async def ask() -> str:
             answer = ""
-            async with self._client() as client, aclosing(client.post_events(path, body)) as events:
+            async with self.client() as client, aclosing(client.post_events(path, body)) as events:
                 async for event in events:
                     for choice in event["choices"]:
                         text = text_of(choice) or ""
@@ -125,5 +115,5 @@ class Server:
 
         return asyncio.run(ask())
 
-    def _client(self) -> HttpClient:
-        return HttpClient(self._url, self._api_key, _READ_TIMEOUT_S, uses_proxy=True)
+    def client(self) -> HttpClient:
+        return HttpClient(self.url, self._api_key, _READ_TIMEOUT_S, uses_proxy=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError, did_you_mean
+from vllm.utils.argparse_utils import dashed
 
 _FLAG = "--config"
 
@@ -86,14 +87,3 @@ def _of_upstream(flag: str, value: Any) -> list[str] | None:
     from vllm.entrypoints.compatibility.flags import words_of
 
     return words_of(flag, value)
-
-
-def dashed(word: str) -> str:
-    """`--max_model_len=8` as `--max-model-len=8`; values stay as they are, so do keys of JSON
-    (`--hf_overrides.rope_theta=1`) and a value that is itself a list of flags (`vllm eval paired
-    --a "--seed 1 my_model"`)."""
-    flag, equals, value = word.partition("=")
-    if not flag.startswith("--") or " " in flag:
-        return word
-    name, dot, keys = flag.partition(".")
-    return name.replace("_", "-") + dot + keys + equals + value

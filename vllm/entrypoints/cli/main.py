@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from vllm import envs
-from vllm.entrypoints.cli.config_file import dashed, with_file
+from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
+from vllm.utils.argparse_utils import dashed
 from vllm.version import __version__
 
 # Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
@@ -18,8 +19,9 @@ from vllm.version import __version__
 # the exit code, None for 0.
 SUBCOMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
-    "chat": ("vllm.entrypoints.cli.client", "Chat with a running server."),
+    "chat": ("vllm.entrypoints.cli.chat", "Chat with a running server."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
+    "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of requests."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
@@ -93,11 +95,11 @@ def _run(words: list[str]) -> int:
     if words and not command.startswith("-") and command not in SUBCOMMANDS:
         hint = did_you_mean(command, SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
         parser.error(f"unknown command {command!r}{hint}")
-    if command == "serve":
+    if command in ("serve", "run-batch"):
         from vllm.entrypoints.compatibility.flags import translated
 
-        own, notices = translated(with_file(words[1:], _subparser(parser, "serve")))
-        words = ["serve", *own]
+        own, notices = translated(with_file(words[1:], _subparser(parser, command)))
+        words = [command, *own]
         warnings += notices
     args, unknown = parser.parse_known_args(words)
     if unknown:

@@ -102,6 +102,11 @@ def add_server_flags(group: Any) -> None:
          help="Log level of the web server.")  # fmt: skip
     text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
+    text("--enable-tokenizer-info-endpoint", action="store_true",
+         help="Serve /tokenizer_info: the tokenizer's settings and its chat template.")  # fmt: skip
+    text("--strict-requests", action="store_true",
+         help="Refuse fields of requests that have no effect or are not known; default: ignore "
+         "them, with a Warning header.")  # fmt: skip
 
 
 def _add_flags_of_variables(group: Any) -> None:

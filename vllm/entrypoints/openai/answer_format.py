@@ -38,7 +38,9 @@ class AnswerFormats:
         tools = [param.tool() for param in request.tools or ()]
         if request.choice == "none":
             tools = []
-        parser = self._parser(request, template) if tools else self._without_tools()
+        parser = self._parser(request, template) if tools else None
+        if parser is None:
+            tools, parser = [], self._without_tools()
         form = None if parser is Harmony else self.reasoning
         is_open = form.is_open_after(prompt) if form else None
         answer = AnswerFormat(request, tools, parser, form, is_open)
@@ -50,7 +52,7 @@ class AnswerFormats:
         is_harmony = self.reasoning is not None and self.reasoning.name == HARMONY
         return Harmony if is_harmony else None
 
-    def _parser(self, request: ChatCompletionRequest, template: str) -> type[Parser]:
+    def _parser(self, request: ChatCompletionRequest, template: str) -> type[Parser] | None:
         parser = self.parser or _found_parser(template)
         is_forced = request.choice != "auto"
         if "tools" not in template:
@@ -60,7 +62,10 @@ class AnswerFormats:
                     "the server with a --chat-template that does",
                     "tools",
                 )
-            logger.warning("the chat template does not tell the model of tools")
+            request.warnings.append("the chat template does not tell the model of the tools")
+            _warn_of_template(template)
+            if parser is None:
+                return None
         if parser is None and not is_forced:
             raise RequestError(
                 'tools with tool_choice "auto" need a parser of this model\'s calls, and its chat '
@@ -69,6 +74,13 @@ class AnswerFormats:
                 "tools",
             )
         return parser if parser and (parser.grammar or not is_forced) else JsonArray
+
+
+@lru_cache(maxsize=8)
+def _warn_of_template(template: str) -> None:
+    """Once per template."""
+    logger.warning("the chat template does not tell the model of tools: requests with tools are "
+                   "answered without them")  # fmt: skip
 
 
 @lru_cache(maxsize=8)

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, _Lenient
+from vllm.entrypoints.openai.output_format import _Lenient
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.translated import TranslatedRequest, item_of, joined_text, type_of
 from vllm.errors import RequestError
 

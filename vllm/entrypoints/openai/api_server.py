@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -23,17 +23,24 @@ from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, cre
 from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
-from vllm.entrypoints.openai.errors import ApiError, as_api_error, invalid_fields, status_error
+from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
+from vllm.entrypoints.openai.field_policy import (
+    ignored_fields,
+    read_request,
+    validated,
+    warning_header,
+)
 from vllm.entrypoints.openai.generation import Service, json_response
 from vllm.entrypoints.openai.http import (
     Gate,
     GateMiddleware,
+    given_request_id,
     prefers_html,
     read_json,
     until_disconnect,
 )
+from vllm.entrypoints.openai.management import add_management_paths
 from vllm.entrypoints.openai.protocol import (
-    IGNORED_FIELDS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -67,9 +74,10 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     app = FastAPI(title="vLLM", version=__version__, **pages)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
-    _add_generation_paths(app, service, settings.max_body_size)
+    _add_generation_paths(app, service, metrics, settings)
     _add_response_paths(app, service)
-    _add_tokenizer_paths(app, service, settings.max_body_size)
+    _add_tokenizer_paths(app, service, settings)
+    add_management_paths(app, service, gate, settings)
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")
@@ -81,7 +89,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
         allow_methods=settings.allowed_methods,
         allow_headers=settings.allowed_headers,
         allow_credentials=settings.allow_credentials,
-        expose_headers=["X-Request-Id"],
+        expose_headers=["X-Request-Id", "Warning"],
     )
 
 
@@ -138,18 +146,29 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
         return json_response(card(name))
 
 
-def _add_generation_paths(app: FastAPI, service: Service, max_body_size: int) -> None:
+def _add_generation_paths(
+    app: FastAPI, service: Service, metrics: Metrics, settings: ServerSettings
+) -> None:
     def add(
         path: str,
         kind: type[Generation],
         create: Callable[[Service, Generation, str], Coroutine[Any, Any, Response]],
     ) -> None:
         async def endpoint(request: Request) -> Response:
-            body = validated(kind, await read_json(request, max_body_size))
+            fields = await read_json(request, settings.max_body_size)
+            body, left_out = read_request(kind, fields, settings.strict_requests)
+            for name in left_out:
+                metrics.record_ignored_field(name if name in ignored_fields(kind) else "other")
             service.check_model(body.model)
             body.check()
+            own_id = getattr(body, "request_id", None)
+            if own_id is not None and not given_request_id(request.scope):
+                request.state.request_id = own_id
             work = create(service, body, request.state.request_id)
-            return await until_disconnect(request.receive, work)
+            response = await until_disconnect(request.receive, work)
+            if texts := [*left_out.values(), *getattr(body, "warnings", ())]:
+                response.headers["Warning"] = warning_header(texts)
+            return response
 
         app.post(path, openapi_extra=_described(kind))(endpoint)
 
@@ -186,18 +205,23 @@ def _add_response_paths(app: FastAPI, service: Service) -> None:
         return json_response(input_items(stored, response_id, request.query_params))
 
 
-def _add_tokenizer_paths(app: FastAPI, service: Service, max_body_size: int) -> None:
+def _add_tokenizer_paths(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+    max_body_size, is_strict = settings.max_body_size, settings.strict_requests
+
+    def read(kind: type[Body], fields: dict[str, object]) -> Body:
+        return validated(kind, fields, is_strict)
+
     @app.post("/tokenize", openapi_extra=_described(TokenizeTextRequest, TokenizeChatRequest))
     async def tokenize(request: Request) -> Response:
         fields = await read_json(request, max_body_size)
         body: TokenizeTextRequest | TokenizeChatRequest
         if "messages" in fields:
-            body = validated(TokenizeChatRequest, fields)
+            body = read(TokenizeChatRequest, fields)
             body.check_template_fields()
             text = await service.prompts.render(body)
             adds_special_tokens = bool(body.add_special_tokens)
         else:
-            body = validated(TokenizeTextRequest, fields)
+            body = read(TokenizeTextRequest, fields)
             text, adds_special_tokens = body.prompt, body.add_special_tokens is not False
         service.check_model(body.model)
         tokens = await service.prompts.encode(text, adds_special_tokens)
@@ -212,18 +236,9 @@ def _add_tokenizer_paths(app: FastAPI, service: Service, max_body_size: int) -> 
 
     @app.post("/detokenize", openapi_extra=_described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = validated(DetokenizeRequest, await read_json(request, max_body_size))
+        body = read(DetokenizeRequest, await read_json(request, max_body_size))
         service.check_model(body.model)
         return json_response({"prompt": await service.prompts.decode(body.tokens)})
-
-
-def validated(kind: type[Body], fields: dict[str, object]) -> Body:
-    """`fields` as a request of `kind`, or ApiError 400 saying which fields are wrong and why."""
-    ignored = getattr(kind, "ignored_fields", IGNORED_FIELDS)
-    try:
-        return kind.model_validate({k: v for k, v in fields.items() if k not in ignored})
-    except ValidationError as error:
-        raise invalid_fields(error, kind) from None
 
 
 def _described(*kinds: type[BaseModel]) -> dict[str, object]:

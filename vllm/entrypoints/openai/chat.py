@@ -28,7 +28,9 @@ async def chat_prompt(
     """Token ids of the conversation, and how its answer is written."""
     text = await service.prompts.render(request)
     # The template writes the special tokens itself.
-    prompt = await service.prompts.encode(text, add_special_tokens=False)
+    is_truncated = request.truncate_prompt_tokens is not None
+    prompt = await service.prompts.encode(text, bool(request.add_special_tokens), is_truncated)
+    prompt = request.truncated(prompt, service.max_model_len)
     template = service.prompts.template(request)
     return prompt, service.answers.of(request, template, text)
 
@@ -138,8 +140,11 @@ class ChatAnswer(Answer):
         shape = None
         if self.request.logprobs:
             places = positions(new.token_ids, new.logprobs or [])
-            num_top, prompts = self.request.top_logprobs or 0, self.service.prompts
-            shape = await built([new.logprobs], chat_logprobs, places, num_top, prompts)
+            shape = await built(
+                [new.logprobs], chat_logprobs, places, self.request.top_logprobs or 0,
+                self.service.prompts, frozenset(self.request.logprob_token_ids or ()),
+                bool(self.request.return_tokens_as_token_ids),
+            )  # fmt: skip
         choice = self.core(new.index, new, content, shape)
         if choice["finish_reason"] == "stop" and new.index in self.callers:
             choice["finish_reason"] = "tool_calls"

@@ -35,13 +35,17 @@ class _Prompt:
 async def _read_prompt(
     service: Service, given: str | list[int], request: CompletionRequest
 ) -> _Prompt:
-    if isinstance(given, list):
-        prompt = _Prompt(given)
-        if request.echo:
-            prompt.text = await service.prompts.decode(given)
-    else:
+    text: str | None = None
+    if isinstance(given, str):
+        text = given
         adds_special_tokens = request.add_special_tokens is not False
-        prompt = _Prompt(await service.prompts.encode(given, adds_special_tokens), given)
+        is_truncated = request.truncate_prompt_tokens is not None
+        given = await service.prompts.encode(given, adds_special_tokens, is_truncated)
+    prompt = _Prompt(request.truncated(given, service.max_model_len))
+    if request.echo:
+        is_whole = len(prompt.token_ids) == len(given)
+        known = text if is_whole else None
+        prompt.text = known or await service.prompts.decode(prompt.token_ids)
     if request.echo and request.logprobs is not None and prompt.token_ids:
         prompt.first_text = await service.prompts.decode(prompt.token_ids[:1])
     return prompt
@@ -72,8 +76,10 @@ class _Answer(Answer):
             if is_first and request.echo:
                 places = positions(prompt.token_ids, output.prompt_logprobs or []) + places
             told = [logprobs for _, logprobs in places]
-            shape = await built([told], completion_logprobs, places, offset, prompt.first_text)
-            self.offsets[number] += sum(map(len, shape["tokens"]))
+            as_ids = bool(request.return_tokens_as_token_ids)
+            make, first_text = completion_logprobs, prompt.first_text
+            shape, length = await built([told], make, places, offset, first_text, as_ids)
+            self.offsets[number] += length
         text = (prompt.text if is_first and request.echo else "") + new.text
         choice = self.core(number, new, {"text": text}, shape)
         return {**choice, **await self.prompt_fields(output)} if is_first else choice

@@ -107,10 +107,16 @@ def _sentence(
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(model, problem["loc"][:-1])
-        return f"unknown field {name}" + did_you_mean(str(problem["loc"][-1]), known)
+        return unknown_field(problem["loc"], model)
     told = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{name} {_ACCEPTED.get(problem['type'], told)}, not {_shorten(problem['input'])}"
+
+
+def unknown_field(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
+    """What to say of a field that `model` does not have."""
+    known = _fields_at(model, location[:-1])
+    name = ".".join(map(str, location))
+    return f"unknown field {name}" + did_you_mean(str(location[-1]), known)
 
 
 def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import Response
 
 from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
@@ -157,9 +158,10 @@ class Answer(ABC):
         # Clients may send the same id twice; the engine's ids are unique.
         streams = [
             engine.generate(
-                prompt,
+                self._prompt(prompt),
                 self.params_of(prompt, params),
                 f"{self.request_id}-{next(self.service.numbers)}",
+                priority=self.request.priority or 0,
             )
             for prompt in self.token_ids
         ]
@@ -168,6 +170,10 @@ class Answer(ABC):
                 self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
                 self.cached_tokens[index] = output.num_cached_tokens
                 yield index, output
+
+    def _prompt(self, token_ids: list[int]) -> Prompt:
+        salt = self.request.cache_salt
+        return token_ids if salt is None else {"prompt_token_ids": token_ids, "cache_salt": salt}
 
     def _head(self, kind: str) -> Json:
         return {

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import re
 import time
+import zlib
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.metrics import Metrics
 from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
+from vllm.entrypoints.openai.protocol import REQUEST_ID
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -28,7 +30,7 @@ T = TypeVar("T")
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered without an API key, while loading and while shutting down."""
 
-_REQUEST_ID = re.compile(r"[!#-\[\]-~]{1,128}")  # printable, without space, quote and backslash
+_REQUEST_ID = re.compile(REQUEST_ID)
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _JSON_TYPES = ("application/json", "text/json")
 _WEIGHT = re.compile(r"[01](\.\d{0,3})?")  # of a media type in Accept
@@ -92,7 +94,8 @@ class GateMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope["root_path"] = self.root_path
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         start, status = time.monotonic(), 499  # the client left before an answer
 
         async def send_tagged(message: Message) -> None:
@@ -101,7 +104,8 @@ class GateMiddleware:
                 status = message["status"]
                 is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
                 name = b"request-id" if is_anthropic else b"x-request-id"
-                message["headers"] = [*message["headers"], (name, request_id.encode())]
+                own_id = state["request_id"].encode()  # which the body may have set
+                message["headers"] = [*message["headers"], (name, own_id)]
             await send(message)
 
         is_open = scope["path"] in OPEN_PATHS
@@ -117,12 +121,11 @@ class GateMiddleware:
             self.gate.num_active -= not is_open
             path = scope["path"] if scope["path"] in self.known_paths else "other"
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self.metrics.record_http(path, method, status)
+            elapsed = time.monotonic() - start
+            self.metrics.record_http(path, method, status, elapsed)
             if self.logs_requests and not is_open:
-                elapsed = time.monotonic() - start
-                logger.info(
-                    "%s %s %s %d %.3f s", request_id, scope["method"], path, status, elapsed
-                )
+                own_id = state["request_id"]
+                logger.info("%s %s %s %d %.3f s", own_id, scope["method"], path, status, elapsed)
 
 
 def prefers_html(accept: Sequence[str]) -> bool:
@@ -150,13 +153,39 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     except TimeoutError:
         message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding == "gzip":
+        body = await asyncio.to_thread(_inflated, body, max_bytes)
+    elif coding != "identity":
+        raise ApiError(415, f"Content-Encoding {coding:.40} is not supported: send gzip or none")
     return _parse_object(body)
+
+
+def _inflated(body: bytearray, max_bytes: int) -> bytearray:
+    """The content of one or several gzip members, of which no more than `max_bytes` is made."""
+    content, rest = bytearray(), bytes(body)
+    try:
+        while rest:
+            member = zlib.decompressobj(wbits=31)
+            content += member.decompress(rest, max_bytes + 1 - len(content))
+            if len(content) > max_bytes:
+                raise _too_large(max_bytes)
+            if not member.eof:
+                raise ApiError(400, "the gzip body ends too early")
+            rest = member.unused_data
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no valid gzip: {error}") from None
+    return content
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
+    return ApiError(413, message, headers={"Connection": "close"})
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
-    too_large = ApiError(413, message, headers={"Connection": "close"})
+    too_large = _too_large(max_bytes)
     if declared.isdigit() and int(declared) > max_bytes:
         expects_continue = request.headers.get("expect", "").lower() == "100-continue"
         if expects_continue or int(declared) > _DISCARD_BYTES:
@@ -307,5 +336,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _request_id(scope: Scope) -> str:
+    return given_request_id(scope) or uuid4().hex
+
+
+def given_request_id(scope: Scope) -> str:
+    """The header X-Request-Id; empty where there is none that can be used."""
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else ""

@@ -72,11 +72,14 @@ class Prompts:
         except Exception as error:
             logger.warning("--chat-template fails for one empty user message: %s", error)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; RequestError if it cannot fit the context, told without work."""
+    async def encode(
+        self, text: str, add_special_tokens: bool, is_truncated: bool = False
+    ) -> list[int]:
+        """Token ids of `text`; RequestError if it cannot fit the context, told without work, unless
+        it `is_truncated` later."""
         tokenizer = self._needed("a prompt given as text")
         least = len(text) / self._max_chars_per_token
-        if least > self.max_model_len:
+        if least > self.max_model_len and not is_truncated:
             raise RequestError(
                 f"the prompt has {len(text)} characters, which is at least {int(least)} tokens; "
                 f"the context holds {self.max_model_len}",
@@ -119,6 +122,7 @@ class Prompts:
             [message.for_template(absent) for message in request.messages],
             chat_template=template,
             tools=request.template_tools,
+            documents=request.documents,
             tokenize=False,
             add_generation_prompt=request.opens_answer,
             continue_final_message=bool(request.continue_final_message),

@@ -1,8 +1,7 @@
 """The requests that the HTTP API takes, checked field by field.
 
-A field that is null counts as not given. A field that is not known is refused, because a mistyped
-`max_token` that is silently dropped costs more than an error; only the fields of OpenAI's API
-that say nothing about the text (IGNORED_FIELDS) are dropped.
+A field that is null counts as not given. What becomes of a field that is not known, or not
+honoured, is in `field_policy`.
 """
 
 from collections import Counter
@@ -10,19 +9,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
+from vllm.entrypoints.openai.output_format import (
+    ResponseFormat,
+    StructuredOutputs,
+    _Lenient,
+    _Strict,
+)
 from vllm.errors import RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers.schemas import Tool
-
-IGNORED_FIELDS = frozenset(
-    {
-        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "verbosity",
-    }
-)  # fmt: skip
-"""Accepted at the top level of a request and without effect."""
 
 MAX_PROMPTS = 2048
 MAX_TOP_LOGPROBS = 20
@@ -30,6 +33,8 @@ DEFAULT_MAX_TOKENS = 16
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 10
 NAMED = "function:"
+# Printable, without space, quote and backslash.
+REQUEST_ID = r"^[!#-\[\]-~]{1,128}$"
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -83,62 +88,12 @@ def _message_text(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-class _Strict(BaseModel):
-    """No conversions: `"16"` is not an integer, `1` is not a boolean."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-class _Lenient(_Strict):
-    """Fields that are not known are left out."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
 class StreamOptions(_Strict):
     """continuous_usage_stats: usage so far in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class JsonSchema(_Strict):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def grammar(self) -> dict[str, Any]:
-        """Keywords of StructuredOutputsParams; not for type text."""
-        if self.type == "json_object":
-            return {"json_object": True}
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            raise RequestError(
-                "response_format of type json_schema needs json_schema.schema", "response_format"
-            )
-        return {"json": self.json_schema.schema_}
-
-
-class StructuredOutputs(_Strict):
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerationRequest(_Strict):
@@ -174,6 +129,33 @@ class GenerationRequest(_Strict):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    logprob_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to tell the client besides the answer, in the header `Warning`."""
+        return self._warnings
+
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The last tokens of a prompt, as many as truncate_prompt_tokens says: -1 for those that
+        leave room for the answer."""
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        if count < 0:
+            most = self.own_params()["max_tokens"]
+            count = max(max_model_len - max(1 if most is None else most, 1), 1)
+        return token_ids[len(token_ids) - count :] if count < len(token_ids) else token_ids
 
     @property
     def num_choices(self) -> int:
@@ -183,6 +165,14 @@ class GenerationRequest(_Strict):
         """What no single field can tell; raises RequestError."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
+        if self.logprob_token_ids and self.own_params()["logprobs"] is None:
+            raise RequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens 0 leaves no prompt: it takes 1 or more, or -1 for the "
+                "context's length",
+                "truncate_prompt_tokens",
+            )
 
     def own_params(self) -> dict[str, Any]:
         """Of SamplingParams, max_tokens and what concerns logprobs."""
@@ -222,6 +212,8 @@ class GenerationRequest(_Strict):
         if self.structured_outputs is not None:
             grammar = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             asked["structured_outputs"] = grammar
+        if self.structural_tag is not None:
+            asked["structural_tag"] = {"structural_tag": self.structural_tag}
         if self.response_format is not None and self.response_format.type != "text":
             asked["response_format"] = self.response_format.grammar()
         if len(asked) > 1:
@@ -235,8 +227,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    add_special_tokens: bool | None = None
-    use_beam_search: Literal[False] | None = None
 
     def check(self) -> None:
         super().check()
@@ -371,6 +361,7 @@ class TemplateFields(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[ToolParam] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
     @property

@@ -5,11 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    JsonSchema,
-    _Lenient,
-)
+from vllm.entrypoints.openai.output_format import JsonSchema, _Lenient
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.translated import TranslatedRequest, item_of, joined_text, type_of
 from vllm.errors import RequestError

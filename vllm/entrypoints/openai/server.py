@@ -46,7 +46,7 @@ class Server:
         self._gate = Gate(tuple(key.encode() for key in settings.api_key))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-        service = _make_service(engine, settings)
+        service = make_service(engine, settings)
         app = build_app(service, self._gate, engine.metrics, settings)
         self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
 
@@ -163,7 +163,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def _make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
+def make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
     model = engine.model_config
     prompts = Prompts(
         engine.tokenizer,

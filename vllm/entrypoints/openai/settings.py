@@ -39,3 +39,5 @@ class ServerSettings:
     ssl_ciphers: str | None
     uvicorn_log_level: str
     disable_log_requests: bool
+    strict_requests: bool
+    enable_tokenizer_info_endpoint: bool

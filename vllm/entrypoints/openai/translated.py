@@ -16,7 +16,8 @@ from vllm.entrypoints.openai.errors import ApiError, as_api_error, invalid_field
 from vllm.entrypoints.openai.generation import Json, json_response
 from vllm.entrypoints.openai.http import NamedEventStream
 from vllm.entrypoints.openai.logprobs import chat_logprobs, positions
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, _Strict
+from vllm.entrypoints.openai.output_format import _Strict
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput
 

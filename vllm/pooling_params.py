@@ -1,0 +1,3 @@
+"""The import path of PoolingParams."""
+
+from vllm.sampling_params import PoolingParams as PoolingParams
