@@ -2,8 +2,8 @@
 
 usage: python benchmarks/serving/bench_tools.py --url http://127.0.0.1:8000 --out FILE
 
-Without --url only what needs no server is measured. The server needs a chat template that knows tools, a chunk of --chunk tokens
-(--max-num-batched-tokens) and no other clients.
+Without --url only what needs no server is measured. The server needs a chat template that knows
+tools, a chunk of --chunk tokens (--max-num-batched-tokens) and no other clients.
 """
 
 import argparse
@@ -44,7 +44,8 @@ def tools(size: int = 1000) -> list[dict[str, Any]]:
 
 def parser_us() -> float:
     """Microseconds of CPU time per piece of text of the slowest parser, on an answer with a call."""
-    tool = Tool("tool_0", None, {"type": "object", "properties": {"a": {"type": "string"}}}, None)
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tool = Tool("tool_0", None, parameters, None)
     text = "Some words before. " * 50 + '<tool_call>\n{"name": "tool_0", "arguments": {"a": "'
     text += "words in it " * 100 + '"}}\n</tool_call>'
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
