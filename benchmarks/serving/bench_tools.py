@@ -33,7 +33,7 @@ def tools(size: int = 1000) -> list[dict[str, Any]]:
     made = []
     for number in range(NUM_TOOLS):
         properties = {
-            f"field_{number}_{i}": {"type": "string", "description": "What this field is for. " * 3}
+            f"field_{number}_{i}": {"type": "string", "description": "What it is for. " * 4}
             for i in range(size // 130)
         }
         parameters = {"type": "object", "properties": properties, "required": [*properties][:2]}
