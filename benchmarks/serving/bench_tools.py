@@ -43,7 +43,7 @@ def tools(size: int = 1000) -> list[dict[str, Any]]:
 
 
 def parser_us() -> float:
-    """Microseconds of CPU time per piece of text of the slowest parser, on an answer with a call."""
+    """Microseconds of CPU time per piece of text of the slowest parser, with a call."""
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
     tool = Tool("tool_0", None, parameters, None)
     text = "Some words before. " * 50 + '<tool_call>\n{"name": "tool_0", "arguments": {"a": "'
