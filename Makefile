@@ -36,7 +36,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --dur
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test $(VENV)/.clients
 	$(PYTEST) -m slow $(ARGS)
 
 lint: $(VENV)/.test
@@ -83,6 +83,12 @@ $(VENV)/.serve: pyproject.toml setup.py CMakeLists.txt $(wildcard cmake/*) $(she
 
 $(VENV)/.test: $(VENV)/.serve tests/requirements.txt
 	$(PIP) torch==2.13.0 --requirement tests/requirements.txt
+	touch $@
+
+# Clients that tests/clients runs, beside the environment: their versions of its packages are not
+# used. About ten minutes on two busy cores.
+$(VENV)/.clients: $(VENV)/.test tests/requirements-clients.txt
+	$(PIP) --target $(VENV)/clients --upgrade --requirement tests/requirements-clients.txt
 	touch $@
 
 clean:

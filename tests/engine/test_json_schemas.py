@@ -202,3 +202,20 @@ def test_every_schema_within_one_is_looked_at(place, schema):
     with pytest.raises(GrammarError) as error:
         check_schema(json.dumps(schema))
     assert f"at #/{place} for" in str(error.value) and "uniqueItems" in str(error.value)
+
+
+@pytest.mark.parametrize("pattern", ['^"a"$', r"^a\\b$", '^[a-z"]+$', r"^a\nb$", r"^\x22$"])
+def test_patterns_of_characters_that_json_escapes_are_refused(pattern: str) -> None:
+    """xgrammar writes them as they are, which is no JSON."""
+    schema = json.dumps({"type": "object", "properties": {"a": STR | {"pattern": pattern}}})
+    with pytest.raises(GrammarError, match="pattern with a quote"):
+        check_schema(schema)
+
+
+@pytest.mark.parametrize("pattern", ["^.+$", r'^[^"\\]+$', r"^\S+$", r"^[!-~]+$", r"^\D+$"])
+def test_patterns_of_other_characters_give_json(pattern: str) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": STR | {"pattern": pattern}}})
+    check_schema(schema)
+    grammar = xgrammar.Grammar.from_json_schema(schema)
+    for text in ('a"b', "a\\b", "a\nb"):
+        assert not matches(grammar, f'{{"a": "{text}"}}')

@@ -48,3 +48,10 @@ def test_auto_needs_a_parser_where_the_template_tells_of_tools() -> None:
     assert (form.parser, form.grammar, len(plain.warnings)) == (None, None, 1)
     with pytest.raises(RequestError, match="does not tell the model of tools: leave tools out"):
         AnswerFormats().of(_request(tool_choice="required"), "{{ messages }}", "")
+
+
+def test_a_forced_call_of_a_model_that_never_reasons_begins_at_once() -> None:
+    for template, mode in ((TEMPLATE.replace("think", "muse"), "disabled"), (TEMPLATE, "auto")):
+        form = AnswerFormats(known()["hermes"]).of(_request(tool_choice="required"), template, "")
+        assert form.grammar is not None
+        assert form.grammar["tool_calls"]["reasoning"] == mode

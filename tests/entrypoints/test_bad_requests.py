@@ -26,7 +26,9 @@ def answers_the_next_request(server: RunningServer) -> Iterator[None]:
     ("path", "fields", "param", "message"),
     [
         (TEXT, {}, "prompt", "prompt is missing"),
-        (TEXT, {"prompt": "a", "max_token": 5}, "max_token", "did you mean max_tokens?"),
+        (TEXT, {"prompt": "a", "bad_words": "b"}, "bad_words", "should be a valid list"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "is empty"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [9999]}, "allowed_token_ids", "9999"),
         (TEXT, {"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens must be from 0"),
         (TEXT, {"prompt": "a", "max_tokens": 10**30}, "max_tokens", "max_tokens must be from 0"),
         (TEXT, {"prompt": "a", "max_tokens": 5000}, "max_tokens", "context of 2048"),
@@ -40,7 +42,7 @@ def answers_the_next_request(server: RunningServer) -> Iterator[None]:
         (TEXT, {"prompt": "a", "n": 10**9}, "prompt", "split the request"),
         (TEXT, {"prompt": "a", "n": 2, "temperature": 0}, "n", "temperature 0"),
         (TEXT, {"prompt": "a", "seed": 2**70}, "seed", "seed must be from"),
-        (TEXT, {"prompt": "a", "logprobs": 10**6}, "logprobs", "logprobs must be from 0"),
+        (TEXT, {"prompt": "a", "logprobs": 10**6}, "logprobs", "logprobs must be from -1"),
         (TEXT, {"prompt": "a", "stop": [""]}, "stop", "none of them empty"),
         (TEXT, {"prompt": "a", "stop_token_ids": [9999]}, "stop_token_ids", "9999"),
         (TEXT, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias", "9999"),
@@ -130,7 +132,6 @@ def test_json_may_name_its_charset(server: RunningServer) -> None:
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/nowhere", 404),
-        ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/models/%2e%2e%2f%2e%2e%2fetc", 404),
     ],
 )

@@ -1,10 +1,11 @@
 """`/v1/chat/completions` and the paths around it, as clients see them."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 import vllm
 
@@ -244,3 +245,16 @@ def test_answers_have_the_role_that_was_asked_for(tiny_model, tmp_path) -> None:
         assert server.chat(**CHAT)["choices"][0]["message"]["role"] == "model"
         first, *_ = server.events("/v1/chat/completions", **CHAT)
         assert first["choices"][0]["delta"]["role"] == "model"
+
+
+class Weather(BaseModel):
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2, 3]
+
+
+def test_openai_parses_an_answer_that_a_schema_holds(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "ban fick"}]
+    answer = client.chat.completions.parse(
+        model="tiny", messages=messages, response_format=Weather, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Weather)

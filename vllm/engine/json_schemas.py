@@ -6,6 +6,7 @@ counts as `anyOf` where its branches overlap.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ _ASSERTIONS = frozenset({
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
 _LISTS_OF_SCHEMAS = ("prefixItems", "allOf", "anyOf", "oneOf")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties")
+_EXCLUSION = re.compile(r"\[\^(?:\\.|[^\]\\])*\]", re.DOTALL)
+_ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfv0c]')
+_CODE = re.compile(r"\\(?:x|u\{?)([0-9a-fA-F]{2,6})")
 _MAX_DEPTH = 32  # of references that name what they refer to
 
 # Names from the root on, as (those before, the last).
@@ -110,6 +114,11 @@ def _faults(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
     groups += [name for name in ("minLength", "maxLength") if name in asked][:1]
     if len(groups) > 1 and (not types or "string" in types):
         yield f"{' beside '.join(groups)} cannot be enforced; leave one of them out"
+    if isinstance(pattern := schema.get("pattern"), str) and _needs_escapes(pattern):
+        yield (
+            "pattern with a quote, a backslash or a control character cannot be enforced: JSON "
+            "escapes them; leave them out"
+        )
     if "multipleOf" in schema and ("number" in types or {*_OF_NUMBERS} & schema.keys()):
         yield "multipleOf is enforced for integers alone, and without limits beside it"
     known = _names(schema.get("properties"))
@@ -117,6 +126,14 @@ def _faults(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
         yield f"required names {lacking[0]!r}, which is not among properties; add it there"
     if known and "propertyNames" in schema:
         yield "propertyNames beside properties cannot be enforced; leave one of them out"
+
+
+def _needs_escapes(pattern: str) -> bool:
+    """Whether it names characters that JSON has to escape; xgrammar writes them as they are.
+    Classes that only exclude characters never give such."""
+    named = _EXCLUSION.sub("", pattern)
+    codes = [int(match[1], 16) for match in _CODE.finditer(named)]
+    return bool(_ESCAPED.search(named)) or any(code < 0x20 or code in b'"\\' for code in codes)
 
 
 def _faults_of_combining(schema: Mapping[str, Any], root: Any) -> Iterator[str]:

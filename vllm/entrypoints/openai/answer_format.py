@@ -43,7 +43,8 @@ class AnswerFormats:
             tools, parser = [], self._without_tools()
         form = None if parser is Harmony else self.reasoning
         is_open = form.is_open_after(prompt) if form else None
-        answer = AnswerFormat(request, tools, parser, form, is_open)
+        may_reason = form is not None or parser is Harmony or "think" in template.lower()
+        answer = AnswerFormat(request, tools, parser, form, is_open, may_reason)
         answer.grammar = _grammar(answer, prompt)
         return answer
 
@@ -94,13 +95,15 @@ def _found_parser(template: str) -> type[Parser] | None:
 @dataclass
 class AnswerFormat:
     """Of one request. parser: None where no tools are offered. is_open: whether the answer begins
-    within reasoning, None where its text tells. grammar: fields of StructuredOutputsParams."""
+    within reasoning, None where its text tells. may_reason: whether anything says that this model
+    reasons; forced calls of another begin at once. grammar: fields of StructuredOutputsParams."""
 
     request: ChatCompletionRequest
     tools: Sequence[Tool]
     parser: type[Parser] | None
     reasoning: ReasoningFormat | None
     is_open: bool | None
+    may_reason: bool
     grammar: Json | None = None
 
     @property
@@ -189,7 +192,7 @@ def _is_open(answer: AnswerFormat, prompt: str) -> bool | None:
     """As `AnswerFormat.is_open`, also of a server that was told of no reasoning format."""
     if answer.reasoning is not None:
         return answer.is_open
-    return ReasoningFormat("").is_open_after(prompt)
+    return ReasoningFormat("").is_open_after(prompt) if answer.may_reason else False
 
 
 def _checked(tool: Tool, choice: str) -> Json:
