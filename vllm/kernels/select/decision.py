@@ -25,6 +25,10 @@ Layouts = tuple[tuple[str, tuple[str, ...]], ...]
 take (`KernelSpec.weight_layouts`)."""
 
 
+Roundings = tuple[tuple[str, int], ...]
+"""Of backends that round, how often: activations, and the weight once more."""
+
+
 ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
 """By backend a number for each token count; None where there is none."""
 
@@ -65,7 +69,7 @@ class Evidence(ABC):
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         layouts: "Layouts",
-        roundings: tuple[tuple[str, int], ...],
+        roundings: Roundings,
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 

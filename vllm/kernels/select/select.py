@@ -8,7 +8,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales
 from vllm.kernels.select import eligibility
-from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts, Roundings
 from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
@@ -287,7 +287,7 @@ def _measured(
     return found
 
 
-def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> tuple[tuple[str, int], ...]:
+def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> Roundings:
     """By backend, of those that round: of equally fast ones that which rounds least is to serve.
     Empty where times are not measured here, since those know nothing of equals."""
     if evidence.grade is not Grade.MEASURED:
