@@ -63,7 +63,10 @@ def estimate_of(
         return None
     if problem.block_fit(takes_any_block=False) is not None:
         return None
-    return next(filter(None, (one.estimate(problem, versions) for one in costs)), None)
+    for one in costs:
+        if (found := one.estimate(problem, versions)) is not None:
+            return found
+    return None
 
 
 def sizes_of(problem: LinearProblem | MoEProblem) -> Sizes:
@@ -88,7 +91,10 @@ class Costs:
         num_sms = fitted.chip.num_sms or 1
         self._kinds = {name: _Kind(kind, num_sms) for name, kind in fitted.kinds.items()}
         near = "; another chip" if fitted.is_near else ""
-        self._source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
+        source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
+        self._source, self._source_beyond = (
+            f"{source}{others})" for others in ("", "; beyond the sizes that were measured")
+        )
 
     def estimate(
         self, problem: LinearProblem | MoEProblem, versions: Mapping[str, str] | None = None
@@ -109,8 +115,7 @@ class Costs:
         is_far = is_beyond or self.fitted.is_near
         error = kernels.error_beyond if is_far else kernels.error
         us = kernels.us(sizes)
-        beyond = "; beyond the sizes that were measured" if is_beyond else ""
-        source = f"{self._source}{beyond})"
+        source = self._source_beyond if is_beyond else self._source
         return Timings(source, kind.cost.tokens, us, stale, Grade.ESTIMATED, error)
 
 

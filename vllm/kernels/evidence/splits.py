@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import exp, inf, log
 from operator import eq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.steps import is_telling
 from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings
@@ -91,8 +91,10 @@ class Timings(Evidence):
             if name not in case.rows:
                 continue
             fewer = case.without(name)
+            if not _is_near(fewer.best, case.fastest, _COSTS_OF_LEAVING_OUT):
+                continue
             others = fewer.cheapest() if case.depends_on(name, path) else path
-            if others and fewer.is_near_fastest(others, case.rows[name].roundings):
+            if others and fewer.can_spare(case.rows[name], others):
                 case, path = fewer, others
         return _parts(path, case.tokens)
 
@@ -199,13 +201,14 @@ class _Case(NamedTuple):
         for name, limit in able:
             if name not in known:
                 continue
-            us: Sequence[float | None] = known[name][here]
+            us: Sequence[Any] = known[name][here]
+            if limit is not None or None in us:
+                us = [_time(t, m, limit) for t, m in zip(us, tokens)]
             if name in errors:
-                us = [t and t * (1 + error) for t, error in zip(us, errors[name][here])]
-            times = [_time(t, m, limit) for t, m in zip(us, tokens)]
+                us = [t * (1 + error) for t, error in zip(us, errors[name][here])]
             doubt = [part or 0.0 for part in noise.get(name, ())[here]]
             own = taken.get(name, (STORED,))
-            rows[name] = _Row(times, doubt, limit is None, counts.get(name, 0), own)
+            rows[name] = _Row(us, doubt, limit is None, counts.get(name, 0), own)
         best = _best(rows)
         return cls(rows, tokens, best, best)
 
@@ -219,14 +222,13 @@ class _Case(NamedTuple):
         is_compared = any(row.roundings for row in self.rows.values())
         return is_compared or name in path or any(map(eq, self.rows[name].us, self.best))
 
-    def is_near_fastest(self, path: Sequence[str], roundings: int) -> bool:
-        """Whether it takes hardly longer than one could with a backend that compiles and rounds so
-        often."""
-        served = [(self.rows[name], i) for i, name in enumerate(path) if name]
-        ratios = [row.us[i] / self.fastest[i] for row, i in served]
-        spares = all(roundings < row.roundings for row, _ in served)
-        mean, worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-        return max(ratios) - 1 <= worst and exp(_mean([*map(log, ratios)])) - 1 <= mean
+    def can_spare(self, compiled: _Row, path: Sequence[str]) -> bool:
+        """Whether the path takes hardly longer than one could with a backend that compiles."""
+        rows = [self.rows[name] for name in path if name]
+        spares = all(compiled.roundings < row.roundings for row in rows)
+        mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
+        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(path)]
+        return _is_near(us, self.fastest, mean_and_worst)
 
     def cheapest(self) -> list[str]:
         """At most MAX_PARTS ranges, whose backends share a layout; [] where there are none."""
@@ -237,8 +239,9 @@ class _Case(NamedTuple):
             own, common = [costs[name] for name in names], 0.0
             if any(counts := [self.rows[name].roundings for name in names]):
                 own, common = _rounded(own, counts)
-            cost, path = _cheapest_path(own, [self.rows[name].may_be_last for name in names])
-            if cost + common < least:
+            ends = [self.rows[name].may_be_last for name in names]
+            cost, path = _cheapest_path(own, ends, least - common)
+            if path:
                 least, found = cost + common, [names[row] for row in path]
         served = iter(found)
         return [next(served) if us < inf else "" for us in self.best] if found else []
@@ -270,9 +273,21 @@ def _best(rows: Mapping[str, _Row]) -> list[float]:
     return [min(us) for us in zip(*[row.us for row in rows.values()])]
 
 
+def _is_near(
+    us: Sequence[float], fastest: Sequence[float], mean_and_worst: tuple[float, float]
+) -> bool:
+    """Whether times are no more than so much longer, as ratios less one; inf does not count."""
+    mean, worst = mean_and_worst
+    ratios = [own / least for own, least in zip(us, fastest) if own < inf]
+    longest = max(ratios, default=inf) - 1
+    return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
+
+
 def _cost(us: Sequence[float], fast: Sequence[float], best: Sequence[float]) -> list[float]:
     return [
-        0.0 if own <= most else log(own / low) for own, most, low in zip(us, fast, best) if low < inf
+        0.0 if own <= most else log(own / low)
+        for own, most, low in zip(us, fast, best)
+        if low < inf
     ]
 
 
@@ -288,30 +303,28 @@ def _rounded(
 
 
 def _cheapest_path(
-    costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]
+    costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
 ) -> tuple[float, list[int]]:
     """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
-    each further run. No rows where there is none.
+    each further run. No rows where there is none that costs less than `most`.
 
     Viterbi's algorithm over rows, for one run more at a time until no further one can pay; of equal
     costs the earlier row stays.
     """
-    totals = [[*accumulate(row)] for row in costs]
-    steps, lowest = [totals], list[list[float]]()  # by number of further runs
-    ends = [total[-1] if is_last else inf for total, is_last in zip(totals, may_be_last)]
-    cost = min(ends)
-    end = ends.index(cost), 0
-    for further in range(1, MAX_PARTS):
-        if further * PART_COST >= cost:
-            break
-        lowest.append([*map(min, zip(*totals))])
-        totals = [_entered(row, lowest[-1]) for row in costs]
+    least = sum(map(min, zip(*costs)))
+    totals = {row: [*accumulate(own)] for row, own in enumerate(costs)}
+    steps, lowest = list[dict[int, list[float]]](), list[list[float]]()  # by further runs
+    end, run = 0, -1
+    while least + len(steps) * PART_COST < most and len(steps) < MAX_PARTS:
+        if steps:
+            lowest.append([*map(min, zip(*totals.values()))])
+            left = most - len(steps) * PART_COST
+            totals = {j: _entered(costs[j], lowest[-1]) for j in totals if min(costs[j]) < left}
+        for row, total in totals.items():
+            if total[-1] < most and may_be_last[row]:
+                most, end, run = total[-1], row, len(steps)
         steps.append(totals)
-        ends = [total[-1] if is_last else inf for total, is_last in zip(totals, may_be_last)]
-        if min(ends) < cost:
-            cost = min(ends)
-            end = ends.index(cost), further
-    return (cost, _traced(steps, lowest, *end)) if cost < inf else (inf, [])
+    return (most, _traced(steps, lowest, end, run)) if run >= 0 else (inf, [])
 
 
 def _entered(costs: Sequence[float], lowest: Sequence[float]) -> list[float]:
@@ -326,14 +339,17 @@ def _entered(costs: Sequence[float], lowest: Sequence[float]) -> list[float]:
 
 
 def _traced(
-    steps: Sequence[Sequence[Sequence[float]]], lowest: Sequence[Sequence[float]], row: int, run: int
+    steps: Sequence[Mapping[int, Sequence[float]]],
+    lowest: Sequence[Sequence[float]],
+    row: int,
+    run: int,
 ) -> list[int]:
     """The rows by which the total of `row` came about in the last column."""
     path = [row]
-    for i in range(len(steps[0][0]) - 2, -1, -1):
+    for i in range(len(steps[run][row]) - 2, -1, -1):
         if run and lowest[run - 1][i] + PART_COST < steps[run][row][i]:
             run -= 1
-            row = [total[i] for total in steps[run]].index(lowest[run][i])
+            row = next(j for j, total in steps[run].items() if total[i] == lowest[run][i])
         path.append(row)
     return path[::-1]
 

@@ -1,5 +1,6 @@
 """Problems: what a layer asks a kernel to compute, complete and printable."""
 
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import ClassVar
 
@@ -55,13 +56,13 @@ class LinearProblem:
         rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
         return linear_fit(rows, columns, self.weight.block, takes_any_block)
 
-    @property
+    @cached_property
     def size_key(self) -> str:
         """What a measurement is filed under, with the activation schemes that may be taken:
         `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`; with partial scale blocks also
         what a kernel then computes with: `..., padded to 256x2048, refined to 64x128 blocks`."""
-        sizes = f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
-        return sizes + _fits_text(self)
+        weight, others = _texts(self.weight, self.dtype, self.act)
+        return f"{weight}:{self.n}x{self.k} {others}{_fits_text(self)}"
 
     def __str__(self) -> str:
         merged = f"({_parts_text(self.parts)})" if len(self.parts) > 1 else ""
@@ -117,15 +118,15 @@ class MoEProblem:
         inner = Axis((self.intermediate,), self.cut)
         return moe_fit(inner, self.hidden, num_experts, self.weight.block, takes_any_block)
 
-    @property
+    @cached_property
     def size_key(self) -> str:
         """What a measurement is filed under: experts, intermediate, hidden and top_k, the rest as
         of a LinearProblem. Of experts over 4 ranks `128/4x768x2048x8`: tokens choose among 128, and
         32 are here. Of experts that ranks cut it is that of whole ones of the same size."""
         ranks = f"/{self.cut_experts}" if self.cut_experts > 1 else ""
         sizes = f"{self.num_experts}{ranks}x{self.intermediate}x{self.hidden}x{self.top_k}"
-        key = f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}{self._other_activation}"
-        return key + _fits_text(self)
+        weight, others = _texts(self.weight, self.dtype, self.act)
+        return f"{weight}:{sizes} {others}{self._other_activation}{_fits_text(self)}"
 
     @property
     def comes_quantised(self) -> bool:
@@ -144,9 +145,15 @@ class MoEProblem:
         return f"moe {self.weight}:{sizes} {self.dtype}{batched}{self._other_activation}"
 
 
+@lru_cache(maxsize=256)
+def _texts(weight: WeightFormat, dtype: str, act: tuple[ActScheme, ...]) -> tuple[str, str]:
+    return str(weight), f"{dtype} {','.join(act)}"
+
+
 def _fits_text(problem: LinearProblem | MoEProblem) -> str:
     """How kernels take partial scale blocks; "" where there are none."""
-    padded, refined = problem.block_fit(False), problem.block_fit(True)
+    padded = problem.block_fit(False)
+    refined = problem.block_fit(True) if padded is not None else None
     if padded is None or refined is None:
         return ""
     sizes, block = ("x".join(map(str, pair)) for pair in (padded.sizes, refined.block))
