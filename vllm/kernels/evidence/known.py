@@ -79,7 +79,7 @@ class Known:
 def _imported_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
     """Those that choices may follow."""
     assert known.chip is not None
-    return tuple(table for table in imported.find_imported(known.chip, family) if table.ranks)
+    return imported.find_imported(known.chip, family, alone_ranking=True)
 
 
 @lru_cache(maxsize=8)
