@@ -42,10 +42,7 @@ class LayerNames:
         for length in self._lengths:
             if not self._parts.isdisjoint(zip(*[parts[start:] for start in range(length)])):
                 return True
-        for pattern in self._patterns:
-            if pattern.match(layer):
-                return True
-        return False
+        return any(pattern.match(layer) for pattern in self._patterns)
 
     def covers(self, layers: Sequence[str]) -> bool:
         """Whether all of `layers` are named; CheckpointError where some are and some are not."""

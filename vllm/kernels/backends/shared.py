@@ -11,7 +11,13 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis
 from vllm.formats.scales import Scales
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import DeltaRuleProblem, LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import (
+    DeltaRuleProblem,
+    LinearProblem,
+    MoEProblem,
+    Problem,
+    WeightProblem,
+)
 from vllm.kernels.select.reason import Reason, Why
 from vllm.utils.math_utils import cdiv
 
@@ -90,7 +96,7 @@ def nvfp4_parts(align: int, problem: Problem) -> list[Reason]:
 
 def cut_columns(problem: Problem) -> Axis:
     """The columns of a weight that ranks share: those of experts' down."""
-    assert isinstance(problem, LinearProblem | MoEProblem)
+    assert isinstance(problem, WeightProblem)
     if isinstance(problem, LinearProblem):
         return Axis((problem.k,), problem.cut_k)
     return Axis((problem.intermediate,), problem.cut)

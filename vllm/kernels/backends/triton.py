@@ -14,6 +14,7 @@ from vllm.kernels.select.problem import (
     LinearProblem,
     MoEProblem,
     Problem,
+    WeightProblem,
 )
 from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
@@ -67,7 +68,7 @@ def _heads(problem: Problem) -> list[Reason]:
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
-    assert isinstance(problem, LinearProblem | MoEProblem)
+    assert isinstance(problem, WeightProblem)
     columns = problem.weight.block[1]
     if columns and isinstance(problem, MoEProblem):  # by a finer grid, where blocks are partial
         columns = shared.cut_columns(problem).refined(columns)

@@ -25,7 +25,7 @@ from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
 from vllm.utils.dataclasses import replace
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -57,7 +57,7 @@ def estimate_of(
     Neither is anything known of partial scale blocks, nor of experts' tokens in a padded layout.
     Experts that ranks share have the sizes of a rank. versions: by backend, what is here.
     """
-    if not isinstance(problem, LinearProblem | MoEProblem):
+    if not isinstance(problem, WeightProblem):
         return None
     if isinstance(problem, MoEProblem) and problem.layout != "standard":
         return None
@@ -69,7 +69,7 @@ def estimate_of(
     return None
 
 
-def sizes_of(problem: LinearProblem | MoEProblem) -> Sizes:
+def sizes_of(problem: WeightProblem) -> Sizes:
     """As of `cost_model.kind_of`."""
     if isinstance(problem, LinearProblem):
         return problem.n, problem.k
@@ -97,7 +97,7 @@ class Costs:
         )
 
     def estimate(
-        self, problem: LinearProblem | MoEProblem, versions: Mapping[str, str] | None = None
+        self, problem: WeightProblem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
         """None for a kind of problem that was not measured, or sizes out of reach."""
         kind = self._kinds.get(kind_of_problem(problem))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import Chip, user_folder
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.machine import Device
 from vllm.utils.dataclasses import dataclass, replace
 
@@ -92,7 +92,7 @@ class ImportedTimes:
 
 def first_times(
     tables: Iterable["ImportedTable"],
-    problem: LinearProblem | MoEProblem,
+    problem: WeightProblem,
     routing: str = BALANCED,
 ) -> ImportedTimes | None:
     """Of the first table that says something of the problem: that has a near size of its format
@@ -364,9 +364,7 @@ class ImportedTable:
         asked = weight_format, activation, routing
         return next((k for k in self.kinds if (k.format, k.activation, k.routing) == asked), None)
 
-    def times(
-        self, problem: LinearProblem | MoEProblem, routing: str = BALANCED
-    ) -> ImportedTimes | None:
+    def times(self, problem: WeightProblem, routing: str = BALANCED) -> ImportedTimes | None:
         """See `first_times`."""
         asked = place_in_tables(problem, routing)
         kind = self.kind(*asked[0]) if asked else None
@@ -380,7 +378,7 @@ class ImportedTable:
 
 
 def place_in_tables(
-    problem: LinearProblem | MoEProblem, routing: str
+    problem: WeightProblem, routing: str
 ) -> tuple[tuple[str, str, str], Size] | None:
     """The kind's key and the size; None for a problem that others did not measure."""
     known = formats().get(str(problem.weight))
@@ -401,7 +399,9 @@ def file_name(chip: Chip, family: str, ranks: bool) -> str:
     return f"{chip.file_name.removesuffix('.json')}_{family}{'' if ranks else _CHECK}.json.gz"
 
 
-def find_imported(chip: Chip, family: str, alone_ranking: bool = False) -> tuple[ImportedTable, ...]:
+def find_imported(
+    chip: Chip, family: str, alone_ranking: bool = False
+) -> tuple[ImportedTable, ...]:
     """Of this chip, the user's first, then of the same chip with other memory. alone_ranking:
     those that choices may follow. ConfigError for one that is broken."""
     every = [

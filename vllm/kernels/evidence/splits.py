@@ -11,7 +11,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.steps import is_telling
-from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings
+from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings, serving
 from vllm.kernels.select.spec import STORED
 from vllm.utils.dataclasses import dataclass
 
@@ -112,7 +112,7 @@ def _stays(
     used = {backend for _, backend in kept}
     ranges: list[tuple[tuple[str, str], list[float]]] = []
     for i in _columns(timings, m_range):
-        pair = _serving(parts, timings.tokens[i]), _serving(kept, timings.tokens[i])
+        pair = serving(parts, timings.tokens[i]), serving(kept, timings.tokens[i])
         new, old = (us[name][i] if name in us else None for name in pair)
         if new is None or old is None:
             if new is not None:
@@ -127,10 +127,6 @@ def _stays(
     compiled = {name for name in compiling if name not in used}
     means = [_mean(own) for (new, _), own in ranges if new not in compiled]
     return max([_mean(gains), *means]) <= log(1 + STAYS_WITHIN)
-
-
-def _serving(parts: Parts, num_tokens: int) -> str:
-    return next(name for limit, name in parts if limit is None or num_tokens <= limit)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -201,7 +197,7 @@ class _Case(NamedTuple):
         for name, limit in able:
             if name not in known:
                 continue
-            us: Sequence[Any] = known[name][here]
+            us: list[Any] = list(known[name][here])
             if limit is not None or None in us:
                 us = [_time(t, m, limit) for t, m in zip(us, tokens)]
             if name in errors:
@@ -405,7 +401,7 @@ def expected(
     own, regrets = [], []
     for i in _columns(timings, m_range):
         num_tokens = timings.tokens[i]
-        chosen = _serving(parts, num_tokens)
+        chosen = serving(parts, num_tokens)
         time = us[chosen][i] if chosen in us else None
         if time is None:
             continue

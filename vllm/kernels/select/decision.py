@@ -1,6 +1,7 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
@@ -14,6 +15,11 @@ from vllm.utils.dataclasses import dataclass, field
 
 Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
+
+
+def serving(parts: Parts, num_tokens: int) -> str:
+    """The backend of so many tokens."""
+    return next(name for limit, name in parts if limit is None or num_tokens <= limit)
 
 
 Able = tuple[tuple[str, int | None], ...]
@@ -147,10 +153,19 @@ class Decision:
         is_emulated = self.is_emulated and self.chosen is not None
         return f"{self.chosen} of {self.device}, emulated" if is_emulated else self.chosen
 
-    @property
+    @cached_property
     def winner(self) -> Candidate:
         """The chosen candidate; only where there is one."""
         return next(c for c in self.candidates if c.backend == self.chosen)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """By numbers of tokens what serves, whether that is a split or not; () for nothing."""
+        return () if self.chosen is None else self.winner.parts or ((None, self.chosen),)
+
+    def backend_for(self, num_tokens: int) -> str:
+        """What serves so many tokens; only where something does."""
+        return serving(self.parts, num_tokens)
 
 
 Record = tuple[str, Decision]

@@ -7,7 +7,7 @@ from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales, estimated
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
 from vllm.kernels.select.reason import RANK_VARIABLE, Origin, Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, NATIVE, Device, Libs
@@ -162,7 +162,7 @@ def _depends_on_chip(spec: KernelSpec) -> bool:
     return "*" not in dict(spec.scales)
 
 
-def requant_of(problem: LinearProblem | MoEProblem, scales: str) -> Requant:
+def requant_of(problem: WeightProblem, scales: str) -> Requant:
     """What scales of the form `scales`, another than the stored one, cost this weight: as known of
     it, else as estimated."""
     known = problem.requant_error

@@ -150,7 +150,7 @@ def _texts(weight: WeightFormat, dtype: str, act: tuple[ActScheme, ...]) -> tupl
     return str(weight), f"{dtype} {','.join(act)}"
 
 
-def _fits_text(problem: LinearProblem | MoEProblem) -> str:
+def _fits_text(problem: "WeightProblem") -> str:
     """How kernels take partial scale blocks; "" where there are none."""
     padded = problem.block_fit(False)
     refined = problem.block_fit(True) if padded is not None else None
@@ -257,4 +257,7 @@ class DeltaRuleProblem(_CacheProblem):
         return f"delta_rule {keys}, {values} {self.dtype}"
 
 
-Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem | DeltaRuleProblem
+WeightProblem = LinearProblem | MoEProblem
+Measurable = WeightProblem | AttentionProblem
+"""What tables hold times of."""
+Problem = Measurable | KVQuantProblem | DeltaRuleProblem
