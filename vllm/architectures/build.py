@@ -153,7 +153,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
-    variant = SOFTCAP if kind.softcap else kind.variant
+    variant = kind.variant or (SOFTCAP if kind.softcap else "")
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)

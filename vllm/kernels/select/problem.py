@@ -4,6 +4,8 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import ClassVar
 
+from vllm.architectures.decoder import SOFTCAP, SWIGLUOAI
+from vllm.architectures.kv_cache import MLA
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
@@ -134,10 +136,18 @@ class MoEProblem:
         return self.cut == self.cut_experts == 1
 
     @property
+    def computed_activation(self) -> str:
+        """With its limit where it is the other function than has one."""
+        has_limit = self.activation == SWIGLUOAI
+        is_usual = has_limit == (self.swiglu_limit > 0)
+        return self.activation + ("" if is_usual else f" with a limit of {self.swiglu_limit:g}")
+
+    @property
     def _other_activation(self) -> str:
         """`, swigluoai with biases`; "" for silu without."""
         biases = " with biases" * self.bias
-        return "" if self.activation == "silu" and not biases else f", {self.activation}{biases}"
+        activation = self.computed_activation
+        return "" if activation == "silu" and not biases else f", {activation}{biases}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
@@ -177,6 +187,12 @@ class _CacheProblem:
         """What a failure or a measurement is filed under."""
         return str(self)
 
+    @property
+    def variants(self) -> frozenset[str]:
+        """What a kernel has to compute besides what all of its family do."""
+        variant: str = getattr(self, "variant", "")
+        return frozenset({variant} if variant else ())
+
 
 @dataclass(frozen=True)
 class AttentionProblem(_CacheProblem):
@@ -202,6 +218,19 @@ class AttentionProblem(_CacheProblem):
     softcap: float = 0.0
 
     @property
+    def variants(self) -> frozenset[str]:
+        """Kernels of latents (`MLA`) compute nothing else: with more it is a variant of its own."""
+        found = [self.variant] if self.variant else []
+        if self.softcap and self.variant != SOFTCAP:
+            found.append(SOFTCAP)
+        if self.variant == MLA:
+            found += ["a sliding window"] if self.sliding_window else []
+            return frozenset({" with ".join(found)})
+        if self.value_dim:
+            found.append(f"values of {self.value_dim}")
+        return frozenset(found)
+
+    @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
@@ -209,7 +238,7 @@ class AttentionProblem(_CacheProblem):
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         heads += f" with values of {self.value_dim}" if self.value_dim else ""
         window = f" window={self.sliding_window}" if self.sliding_window else ""
-        variant = _variant_text(self.variant)
+        variant = _variant_text(", ".join(sorted(self.variants)))
         return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"
 
 
