@@ -20,7 +20,7 @@ from vllm.architectures.decoder import (
     QueryScaling,
     Rope,
 )
-from vllm.architectures.fields import ROPE_LISTS, Fields
+from vllm.architectures.fields import CORRECT_FILE, ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
@@ -52,8 +52,7 @@ def decoder(
     eps = fields.number("rms_norm_eps", 1e-6)
     if not 0 <= eps < 1:
         raise CheckpointError(
-            f"{fields.source}: rms_norm_eps = {eps!r} is out of range (0 to below 1); correct it "
-            f"or fetch the checkpoint again"
+            f"{fields.source}: rms_norm_eps = {eps!r} is out of range (0 to below 1){CORRECT_FILE}"
         )
     hidden = dim(fields, "hidden_size")
     vocab = Dim("vocab_size", fields.size("vocab_size"), uneven="padded")
