@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -70,6 +72,23 @@ _HYBRID_MOE = _HYBRID | {
     "shared_expert_intermediate_size": 56,
 }
 
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 6,
+    "moe_layers": [0, 1, 2],
+    "no_rope_layers": [1, 0, 1, 1],
+    "attention_chunk_size": 20,
+    "floor_scale": 24,
+    "rope_parameters": _LLAMA3,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -111,6 +130,24 @@ _MLA = {
     "routed_scaling_factor": 1.5,
 }
 
+# Mamba2 layers of two groups of heads, one layer of attention, and MLPs.
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "layer_norm_epsilon": 1e-3,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+}
+_NEMOTRON_H_MOE = _NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+}
+
 # Name of a test model -> model_type, differences from _COMMON.
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -123,6 +160,9 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    # Chunks of no whole number of blocks. The last layer is dense, the second sees everything.
+    "llama4": ("llama4_text", _LLAMA4),
+    "llama4-multimodal": ("llama4", _LLAMA4),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2",
@@ -211,6 +251,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "deepseek_v3",
         _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
     ),
+    "kimi_k25-multimodal": ("kimi_k25", _MLA | {"n_group": 1, "topk_group": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
     # The first layer is dense.
     "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
@@ -221,6 +262,25 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    "mistral4-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "mistral4-direct-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "mscale_all_dim": 0.0},
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),
     "phi3-window": ("phi3", {"sliding_window": 24}),
     "granite": (
@@ -279,17 +339,39 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "qwen3_vl-multimodal": ("qwen3_vl", {"rope_parameters": _MROPE}),
+    # The first layer is dense.
+    "qwen3_vl_moe-multimodal": (
+        "qwen3_vl_moe",
+        {
+            "rope_parameters": _MROPE,
+            "mlp_only_layers": [0],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
     "qwen3_5_moe-multimodal": ("qwen3_5_moe", _HYBRID_MOE),
+    "nemotron_h": ("nemotron_h", _NEMOTRON_H),
+    "nemotron_h-moe": ("nemotron_h", _NEMOTRON_H_MOE),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        _NEMOTRON_H_MOE | {"moe_latent_size": 24, "n_group": 4, "topk_group": 2},
+    ),
 }
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
+    "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 
 
@@ -304,9 +386,27 @@ def _mistral3_config(text: dict):
         "patch_size": 14,
     }
     return CONFIG_MAPPING["mistral3"](
-        text_config=text | {"model_type": "mistral", "sliding_window": None},
+        text_config={"model_type": "mistral", "sliding_window": None} | text,
         vision_config=vision | {"model_type": "pixtral"},
         image_token_index=5,
+    )
+
+
+def _kimi_k25_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    }
+    return CONFIG_MAPPING["kimi_k25"](
+        text_config=text | {"model_type": "deepseek_v3"},
+        vision_config=vision,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        image_token_id=VOCAB,  # which its model masks
+        video_token_id=VOCAB,
     )
 
 
@@ -326,7 +426,22 @@ def _gemma3_config(text: dict):
     )
 
 
-def _qwen3_5_config(model_type: str, text: dict):
+def _llama4_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    return CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision, image_token_index=5)
+
+
+def _qwen_config(model_type: str, text: dict):
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -335,6 +450,7 @@ def _qwen3_5_config(model_type: str, text: dict):
         "patch_size": 4,
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
     }
     return CONFIG_MAPPING[model_type](
         text_config=text | {"model_type": _MULTIMODAL[model_type]},
@@ -354,8 +470,13 @@ def build_model(name: str, seed: int = 0, **changes):
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)
     if model_type in _MULTIMODAL:
-        makers = {"mistral3": _mistral3_config, "gemma3": _gemma3_config}
-        make = makers.get(model_type) or partial(_qwen3_5_config, model_type)
+        makers = {
+            "mistral3": _mistral3_config,
+            "gemma3": _gemma3_config,
+            "kimi_k25": _kimi_k25_config,
+            "llama4": _llama4_config,
+        }
+        make = makers.get(model_type) or partial(_qwen_config, model_type)
         config = make(fields)
         model = AutoModelForImageTextToText.from_config(config)
     else:
@@ -366,7 +487,7 @@ def build_model(name: str, seed: int = 0, **changes):
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("norm.weight"):
+            if parameter_name.endswith(("norm.weight", "norm_f.weight")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("A_log"):  # memories of a few to a few hundred tokens
                 parameter.uniform_(-6.0, -1.0)
@@ -375,6 +496,17 @@ def build_model(name: str, seed: int = 0, **changes):
             else:
                 parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
     return model
+
+
+def save(model, folder: Path) -> None:
+    """Under the names of published checkpoints. transformers writes decoder layers of kimi_k25 as
+    the blocks that only its vision tower has."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "kimi_k25":
+        file = folder / "model.safetensors"
+        tensors = {n.replace("_model.model.blocks.", "_model.model.layers."): t
+                   for n, t in load_file(file).items()}  # fmt: skip
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 @contextmanager

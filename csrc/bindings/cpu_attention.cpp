@@ -102,7 +102,7 @@ void check_requests(const cpu::AttentionArgs& args, int64_t num_tokens,
                                       << " tokens");
     const int64_t first = num_blocks == 0
                               ? 0
-                              : cpu::first_visible_key(seq_len - query_len, args.sliding_window) /
+                              : cpu::first_visible_key(seq_len - query_len, args) /
                                     args.cache.block_size;
     const int32_t* table = args.block_tables + r * args.block_table_stride;
     for (int64_t b = first; b < num_blocks; ++b) {
@@ -136,7 +136,8 @@ void clear_rows_without_keys(const cpu::AttentionArgs& args, TensorView out) {
 void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
                      TensorView block_tables, TensorView query_start_loc, TensorView seq_lens,
                      TensorView out, double scale, int64_t sliding_window, double k_scale,
-                     double v_scale, Optional<TensorView> sinks, double softcap) {
+                     double v_scale, Optional<TensorView> sinks, double softcap,
+                     bool is_chunked) {
   cpu::AttentionArgs args;
   args.cache = cache_of(k_cache, v_cache, k_scale, v_scale);
   args.query = heads_of(query, "query");
@@ -160,12 +161,15 @@ void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
   check_vector(seq_lens, "seq_lens", kDLInt, 32, args.num_requests, "rows of block_tables");
   VLLM_CHECK(sliding_window >= 0,
              "sliding_window: given " << sliding_window << "; accepted: 0 (none) or more");
+  VLLM_CHECK(sliding_window > 0 || !is_chunked,
+             "sliding_window: given 0; accepted with is_chunked: 1 or more");
   VLLM_CHECK(std::isfinite(scale), "scale: given " << scale << "; accepted: a finite number");
   args.block_tables = static_cast<const int32_t*>(data_of(block_tables));
   args.block_table_stride = block_tables.stride(0);
   args.query_start = static_cast<const int32_t*>(data_of(query_start_loc));
   args.seq_lens = static_cast<const int32_t*>(data_of(seq_lens));
   args.sliding_window = sliding_window;
+  args.is_chunked = is_chunked;
   args.sinks = nullptr;
   if (sinks.has_value()) {
     check_vector(*sinks, "sinks", kDLFloat, 32, args.num_query_heads, "heads of query");

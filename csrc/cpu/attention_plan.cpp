@@ -22,7 +22,7 @@ void add_query_tiles(const AttentionArgs& args, int32_t request, int64_t tokens_
     tile.num_tokens = static_cast<int32_t>(to - from);
     tile.first_token = begin + from;
     tile.first_position = first_position + from;
-    tile.key_tile_begin = first_visible_key(tile.first_position, args.sliding_window) / kKeyTile;
+    tile.key_tile_begin = first_visible_key(tile.first_position, args) / kKeyTile;
     tile.key_tile_end = (first_position + to - 1) / kKeyTile + 1;
     tile.partial = -1;
     tiles.push_back(tile);

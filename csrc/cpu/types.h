@@ -72,6 +72,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;     // [num_requests]
   int64_t num_requests, num_query_heads;
   int64_t sliding_window;  // 0: none
+  bool is_chunked;         // queries see the keys of their own chunk of sliding_window positions
   const float* sinks;      // [num_query_heads]: logits of keys without values; may be null
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0: none
@@ -187,8 +188,10 @@ struct KernelTable {
 };
 
 // First key that a query at `position` sees. Static for the reason at the top of this file.
-static inline int64_t first_visible_key(int64_t position, int64_t sliding_window) {
-  return sliding_window > 0 && position >= sliding_window ? position - sliding_window + 1 : 0;
+static inline int64_t first_visible_key(int64_t position, const AttentionArgs& args) {
+  const int64_t window = args.sliding_window;
+  if (window == 0 || position < window) return 0;
+  return args.is_chunked ? position / window * window : position - window + 1;
 }
 
 // Memory that lives as long as its thread and only grows; 64-byte aligned.

@@ -95,6 +95,26 @@ PUBLISHED: dict[str, dict] = {
     },
     "glm-4.6-fp8": json.loads((CONFIGS / "GLM-4.6-FP8.json").read_text()),
     "minimax-m2": json.loads((CONFIGS / "MiniMax-M2.json").read_text()),
+    "llama-4-scout": json.loads(
+        (CONFIGS / "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic.json").read_text()
+    ),
+    "llama-4-maverick": {
+        "model_type": "llama4_text", "num_hidden_layers": 6, "interleave_moe_layer_step": 2,
+        "num_local_experts": 128, "use_qk_norm": False, "rope_scaling": None,
+    },
+    "chunks of llama 4": {
+        "model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": None,
+    },
+    "qwen3-vl-30b": {
+        "model_type": "qwen3_vl_moe", "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text", "head_dim": 128, "dtype": "bfloat16",
+            "num_experts": 128, "mlp_only_layers": [], "rope_theta": 5000000,
+            "rope_scaling": {
+                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default",
+            },
+        },
+    },
     "text with experts": {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 16}},
 }  # fmt: skip
 
@@ -152,6 +172,15 @@ def test_a_type_that_only_code_in_checkpoints_knows_is_read_here_without_running
     theirs = of_transformers(kimi | {"model_type": "deepseek_v3", "auto_map": None})
     for name in ("rope_parameters", "kv_lora_rank", "n_routed_experts", "norm_topk_prob"):
         assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_a_multimodal_config_with_code_for_both_of_its_models_is_read_without_running_it():
+    text = json.loads((CONFIGS / "Kimi-K2-Instruct.json").read_text())
+    text["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    whole = {"model_type": "kimi_k25", "auto_map": {"AutoConfig": "configuration_kimi_k25.X"}}
+    ours = read_config(whole | {"text_config": text, "tie_word_embeddings": False})
+    assert ours is not None and vars(ours.get_text_config()) == vars(read_config(text))
+    assert not ours.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

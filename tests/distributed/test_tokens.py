@@ -151,6 +151,12 @@ def test_heads_over_latents_that_every_rank_has(checkpoint):
     assert any(name.endswith("fused_qkv_a_proj") for name in names)
 
 
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_whose_input_the_router_scales(checkpoint, monkeypatch, is_whole):
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
+    check(checkpoint("llama4"), tensor_parallel_size=2, enable_expert_parallel=is_whole)
+
+
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)

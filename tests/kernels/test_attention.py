@@ -118,6 +118,29 @@ def test_a_sliding_window_hides_older_keys(isa, window):
     assert_close(cpu_ops.paged_attention(**arguments), torch_ops.paged_attention(**arguments))
 
 
+@pytest.mark.parametrize("chunk", (1, 5, 128, 130, 1000))
+def test_queries_see_the_keys_of_their_own_chunk(isa, chunk):
+    sequences = Sequences([400, 290], 6, 2)
+    arguments = sequences.arguments([(0, 250, 400), (1, 289, 290)])
+    arguments |= {"sliding_window": chunk, "is_chunked": True}
+    given = cpu_ops.paged_attention(**arguments)
+    assert_close(given, torch_ops.paged_attention(**arguments))
+    # The first query of a chunk sees itself alone; the last of one sees all of a window's keys.
+    alone = cpu_ops.paged_attention(**arguments | {"sliding_window": 1, "is_chunked": False})
+    windowed = cpu_ops.paged_attention(**arguments | {"is_chunked": False})
+    for row, position in enumerate(range(250, 400)):
+        if position % chunk == 0 and position:
+            assert_close(given[row], alone[row])
+        if position % chunk == chunk - 1:
+            assert_close(given[row], windowed[row])
+
+
+def test_a_chunk_of_no_positions_is_refused():
+    sequences = Sequences([40], 2, 2)
+    with pytest.raises(ValueError, match="sliding_window: given 0; accepted with is_chunked"):
+        sequences.whole(0, is_chunked=True)
+
+
 def test_a_window_of_one_returns_the_value_of_the_token_itself(isa):
     sequences = Sequences([200], 3, 1)
     out = sequences.whole(0, sliding_window=1)

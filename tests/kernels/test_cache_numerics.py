@@ -40,6 +40,9 @@ def test_kernels_of_the_cpu_are_right(cache, dtype, backend):
         assert attention_comparison(capped, backend, 16, CPU)() < MAX_ERROR[dtype] / 2
         sinks = AttentionProblem(*heads, cache, dtype, 70, "sinks")
         assert attention_comparison(sinks, backend, 16, CPU)() < MAX_ERROR[dtype] / 2
+        for chunk, block_size in ((70, 16), (32, 32)):
+            chunks = AttentionProblem(*heads, cache, dtype, chunk, "chunks")
+            assert attention_comparison(chunks, backend, block_size, CPU)() < MAX_ERROR[dtype] / 2
         writing = KVQuantProblem(*heads[1:], cache, dtype)
         assert write_comparison(writing, backend, 16, CPU)() == 0
 

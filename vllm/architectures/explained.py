@@ -7,7 +7,7 @@ are at hand, else from the fields of config.json alone.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vllm.architectures.decoder import SINKS, SOFTCAP, CachedAttention, Item
+from vllm.architectures.decoder import CHUNKED, SINKS, SOFTCAP, CachedAttention, Item
 from vllm.architectures.registry import (
     describe,
     dtype_field,
@@ -60,9 +60,15 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
     text, places = _text_of(config)
     fields = UnservedFields(text)
     quantization = config.get("quantization_config") or text.get("quantization_config")
-    name = str(text["model_type"])
+    name, is_known = str(text["model_type"]), is_described(text)
     try:
-        if tensors:
+        if is_known:
+            name, source = (
+                str(config["model_type"]),
+                f"its layers are those of its {name} text model",
+            )
+            items, left_out = list(describe(text).items()), []
+        elif tensors:
             source = "its layers are those of its safetensors headers"
             items, left_out = stored_layers.layers_of(
                 fields, tensors, stored_layers.packing_of(quantization)
@@ -83,15 +89,15 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
     left_out += [f"what {key} describes" for key in places]
     if left_out:
         notes.append(f"left out: {'; '.join(left_out)}")
-    if not tensors and (unread := fields.unread()):
+    if not (tensors or is_known) and (unread := fields.unread()):
         notes.append(f"fields of config.json that are not taken into account: {', '.join(unread)}")
     return Layers(text, tuple(items), False, (*notes, *_attention_notes(items)))
 
 
 def _attention_notes(items: Any) -> tuple[str, ...]:
     variants = dict.fromkeys(item.variant for _, item in items if isinstance(item, CachedAttention))
-    return tuple(f"there is no kernel for attention with {variant} here"
-                 for variant in variants if variant not in ("", SINKS, SOFTCAP))  # fmt: skip
+    others = [one for one in variants if one not in ("", CHUNKED, SINKS, SOFTCAP)]
+    return tuple(f"there is no kernel for attention with {variant} here" for variant in others)
 
 
 def _text_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -5,7 +5,12 @@ logits of Gemma 2 are soft-capped; the two kinds of layers of Gemma 3 have their
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
+from vllm.architectures.architecture import (
+    CAUSAL_LM,
+    TEXT_IN_MULTIMODAL,
+    Architecture,
+    Composite,
+)
 from vllm.architectures.build import (
     AttentionKind,
     attention,
@@ -156,12 +161,7 @@ ARCHITECTURES = (
         ("gemma3_text",),
         ties_embeddings=True,
         skipped_tensors=("vision_tower.", "multi_modal_projector."),
-        # The text model's place in checkpoints written before and after transformers 5.
-        renamed_tensors=(
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ),
+        renamed_tensors=TEXT_IN_MULTIMODAL,
         notice="Gemma3: serving the text model; images are not supported",
         family="Gemma 3",
     ),

@@ -36,16 +36,16 @@ def _qwen2_moe_attention(fields: Fields, layer: int) -> Attention:
 
 
 def _qwen3_attention(fields: Fields, layer: int) -> Attention:
-    return _normed_attention(fields, _window(fields, layer))
+    return normed_attention(fields, _window(fields, layer))
 
 
 def _qwen3_moe_attention(fields: Fields, layer: int) -> Attention:
     """All layers slide or none does."""
     slides = fields.flag("use_sliding_window")
-    return _normed_attention(fields, fields.optional("sliding_window", 0) if slides else 0)
+    return normed_attention(fields, fields.optional("sliding_window", 0) if slides else 0)
 
 
-def _normed_attention(fields: Fields, window: int) -> Attention:
+def normed_attention(fields: Fields, window: int = 0) -> Attention:
     bias = fields.flag("attention_bias")
     return attention(
         fields, AttentionKind(qkv_bias=bias, output_bias=bias, window=window, qk_norm="rms")

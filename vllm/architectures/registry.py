@@ -14,9 +14,9 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.utils.entry_points import extensions
 
 _BUILT_IN = (
-    "llama", "mistral", "qwen", "qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe", "minimax_m2",
-    "mixtral", "olmoe", "gpt_oss", "ernie4_5", "exaone4", "gemma", "glm", "granite", "phi3",
-    "seed_oss", "smollm3",
+    "llama", "llama4", "mistral", "qwen", "qwen3_vl", "qwen3_5", "qwen3_next", "deepseek_v3",
+    "glm4_moe", "minimax_m2", "mixtral", "olmoe", "gpt_oss", "ernie4_5", "exaone4", "gemma", "glm",
+    "granite", "phi3", "seed_oss", "smollm3", "nemotron_h",
 )  # fmt: skip
 ENTRY_POINTS = "vllm.architectures"
 
@@ -146,7 +146,8 @@ def ties_embeddings(
 ) -> bool:
     """Whether the output projection is the embedding's weight: where config.json says so, and the
     checkpoint of `whole` has no weight of its own for it among its `tensors`."""
-    parts = [config, text_config(config)] if composite(config["model_type"]) else [config]
+    outer = composite(config["model_type"])
+    parts = [config] if outer is None or outer.decides_ties else [config, text_config(config)]
     said = (part.get("tie_word_embeddings", _ties(part["model_type"])) for part in parts)
     return any(said) and all(whole.slot_name(name) != "lm_head.weight" for name in tensors)
 

@@ -11,7 +11,8 @@ from vllm.utils.dataclasses import dataclass
 class Router:
     """Scores are softmax or sigmoid of the logits; chosen are the top_k best of score + correction
     bias out of the topk_groups best of num_groups equal groups. The weights of a token's experts
-    are their scores, divided by their sum (renormalise), times routed_scale.
+    are their scores, divided by their sum (renormalise), times routed_scale. scales_inputs: they
+    multiply what an expert reads, not what it gives (one expert a token).
     CheckpointError for what has no meaning.
     """
 
@@ -23,6 +24,7 @@ class Router:
     num_groups: int = 1
     topk_groups: int = 1
     routed_scale: float = 1.0
+    scales_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:

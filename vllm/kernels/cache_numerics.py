@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.architectures.decoder import CHUNKED, SINKS
 from vllm.kernels import registry
 from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.numerics import (
@@ -93,10 +94,12 @@ def attention_reference(
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    is_chunked: bool = False,
 ) -> Tensor:
     """float32 [T, heads, head_dim] of the last T positions q [T, heads, head_dim], with float32 k
     and v [keys, kv heads, head_dim] of all. window, softcap: 0 for none. sinks: float32 [heads],
-    logits of keys without values. scale: None for head_dim ** -0.5."""
+    logits of keys without values. scale: None for head_dim ** -0.5. is_chunked: a query sees the
+    keys of its own chunk of `window` positions."""
     num_new, dim = len(q), q.shape[2]
     by_kv_head = q.float().view(num_new, k.shape[1], -1, dim)
     scores = torch.einsum("qhgd,khd->hgqk", by_kv_head, k) * (scale or dim**-0.5)
@@ -104,7 +107,8 @@ def attention_reference(
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(len(k), device=k.device)
     behind = position[len(k) - num_new :, None] - position
-    is_seen = (behind >= 0) & ((behind < window) | (window == 0))
+    limit = position[len(k) - num_new :, None] % window + 1 if is_chunked else window
+    is_seen = (behind >= 0) & ((behind < limit) | (window == 0))
     scores = scores.masked_fill(~is_seen, float("-inf"))
     if sinks is not None:
         added = sinks.view(*scores.shape[:2], 1, 1).expand(-1, -1, num_new, -1)
@@ -239,7 +243,7 @@ class _Pages:
         self._problem, self._block_size = problem, block_size
         self._draw = _Draw(problem.head_dim, dtype_of(problem.dtype), device)
         self.scales = _scales(problem.format)
-        self.sinks = self._draw.sinks(problem.num_heads) if problem.variant == "sinks" else None
+        self.sinks = self._draw.sinks(problem.num_heads) if problem.variant == SINKS else None
         sizes = _requests(problem.sliding_window)
         counts = [cdiv(keys, block_size) for _, keys in sizes]
         num_pages = sum(counts) + 1
@@ -266,7 +270,9 @@ class _Pages:
         # The same scores whatever they are scaled with.
         q *= problem.head_dim**-0.5 / problem.softmax_scale
         k, v = wide
-        options = self.sinks, problem.softmax_scale, problem.softcap
+        options = (
+            self.sinks, problem.softmax_scale, problem.softcap, problem.variant == CHUNKED
+        )  # fmt: skip
         expected = attention_reference(q, k, v, problem.sliding_window, *options)
         return _Request(torch.cat([q, *new], 1), expected, pages, num_keys)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.architectures.decoder import CHUNKED
 from vllm.kernels.select.problem import AttentionProblem
 from vllm.utils.torch_utils import dtype_of
 
@@ -156,6 +157,8 @@ class PagedAttention:
             if self.k_cache.is_cuda
             else {}
         )
+        if self.problem.variant == CHUNKED:
+            bounds["is_chunked"] = True
         if self.problem.softcap:
             bounds["softcap"] = self.problem.softcap
         if self.sinks is not None:

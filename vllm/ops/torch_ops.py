@@ -12,6 +12,9 @@ from torch import Tensor
 from vllm.ops.moe_router import choose_experts as choose_experts
 from vllm.ops.torch_delta_net import causal_conv1d as causal_conv1d
 from vllm.ops.torch_delta_net import gated_delta_rule as gated_delta_rule
+from vllm.ops.torch_mamba2 import mamba2_scan as mamba2_scan
+from vllm.ops.torch_mamba2 import relu2 as relu2
+from vllm.ops.torch_mamba2 import silu_mul_rms_norm as silu_mul_rms_norm
 
 USES_TORCH_THREADS = True
 LOGIT_DTYPES = (torch.float32,)
@@ -201,10 +204,12 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    is_chunked: bool = False,
 ) -> Tensor:
     """Causal attention of query [tokens, num_heads, head_dim] over the paged cache. sinks: float32
     [heads], logits of keys without values that every query sees. softcap: scores become softcap *
-    tanh(score / softcap); 0 for none."""
+    tanh(score / softcap); 0 for none. is_chunked: a query sees the keys of its own chunk of
+    sliding_window positions."""
     result = torch.zeros_like(query)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
@@ -225,7 +230,9 @@ def paged_attention(
         position = torch.arange(seq_len, device=query.device)
         ahead = position[seq_len - query_len :, None] - position
         is_seen = ahead >= 0
-        if sliding_window > 0:
+        if is_chunked:
+            is_seen &= position[seq_len - query_len :, None] % sliding_window >= ahead
+        elif sliding_window > 0:
             is_seen &= ahead < sliding_window
         scores = scores.masked_fill(~is_seen, float("-inf"))
         if sinks is not None:

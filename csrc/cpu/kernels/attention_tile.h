@@ -37,7 +37,7 @@ SIMD_INLINE KeyRange visible_keys(const TileWork& work, int64_t first_key, int64
                                   int64_t row_end) {
   const int64_t first = work.query->first_position + row_begin / work.group;
   const int64_t last = work.query->first_position + (row_end - 1) / work.group;
-  const int64_t begin = first_visible_key(first, work.args->sliding_window) - first_key;
+  const int64_t begin = first_visible_key(first, *work.args) - first_key;
   const int64_t end = last + 1 - first_key;
   return {static_cast<int>(begin < 0 ? 0 : begin),
           static_cast<int>(end > kKeyTile ? kKeyTile : end)};

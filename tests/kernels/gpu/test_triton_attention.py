@@ -28,6 +28,7 @@ class Batch:
     """
 
     softcap = 0.0
+    is_chunked = False
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Batch:
             out=out,
             sinks=self.sinks,
             softcap=self.softcap,
+            is_chunked=self.is_chunked,
             max_query_len=max(1, *(n for n, _ in self.requests)) if self.requests else 1,
             max_seq_len=max_seq_len or max(n for _, n in self.requests),
         )
@@ -114,7 +116,9 @@ class Batch:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
             position = torch.arange(seq_len, device=DEVICE)
             distance = position[seq_len - query_len :, None] - position
-            is_seen = (distance >= 0) & ((distance < self.window) | (self.window == 0))
+            limit = position[seq_len - query_len :, None] % max(self.window, 1) + 1
+            limit = limit if self.is_chunked else self.window
+            is_seen = (distance >= 0) & ((distance < limit) | (self.window == 0))
             scores = scores.masked_fill(~is_seen, -torch.inf)
             if self.sinks is not None:
                 sinks = self.sinks.double()[:, None, None].expand(-1, query_len, 1)
@@ -175,6 +179,14 @@ def test_heads_in_groups_of_any_size(num_heads: int, num_kv_heads: int, requests
 @pytest.mark.parametrize("window", (1, 5, 64, 100, 128, 5000))
 def test_a_sliding_window_hides_older_keys(window: int, requests: list) -> None:
     batch = Batch(requests, window=window)
+    assert_close(batch.attend(), batch.expected())
+
+
+@pytest.mark.parametrize("requests", (DECODES, PROMPTS, CHUNKS), ids=("decode", "prompt", "mixed"))
+@pytest.mark.parametrize("chunk", (1, 64, 100, 5000))
+def test_queries_see_the_keys_of_their_own_chunk(chunk: int, requests: list) -> None:
+    batch = Batch(requests, window=chunk)
+    batch.is_chunked = True
     assert_close(batch.attend(), batch.expected())
 
 

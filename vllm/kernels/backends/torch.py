@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends.shared import (
+    ALL_EXPERTS,
     CACHES,
-    EXPERTS,
+    CHUNKED,
     FLOATS,
     SINKS,
     SOFTCAP,
@@ -21,6 +22,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
 )
 from vllm.kernels.select.spec import KernelSpec
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         DeltaRule,
         LinearKernel,
         LinearTensors,
+        Mamba2Scan,
         MoEKernel,
         MoETensors,
     )
@@ -59,10 +62,16 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
-    _Spec(family="attention", formats=CACHES, waits=True, variants=SINKS | SOFTCAP | {MLA}),
+    _Spec(family="moe", formats=WEIGHTS, **ALL_EXPERTS),
+    _Spec(
+        family="attention",
+        formats=CACHES,
+        waits=True,
+        variants=CHUNKED | SINKS | SOFTCAP | {MLA},
+    ),
     _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
+    _Spec(family="mamba2", formats=STATES, waits=True),
 )
 
 
@@ -123,9 +132,11 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         *batch: Any,
         sinks: "Tensor | None" = None,
         softcap: float = 0.0,
+        is_chunked: bool = False,
         **bounds: int,
     ) -> "Tensor":
-        compute = partial(torch_ops.paged_attention, sinks=sinks, softcap=softcap)
+        variant: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "is_chunked": is_chunked}
+        compute = partial(torch_ops.paged_attention, **variant)
         return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
 
     return PagedAttention(attend, write, problem)
@@ -156,6 +167,12 @@ def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
     from vllm.ops import torch_ops
 
     return torch_ops.gated_delta_rule
+
+
+def mamba2(problem: Mamba2Problem) -> "Mamba2Scan":
+    from vllm.ops import torch_ops
+
+    return partial(torch_ops.mamba2_scan, dt_limits=problem.dt_limits)
 
 
 def _as_on_cpu(k_cache: "Tensor", v_cache: "Tensor") -> "tuple[Tensor, Tensor]":

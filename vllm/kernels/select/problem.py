@@ -4,7 +4,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import ClassVar
 
-from vllm.architectures.decoder import SOFTCAP, SWIGLUOAI
+from vllm.architectures.decoder import RELU2, SOFTCAP, SWIGLUOAI
 from vllm.architectures.kv_cache import MLA
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
@@ -81,13 +81,15 @@ def _parts_text(parts: tuple[int, ...]) -> str:
 @dataclass(frozen=True)
 class MoEProblem:
     """A fused mixture of experts, per rank: down(silu(gate x) * up x) for each token and each of
-    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate].
+    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate];
+    without a gate down(activation(up x)), with up [intermediate, hidden].
 
     num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
     expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
     or `batched` (a padded block per expert, as low-latency all-to-all delivers them). activation:
-    of the gate, `silu` or `swigluoai` with its swiglu_limit; other texts say what an expert
-    computes instead. bias: both products have one.
+    of the gate, `silu` or `swigluoai` with its swiglu_limit, or of up without a gate RELU2
+    (vllm.architectures.decoder); other texts say what an expert computes instead. bias: both
+    products have one.
     """
 
     family: ClassVar[str] = "moe"
@@ -119,6 +121,11 @@ class MoEProblem:
         num_experts = -(-self.num_experts // self.cut_experts)
         inner = Axis((self.intermediate,), self.cut)
         return moe_fit(inner, self.hidden, num_experts, self.weight.block, takes_any_block)
+
+    @property
+    def num_first_parts(self) -> int:
+        """Weights of an expert's first product: gate and up, or up alone."""
+        return 1 if self.activation == RELU2 else 2
 
     @cached_property
     def size_key(self) -> str:
@@ -198,7 +205,8 @@ class _CacheProblem:
 class AttentionProblem(_CacheProblem):
     """Causal attention over a paged KV cache; `format` is the element type of the cache.
 
-    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention.
+    variant: what is computed besides or instead (`MLA`, `sinks`), "" for plain attention; of
+    `chunks` sliding_window is their size.
     value_dim: of a value, the first columns of a key (`MLA`); 0 for values of their own of
     head_dim. scale: of scores before the softmax, None for head_dim ** -0.5. softcap: scaled scores
     become softcap * tanh(score / softcap), 0 for none; the variant says so too.
@@ -286,7 +294,32 @@ class DeltaRuleProblem(_CacheProblem):
         return f"delta_rule {keys}, {values} {self.dtype}"
 
 
+@dataclass(frozen=True)
+class Mamba2Problem(_CacheProblem):
+    """The recurrence of Mamba2 over a state of each request, sizes per rank; `format` is the
+    element type of the states.
+
+    num_groups: of heads that share B and C of state_size. dt_limits: bounds of the steps.
+    """
+
+    family: ClassVar[str] = "mamba2"
+    format: ClassVar[str] = "fp32"
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_size: int
+    dtype: str = "bf16"
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    def __str__(self) -> str:
+        least, most = self.dt_limits
+        limits = f", steps of {least:g} to {most:g}" if (least, most) != (0, float("inf")) else ""
+        heads = f"{self.num_heads} heads of {self.head_dim}"
+        return f"mamba2 {heads}, {self.num_groups} groups of {self.state_size} {self.dtype}{limits}"
+
+
 WeightProblem = LinearProblem | MoEProblem
 Measurable = WeightProblem | AttentionProblem
 """What tables hold times of."""
-Problem = Measurable | KVQuantProblem | DeltaRuleProblem
+Problem = Measurable | KVQuantProblem | DeltaRuleProblem | Mamba2Problem

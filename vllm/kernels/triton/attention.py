@@ -125,6 +125,7 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    is_chunked: bool = False,
     *,
     max_query_len: int,
     max_seq_len: int,
@@ -137,7 +138,8 @@ def paged_attention(
     of a key without a value, which every query sees. `max_query_len` and `max_seq_len` bound what
     is in these tensors and choose the grid; all else is read on the device, so that a captured
     graph serves other lengths within the bounds. `softcap`: scaled scores become softcap *
-    tanh(score / softcap), 0 for none. Memory for partial results comes from torch's
+    tanh(score / softcap), 0 for none. `is_chunked`: a query sees the keys of its own chunk of
+    sliding_window positions. Memory for partial results comes from torch's
     allocator at each call: a captured graph has its own.
     """
     out = torch.empty_like(query) if out is None else out
@@ -145,7 +147,7 @@ def paged_attention(
         return out
     call = _Call(
         out, query, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-        *score_scales(scale * k_scale, softcap), v_scale, sliding_window, sinks,
+        *score_scales(scale * k_scale, softcap), v_scale, sliding_window, sinks, is_chunked,
     )  # fmt: skip
     has_others = seq_lens.shape[0] > 1
     if max_query_len > 1:
@@ -204,6 +206,7 @@ class _Call(NamedTuple):
     v_scale: float
     sliding_window: int
     sinks: Tensor | None
+    is_chunked: bool
 
     def sizes(self) -> dict[str, int]:
         """Constants that both kernels are compiled for."""
@@ -242,7 +245,7 @@ def _prefill(call: _Call, min_query_len: int) -> None:
         tile, other = few, many
         num_programs, values = arguments(few)
     prefill_kernel[(num_programs,)](*values, **sizes, **tile.options())
-    parts = call.softcap is not None, call.sinks is not None
+    parts = call.softcap is not None, call.sinks is not None, call.is_chunked
     compiled_for = (query.dtype, call.k_cache.dtype, query.device, *parts, *sizes.values())
     if few != many and query.is_cuda and compiled_for not in _compiled:
         _compiled.add(compiled_for)

@@ -123,9 +123,20 @@ def _zero_padding(
 
 
 @triton.jit
-def _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.constexpr):
+def _first_seen(position, window, CHUNKED: tl.constexpr):
+    """The first key that a query at `position` sees."""
+    if CHUNKED:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
+def _split_keys(
+    seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
+):  # fmt: skip
     """The oldest key that is seen, the first of its tile, and how many keys a split has."""
-    oldest = tl.where(sliding_window > 0, tl.maximum(seq_len - sliding_window, 0), 0)
+    oldest = tl.where(sliding_window > 0, _first_seen(seq_len - 1, sliding_window, CHUNKED), 0)
     begin = oldest // BLOCK_N * BLOCK_N
     even = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), BLOCK_N) * BLOCK_N
     return oldest, begin, tl.maximum(even, min_split)
@@ -223,8 +234,9 @@ def _attend_split(
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, sinks, partial, partial_lse, num_arrived,
-    num_tokens, table_stride, min_split, q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr,
+    partial, partial_lse, num_arrived, num_tokens, table_stride, min_split,
+    q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -251,7 +263,9 @@ def decode_kernel(
                       num_requests, GROUP, DIM, DIM_PAD)  # fmt: skip
     if query_len != 1:
         return
-    oldest, first_key, length = _split_keys(seq_len, num_splits, min_split, sliding_window, BLOCK_N)
+    oldest, first_key, length = _split_keys(
+        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED
+    )
     begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
@@ -303,10 +317,12 @@ def _find_request(query_start_loc, num_requests, tile, TILE_TOKENS: tl.constexpr
 
 
 @triton.jit
-def _seen_tiles(first_position, last_position, sliding_window, BLOCK_N: tl.constexpr):
+def _seen_tiles(
+    first_position, last_position, window, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Tiles of keys [begin, end) that queries see; all see all of [full_begin, full_end)."""
-    oldest = tl.maximum(first_position - sliding_window + 1, 0)
-    newest = tl.maximum(last_position - sliding_window + 1, 0)
+    oldest = _first_seen(first_position, window, CHUNKED)
+    newest = _first_seen(last_position, window, CHUNKED)
     begin, end = oldest // BLOCK_N, tl.cdiv(last_position + 1, BLOCK_N)
     full_begin = tl.minimum(tl.cdiv(newest, BLOCK_N), end)
     full_end = tl.maximum((first_position + 1) // BLOCK_N, full_begin)
@@ -339,9 +355,9 @@ def _attend_full_tiles(
 
 @triton.jit
 def _attend_cut_tiles(
-    acc, row_max, row_sum, query, keys, values, table, positions, tiles, seq_len, sliding_window,
-    qk_scale, softcap, ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, row_max, row_sum, query, keys, values, table, positions, tiles, seq_len, window,
+    qk_scale, softcap, CHUNKED: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The tiles before and after the full ones: of the window's old edge, and of the diagonal."""
     begin, full_begin, full_end, end = tiles
@@ -355,7 +371,11 @@ def _attend_cut_tiles(
         scores = tl.dot(query, tl.trans(k.to(query.dtype)))
         scores, factor = _cap(scores, qk_scale, softcap)
         newest = (positions - first)[:, None]
-        is_seen = (offsets[None, :] <= newest) & (offsets[None, :] > newest - sliding_window)
+        if CHUNKED:
+            oldest = (_first_seen(positions, window, CHUNKED) - first)[:, None]
+            is_seen = (offsets[None, :] <= newest) & (offsets[None, :] >= oldest)
+        else:
+            is_seen = (offsets[None, :] <= newest) & (offsets[None, :] > newest - window)
         scores = tl.where(is_seen, scores, float("-inf"))
         acc, row_max, row_sum = _add_tile(
             acc, row_max, row_sum, scores, v, factor, query.dtype, True
@@ -372,8 +392,9 @@ def _attend_cut_tiles(
 )  # fmt: skip
 def prefill_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, sinks, num_tokens, num_requests, num_tiles,
-    table_stride, min_query_len, q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr,
+    num_tokens, num_requests, num_tiles, table_stride, min_query_len,
+    q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -408,7 +429,7 @@ def prefill_kernel(
     first_position = seq_len - query_len + first_token
     last_position = tl.minimum(first_position + TILE_TOKENS, seq_len) - 1
     window = tl.where(sliding_window > 0, sliding_window, 1 << 30)
-    tiles = _seen_tiles(first_position, last_position, window, BLOCK_N)
+    tiles = _seen_tiles(first_position, last_position, window, CHUNKED, BLOCK_N)
     table = block_tables + request * table_stride.to(tl.int64)
     keys, values = k_cache + kv_head * DIM, v_cache + kv_head * DIM
     acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
@@ -418,7 +439,8 @@ def prefill_kernel(
     )  # fmt: skip
     acc, row_max, row_sum = _attend_cut_tiles(
         acc, row_max, row_sum, query, keys, values, table, seq_len - query_len + tokens, tiles,
-        seq_len, window, qk_scale, softcap, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
+        seq_len, window, qk_scale, softcap, CHUNKED, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE,
+        BLOCK_N,
     )  # fmt: skip
     pointers = out + (token_rows * out_token + heads * out_head)[:, None] + dims[None, :]
     row_sum = _add_sinks(row_max, row_sum, sinks, heads, is_row)

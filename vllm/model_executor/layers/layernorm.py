@@ -54,7 +54,22 @@ class ZeroCentredRMSNorm(RMSNorm):
         self.weight.data.copy_(weight).add_(1.0)
 
 
-NORMS: dict[NormKind, type[RMSNorm]] = {"rms": RMSNorm, "rms_zero_centred": ZeroCentredRMSNorm}
+class UnweightedRMSNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps): its weight of ones is not in the checkpoint."""
+
+    def __init__(self, ctx: ModelContext, prefix: str, size: int):
+        super().__init__(ctx, prefix, size)
+        self.weight.data.fill_(1.0)
+
+    def slots(self) -> dict[str, Slot]:
+        return {}
+
+
+NORMS: dict[NormKind, type[RMSNorm]] = {
+    "rms": RMSNorm,
+    "rms_zero_centred": ZeroCentredRMSNorm,
+    "rms_unweighted": UnweightedRMSNorm,
+}
 
 
 class ResidualNorms:

@@ -5,8 +5,7 @@ import json
 import mmap
 import re
 import sys
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm.errors import CheckpointError
+from vllm.model_executor.model_loader.expert_stacks import TensorInfo, unstacked
 from vllm.utils.math_utils import round_up
 from vllm.utils.safetensors_files import TensorShape, float_weight_dtype
 
@@ -37,24 +37,6 @@ _FILE_NAME = re.compile(r"[^/\0]{1,200}\.safetensors")
 INDEX_NAME = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """stack, index: the stored tensor that this one is a part of, and where in it. is_transposed:
-    there the other way round."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    dtype_name: str
-    stack: str = ""
-    index: tuple[int | slice, ...] = ()
-    is_transposed: bool = False
-
-    def part_of(self, stored: Tensor) -> Tensor:
-        part = stored[self.index]
-        return part.T if self.is_transposed else part
-
-
 class Checkpoint:
     """`infos`: every tensor of the folder, from the files' headers alone.
 
@@ -65,9 +47,9 @@ class Checkpoint:
         self.path = path
         self.infos: dict[str, TensorInfo] = {}
         found = [one for file in _weight_files(path) for one in _read_header(file)]
-        names = {name for name, _ in found}
+        by_name = dict(found)
         for stored in found:
-            for name, info in _unstacked(*stored, names):
+            for name, info in unstacked(*stored, by_name):
                 file = info.file
                 if name in self.infos:
                     raise CheckpointError(
@@ -170,72 +152,6 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
                 yield name, TensorInfo(file, tuple(part.get_shape()), _DTYPES.get(dtype), dtype)
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
-
-
-# Last part of the name of all experts' weights in one tensor -> of the weights of each.
-_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# What follows that name in MXFP4 stacks -> the last part of the name of one expert's tensor, and
-# the dimensions of a stack.
-_MXFP4_STACKS = {
-    "blocks": ("weight_blocks", 4),
-    "scales": ("weight_scales", 3),
-    "bias": ("bias", 2),
-}
-_MXFP4_BYTES = 16  # of a group
-
-
-def _unstacked(
-    name: str, info: TensorInfo, names: Collection[str]
-) -> Iterator[tuple[str, TensorInfo]]:
-    """`mlp.experts.gate_up_proj` [E, 2 I, H] as `mlp.experts.<e>.gate_proj.weight` [I, H], and so
-    on; any other tensor as it is. So transformers 5 holds experts, and writes some models'.
-
-    gpt-oss has `gate_up_proj_blocks` [E, 2 I, H / 32, 16] and `gate_up_proj_scales`
-    [E, 2 I, H / 32], in which gate and up rows alternate, as `<e>.gate_proj.weight_blocks`
-    [I, H / 2] and `<e>.gate_proj.weight_scales`, and so `gate_up_proj_bias` [E, 2 I]. Its stacks of
-    floats, told by the bias among all `names`, have these as columns: `gate_up_proj` [E, H, 2 I],
-    `down_proj` [E, I, H]."""
-    parent, _, last = name.rpartition(".")
-    stack, _, kind = last.rpartition("_")
-    suffix, num_dims = _MXFP4_STACKS.get(kind, ("weight", 3))
-    is_mxfp4 = kind in _MXFP4_STACKS
-    parts = _STACKS.get(stack if is_mxfp4 else last)
-    if parts is None or len(info.shape) != num_dims or not parent.endswith(".experts"):
-        yield name, info
-        return
-    is_turned = not is_mxfp4 and f"{name}_bias" in names
-    axis = 2 if is_turned else 1
-    if info.shape[axis] % len(parts):
-        raise CheckpointError(
-            f"{info.file.name}: {name} has shape {list(info.shape)}, but dimension {axis} holds "
-            f"{' and '.join(parts)} of one size: it must be even; fetch the "
-            f"checkpoint again"
-        )
-    if is_turned:
-        yield from _turned(name, info)
-        return
-    num_experts, num_rows, *columns = info.shape
-    rows = num_rows // len(parts)
-    if columns[1:] == [_MXFP4_BYTES]:
-        columns = [columns[0] * _MXFP4_BYTES]
-    for expert in range(num_experts):
-        for i, part in enumerate(parts):
-            own = slice(i, None, len(parts)) if is_mxfp4 else slice(i * rows, (i + 1) * rows)
-            piece = replace(info, shape=(rows, *columns), stack=name, index=(expert, own))
-            yield f"{parent}.{expert}.{part}.{suffix}", piece
-
-
-def _turned(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """The same of a stack whose experts are transposed, in which gate and up columns alternate."""
-    parent, _, last = name.rpartition(".")
-    num_experts, num_columns, num_rows = info.shape
-    parts = _STACKS[last]
-    shape = num_rows // len(parts), num_columns
-    for expert in range(num_experts):
-        for i, part in enumerate(parts):
-            index = expert, slice(None), slice(i, None, len(parts))
-            piece = replace(info, shape=shape, stack=name, index=index, is_transposed=True)
-            yield f"{parent}.{expert}.{part}.weight", piece
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
