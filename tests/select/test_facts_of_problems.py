@@ -3,7 +3,7 @@
 import pytest
 from selection_cases import DEVICES, SCHEMES, ask, attention, moe
 
-from vllm.architectures.decoder import SINKS, SOFTCAP, SWIGLUOAI
+from vllm.architectures.decoder import CHUNKED, RELU2, SINKS, SOFTCAP, SWIGLUOAI
 from vllm.architectures.kv_cache import MLA
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
 from vllm.kernels.select.reason import Why
@@ -29,6 +29,8 @@ def able(problem) -> set[str]:
         ({"variant": SINKS}, SCORES),
         ({"variant": SOFTCAP, "softcap": 50.0}, SCORES),
         ({"softcap": 50.0}, SCORES),
+        ({"variant": CHUNKED, "sliding_window": 128}, SCORES),
+        ({"variant": CHUNKED, "softcap": 50.0, "sliding_window": 128}, SCORES),
         ({"variant": SINKS, "softcap": 50.0, "sliding_window": 128}, SCORES),
         ({"variant": "position biases"}, set()),
         ({"value_dim": 64}, set()),
@@ -69,6 +71,8 @@ GPT_OSS = {"torch", "triton", "marlin", "cpu"}
         (LIMIT, GPT_OSS - {"marlin"}),
         ({"activation": "silu", "swiglu_limit": 7.0}, set()),
         ({"activation": SWIGLUOAI}, set()),
+        ({"activation": RELU2}, GPT_OSS - {"marlin"}),
+        ({"activation": RELU2, "swiglu_limit": 7.0}, set()),
         ({"activation": "gelu"}, set()),
     ],
 )
