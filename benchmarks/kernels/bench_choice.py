@@ -50,11 +50,10 @@ from vllm.kernels.report.curves import kernel_for
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, Measurable, WeightProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
 from vllm.kernels.tuning.held_out import problems_of
-from vllm.kernels.tuning.jobs import KernelProblem
 from vllm.kernels.tuning.plan import MAIN_TOKENS, plan
 from vllm.kernels.tuning.whole_models import MODELS, RANKS, at_tokens
 from vllm.machine import Device, Libs
@@ -126,7 +125,7 @@ class Row:
         return self.us / self.fastest_us - 1
 
 
-Layers = dict[KernelProblem, tuple[int, Decision]]
+Layers = dict[Measurable, tuple[int, Decision]]
 
 
 def run_choice(args: argparse.Namespace) -> int:
@@ -217,7 +216,7 @@ def _layers(args: argparse.Namespace, facts: Facts) -> tuple[Layers, list[Rank]]
         asked = asked_model(model, argparse.Namespace(dtype="auto", tp=tp, ep=ep), facts.device)
         preferences = KernelConfig().preferences(asked.quant_config)
         selection = selection_for(facts, preferences, asked.model_type)
-        problems = [p for _, p in asked.problems if isinstance(p, LinearProblem | MoEProblem)]
+        problems = [p for _, p in asked.problems if isinstance(p, WeightProblem)]
         counts = Counter(problems)
         models.append(Rank(model, tp, ep, counts))
         for problem, count in counts.items():
@@ -341,11 +340,11 @@ def noisy_choices(
     return found
 
 
-_Place = tuple[KernelProblem, int]
+_Place = tuple[Measurable, int]
 
 
 def _choices(
-    layers: Iterable[KernelProblem], table: Table, libs: Libs, committed: Sequence[Table]
+    layers: Iterable[Measurable], table: Table, libs: Libs, committed: Sequence[Table]
 ) -> dict[_Place, str]:
     """The kernel for each problem and number of tokens of the table, over those committed."""
     selection = Selection(table.chip.device, libs, Policy(), Known((table, *committed)))
@@ -358,7 +357,7 @@ def _choices(
     return found
 
 
-def _is_timed(table: Table, problem: KernelProblem, backend: str) -> bool:
+def _is_timed(table: Table, problem: Measurable, backend: str) -> bool:
     return backend in table.rows.get(problem.size_key, {})
 
 
@@ -424,7 +423,7 @@ def agreement(
     libs = question.libs_of("all", device)
     shared = [key for key in first.rows if key in second.rows and not is_of_attention(key)]
     partial = _partial_problems(device) if any(", padded to " in key for key in shared) else {}
-    layers: dict[KernelProblem, None] = {}
+    layers: dict[Measurable, None] = {}
     left_out = []
     for key in shared:
         own = [partial.get(key)] if ", padded to " in key else problems_of(key)
@@ -466,16 +465,16 @@ def _is_within_noise(table: Table, place: _Place, one: str, other: str) -> bool:
     return slow / fast - 1 <= noise + other_noise
 
 
-def _partial_problems(device: Device) -> dict[str, KernelProblem]:
+def _partial_problems(device: Device) -> dict[str, Measurable]:
     """By size key, problems with partial scale blocks of built-in models on some ranks: the key
     alone does not tell their parts."""
-    found: dict[str, KernelProblem] = {}
+    found: dict[str, Measurable] = {}
     for model, tp, ep in product(MODELS, RANKS, RANKS):
         if ep > 1 and "A" not in model:
             continue
         args = argparse.Namespace(dtype="auto", tp=tp, ep=ep)
         for _, problem in asked_model(model, args, device).problems:
-            if isinstance(problem, LinearProblem | MoEProblem):
+            if isinstance(problem, WeightProblem):
                 found.setdefault(problem.size_key, problem)
     return found
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm.kernels.tuning.jobs import KernelProblem
+from vllm.kernels.select.problem import Measurable
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Rank:
     model: str
     tp: int
     ep: int
-    layers: Counter[KernelProblem]
+    layers: Counter[Measurable]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Whole:
     ratio: float
 
 
-Times = Mapping[tuple[KernelProblem, int], tuple[float, float]]
+Times = Mapping[tuple[Measurable, int], tuple[float, float]]
 """By problem and number of tokens, microseconds of the chosen kernel and of the fastest."""
 
 

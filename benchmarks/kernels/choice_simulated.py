@@ -184,7 +184,7 @@ def _kernels(decision: Decision, timings: Timings) -> list[str]:
 
 def _regret(decision: Decision, timings: Timings) -> Iterator[float]:
     """By the times that were measured, of what could be chosen."""
-    parts = decision.winner.parts or ((None, decision.chosen or ""),)
+    parts = decision.parts
     able = [one.backend for one in decision.candidates if not one.reasons]
     for num_tokens in timings.tokens:
         at = replace(timings, tokens=(num_tokens,), us=_column(timings, num_tokens), noise=())

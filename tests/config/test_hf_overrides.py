@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm.config.model import ModelConfig, load_hf_config
-from vllm.errors import ConfigError
+from vllm.errors import CheckpointError, ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
@@ -125,3 +125,28 @@ def test_an_override_without_effect_or_understood_by_half_is_refused(
 ):
     with pytest.raises(ConfigError, match=f"--hf-overrides.*{says}"):
         config_of(tmp_path, raw, overrides)
+
+
+@pytest.mark.parametrize(
+    ("raw", "overrides", "says"),
+    [
+        (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers = 0 is out of range"),
+        (LLAMA, {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads = 3"),
+        (LLAMA, {"hidden_size": "big"}, "hidden_size"),
+        (LLAMA, {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0 is out of range"),
+        (LLAMA, {"hidden_act": "tanh"}, "hidden_act = 'tanh' is not supported"),
+        (LLAMA, {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta = -1.0"),
+        (WHOLE, {"text_config": {"num_hidden_layers": 0}}, "num_hidden_layers = 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_said_to_be_of_the_override(tmp_path, raw, overrides, says):
+    ((name, inner),) = overrides.items()
+    name = next(iter(inner)) if isinstance(inner, dict) else name
+    with pytest.raises(ConfigError, match=rf"(?s)^--hf-overrides: .*{says}.*; give another {name}"):
+        ModelConfig.load(str(written(tmp_path, raw)), load_format="dummy", hf_overrides=overrides)
+
+
+def test_a_wrong_value_of_the_file_is_said_to_be_of_the_file(tmp_path):
+    path = written(tmp_path, LLAMA | {"num_hidden_layers": 0})
+    with pytest.raises(CheckpointError, match=r"config\.json.*num_hidden_layers = 0"):
+        ModelConfig.load(str(path), load_format="dummy", hf_overrides={"vocab_size": 64})

@@ -20,7 +20,7 @@ from selection_cases import (
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import WeightProblem
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _if_meant(decision: Decision) -> Decision | None:
     return decision if decision.origin.rank <= 4 else None
 
 
-def _requantised(kind: str, error: str) -> LinearProblem | MoEProblem:
+def _requantised(kind: str, error: str) -> WeightProblem:
     changes = {} if error == "unknown" else {"requant_error": float(error)}
     return linear(**changes) if kind == "linear" else moe(**changes)
 

@@ -7,7 +7,13 @@ import pytest
 from vllm.architectures.registry import builtin_config, builtin_names, text_config
 from vllm.formats.readers.registry import resolve_quantization
 from vllm.kernels.problems import layer_problems
-from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    AttentionProblem,
+    KVQuantProblem,
+    LinearProblem,
+    MoEProblem,
+    WeightProblem,
+)
 
 
 def problems_of(config: dict, **ranks):
@@ -73,7 +79,7 @@ def test_the_weights_of_built_in_models_add_up_to_their_published_size(name, lea
 def formats_by_last_part(name: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for layer, problem in problems_of(builtin_config(name)):
-        if isinstance(problem, LinearProblem | MoEProblem):
+        if isinstance(problem, WeightProblem):
             found.setdefault(layer.rpartition(".")[2], set()).add(str(problem.weight))
     return found
 

@@ -188,7 +188,7 @@ def test_times_with_a_fault_rank_nothing(run, tmp_path):
     assert kind.by_backend == {"deep_gemm": {"4096x4096": "20 -"}}
     assert kind.peers["vllm-deep_gemm"] == {"4096x4096": "- 180"}
     # On Hopper SGLang's is the same kernel, timed well.
-    (hopper,) = imported(tmp_path, "sm_90_132_3352_linear.json.gz").kinds
+    (hopper,) = imported(tmp_path, "sm_90_132_3352_linear_check.json.gz").kinds
     assert {one.measured_by for one in hopper.series if one.backend == "deep_gemm"} == {
         "SGLang 0.5.14",
         "TensorRT-LLM 1.3.0rc20",

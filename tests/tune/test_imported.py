@@ -67,7 +67,7 @@ def table(chip: Chip, family: str = "moe") -> imported.ImportedTable:
 
 def imported_times(chip: Chip, problem, routing: str = BALANCED) -> imported.ImportedTimes | None:
     """Of the tables of `chip` that choices may follow."""
-    tables = (found for found in find_imported(chip, problem.family) if found.ranks)
+    tables = find_imported(chip, problem.family, alone_ranking=True)
     return first_times(tables, problem, routing)
 
 
@@ -311,7 +311,7 @@ def test_every_table_names_its_source_and_is_small():
     notice = (SHIPPED.parents[3] / "NOTICE").read_text()
     for path in paths:
         found = read_imported(path)
-        assert path.name == imported.file_name(found.chip, found.family)
+        assert path.name == imported.file_name(found.chip, found.family, found.ranks)
         assert (found.project, found.licence) == ("AIConfigurator", "Apache-2.0")
         assert found.commit in notice
         date, _, command = found.derived.partition(" by ")

@@ -21,7 +21,7 @@ from vllm.architectures.decoder import (
     Rope,
     UngatedMLP,
 )
-from vllm.architectures.fields import ROPE_LISTS, Fields
+from vllm.architectures.fields import CORRECT_FILE, ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
@@ -55,8 +55,7 @@ def decoder(
     eps = fields.number("rms_norm_eps", 1e-6)
     if not 0 <= eps < 1:
         raise CheckpointError(
-            f"{fields.source}: rms_norm_eps = {eps!r} is out of range (0 to below 1); correct it "
-            f"or fetch the checkpoint again"
+            f"{fields.source}: rms_norm_eps = {eps!r} is out of range (0 to below 1){CORRECT_FILE}"
         )
     hidden = dim(fields, "hidden_size")
     vocab = Dim("vocab_size", fields.size("vocab_size"), uneven="padded")
@@ -158,7 +157,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
-    variant = SOFTCAP if kind.softcap else kind.variant
+    variant = kind.variant or (SOFTCAP if kind.softcap else "")
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)

@@ -7,6 +7,7 @@ from vllm.errors import CheckpointError
 
 T = TypeVar("T")
 MAX_LAYERS = 1024
+CORRECT_FILE = "; correct it or fetch the checkpoint again"
 # Upper bounds far above any real model: a config beyond them is corrupt or hostile, and would
 # otherwise end in an endless construction or a huge allocation.
 _MAX_SIZE = 1 << 22
@@ -164,7 +165,7 @@ class Fields:
         value, limit = self._values[name], _LIMITS.get(name, _MAX_SIZE)
         if type(value) is not int or not lowest <= value <= limit:
             raise CheckpointError(
-                f"{self.source}: {name} = {value!r} is out of range ({lowest} to {limit}); correct "
-                f"it or fetch the checkpoint again"
+                f"{self.source}: {name} = {value!r} is out of range ({lowest} to {limit})"
+                f"{CORRECT_FILE}"
             )
         return value

@@ -1,14 +1,18 @@
 """--hf-overrides: put over config.json before anything is derived, and refused where they would
 have no effect or only a part of one."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.architectures.architecture import Architecture, Checkpointed
+from vllm.architectures.fields import CORRECT_FILE
 from vllm.architectures.registry import composite, known, text_architecture
 from vllm.config.hf_config import ROPE_NEEDS
-from vllm.errors import ConfigError, did_you_mean
+from vllm.errors import CheckpointError, ConfigError, did_you_mean
 
+_OF_FILE = re.compile(r"^(\S*config\.json|\S+)( with --hf-overrides)?( is not valid)?: ")
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _ROPE_EVERY_TYPE = ("rope_type", "rope_theta", "partial_rotary_factor")
 _ROPE_MAY_HAVE = {  # besides what it needs
@@ -210,6 +214,28 @@ def _given_rope(given: Mapping[str, Any], at: str) -> dict[str, Any]:
                 f"{at}{objects[0]}: give one"
             )
     return new
+
+
+@contextmanager
+def blaming(overrides: Mapping[str, Any]) -> Iterator[None]:
+    """ConfigError for an error of a config that names a field which an override gave: that is to
+    be corrected, not config.json."""
+    try:
+        yield
+    except CheckpointError as error:
+        named = [n for n in _names(overrides) if re.search(rf"\b{re.escape(n)}\b", str(error))]
+        if not named:
+            raise
+        text = _OF_FILE.sub("", str(error)).removesuffix(CORRECT_FILE)
+        raise ConfigError(
+            f"--hf-overrides: {text}; give another {named[0]}, or leave it out"
+        ) from error
+
+
+def _names(overrides: Mapping[str, Any]) -> list[str]:
+    """Of fields, those of an object before its own."""
+    nested = (_names(value) for value in overrides.values() if isinstance(value, Mapping))
+    return [name for names in (*nested, overrides) for name in names]
 
 
 def check_effect(config: Any, final: Mapping[str, Any], at: str = "") -> None:

@@ -10,7 +10,7 @@ from vllm.architectures.architecture import Architecture, Checkpointed
 from vllm.architectures.decoder import Decoder
 from vllm.architectures.registry import served, text_architecture, ties_embeddings
 from vllm.config.hf_config import read_config
-from vllm.config.hf_overrides import check_architecture, check_effect, with_overrides
+from vllm.config.hf_overrides import blaming, check_architecture, check_effect, with_overrides
 from vllm.errors import CheckpointError, ConfigError
 from vllm.kernels.report.question import dtype_of
 from vllm.machine import Device
@@ -134,13 +134,14 @@ class ModelConfig:
         """
         path = resolve_model(model, revision, weights=load_format != "dummy")
         overrides = hf_overrides or {}
-        hf_config = load_hf_config(path, trust_remote_code, overrides)
+        with blaming(overrides):
+            hf_config = load_hf_config(path, trust_remote_code, overrides)
+            decoder = _decoder(_source(path, overrides), hf_config)
         text_config = hf_config.get_text_config()
         defaults = path / "generation_config.json"
         generation = read_json_object(defaults) if defaults.exists() else {}
         for ids in (generation.get("eos_token_id"), getattr(text_config, "eos_token_id", None)):
             _check_eos(path, ids)
-        decoder = _decoder(_source(path, overrides), hf_config)
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"--seed {seed} is out of range: it takes -2**63 to 2**63 - 1")
         names = [served_model_name] if isinstance(served_model_name, str) else served_model_name

@@ -38,9 +38,8 @@ class Axis:
 
     def is_regular(self, block: int) -> bool:
         """Whether blocks lie on a plain grid on every rank; only the very last may be partial."""
-        *inner, last = self.sizes
-        ends_whole = last % block == 0
-        return all(size % block == 0 for size in inner) and (ends_whole or self.cut == 1)
+        partial = [place for place, size in enumerate(self.sizes, 1) if size % block]
+        return not partial or (self.cut == 1 and partial == [len(self.sizes)])
 
     def refined(self, block: int) -> int:
         """The greatest divisor of `block` whose grid has every border of every shard."""

@@ -91,13 +91,13 @@ def has_one_input_scale(decision: Decision) -> bool:
 def _shares_requantised(decision: Decision) -> bool:
     """Whether several kernels hold a weight that one of them has with scales of another form. A
     part alone would re-quantise a copy."""
-    return len(decision.winner.parts) > 1 and decision.winner.rescales
+    return len(decision.parts) > 1 and decision.winner.rescales
 
 
 def _by_tokens(decision: Decision, make: Callable[[Candidate], Any]) -> Any:
     """The chosen kernel, or one that calls each part of a split for its numbers of tokens."""
-    parts = decision.winner.parts
-    if not parts:
+    parts = decision.parts
+    if len(parts) == 1:
         return make(decision.winner)
     from vllm.kernels.activations import KernelByTokens
 

@@ -26,6 +26,7 @@ from vllm.kernels.select.problem import (
     Mamba2Problem,
     MoEProblem,
     Problem,
+    WeightProblem,
 )
 from vllm.ops import int8, nvfp4, torch_ops
 from vllm.ops.block_fit import padded_experts, padded_tensors
@@ -151,9 +152,7 @@ class MoECase:
         return shares / shares.sum(1, keepdim=True), torch.where(ids < own, ids, -1)
 
 
-def _inputs(
-    problem: LinearProblem | MoEProblem, columns: int, device: torch.device, max_tokens: int
-) -> Tensor:
+def _inputs(problem: WeightProblem, columns: int, device: torch.device, max_tokens: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(1)
     shape = max_tokens + _NUM_POISONED_ROWS, columns
     x = torch.randn(shape, generator=generator, device=device)

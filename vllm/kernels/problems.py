@@ -14,6 +14,7 @@ from vllm.architectures.registry import describe, dtype_field, text_config
 from vllm.architectures.sharding import LinearSpec, Region
 from vllm.errors import ConfigError, did_you_mean
 from vllm.formats.act_scheme import ActScheme
+from vllm.formats.readers.base import StoredLayer
 from vllm.formats.readers.layer_names import LayerNames
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.problem import (
@@ -43,9 +44,7 @@ class Quantization(Protocol):
     tells_experts_apart: bool
 
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None: ...
-    def misfit(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, is_cut: bool
-    ) -> str: ...
+    def stored_layer(self, names: Sequence[str]) -> StoredLayer | None: ...
     def requant_error(self, weight: WeightFormat) -> float | None: ...
 
 
@@ -207,9 +206,11 @@ def first_misfit(
 ) -> str:
     """Of the first layer whose weights on one rank cannot be stored as the config says, its name
     and why, as the engine refuses it; "" where all can."""
+    fit: set[tuple[int, StoredLayer]] = set()  # layers that are alike share their specs
     for prefix, item in items:
         names = quantisable(prefix, item)
-        if not names:
+        layer = quant_config.stored_layer(names) if names else None
+        if layer is None or (id(item), layer) in fit:
             continue
         if isinstance(item, ExpertsSpec):
             _, inner = item.per_rank(tp, ep)
@@ -223,8 +224,9 @@ def first_misfit(
             is_cut = columns < regions[0].num_columns
             shapes = [(tuple(r.shape[0] for r in regions), columns, is_cut)]
         for shape in shapes:
-            if text := quant_config.misfit(names, *shape):
+            if text := layer.misfit(*shape):
                 return f"{prefix}{item.name}: {text}"
+        fit.add((id(item), layer))
     return ""
 
 

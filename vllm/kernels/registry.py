@@ -170,9 +170,7 @@ def spec_of(decision: Decision, name: str) -> KernelSpec | None:
 
 def winning_specs(decision: Decision) -> list[KernelSpec]:
     """Of the chosen kernel, or of each part of a split."""
-    winner = decision.winner
-    names = [name for _, name in winner.parts] or [winner.backend]
-    return [spec for name in names if (spec := spec_of(decision, name)) is not None]
+    return [spec for _, name in decision.parts if (spec := spec_of(decision, name)) is not None]
 
 
 def weight_layout(decision: Decision) -> str:

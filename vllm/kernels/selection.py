@@ -94,8 +94,7 @@ class Selection:
     def _faster_in_bf16(self, decision: Decision) -> FasterInBf16 | None:
         if decision.chosen is None:
             return None
-        parts = decision.winner.parts or ((None, decision.chosen),)
-        return self.known.faster_in_bf16(decision.problem, parts)
+        return self.known.faster_in_bf16(decision.problem, decision.parts)
 
     def is_refuted(self, winner: Candidate, requant_error: float) -> bool:
         """Whether what re-quantising a weight was measured to cost speaks against the winner: more

@@ -1,15 +1,18 @@
 """The chip of this machine, from the CUDA driver: imports no torch and creates no CUDA context."""
 
-import ctypes
 import re
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm.kernels.evidence.tables import Chip
 from vllm.machine import Device, DeviceCapability
 from vllm.platforms import native
 from vllm.platforms.cpu import cpu_flags, num_cores
+
+if TYPE_CHECKING:
+    import ctypes
 
 # CUdevice_attribute values of the driver API; the clock is in kHz, the width of the bus in bits.
 _NUM_SMS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
@@ -60,6 +63,8 @@ def memory_gb_per_s(kilohertz: int, bits: int) -> int:
 
 def gpu_memory_bytes() -> int | None:
     """Bytes of the first visible GPU; None where there is none."""
+    import ctypes
+
     driver, device = _driver_and_device()
     size = ctypes.c_size_t()
     if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
@@ -67,8 +72,10 @@ def gpu_memory_bytes() -> int | None:
     return size.value
 
 
-def _driver_and_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
+def _driver_and_device() -> "tuple[ctypes.CDLL | None, ctypes.c_int]":
     """(None, ...) where no GPU is visible."""
+    import ctypes  # which takes 2 ms of every command
+
     device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -81,6 +88,8 @@ def _driver_and_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
 
 def _attributes(*numbers: int) -> list[int]:
     """Driver attributes of the first visible GPU; [] where there is none."""
+    import ctypes
+
     driver, device = _driver_and_device()
     if driver is None:
         return []

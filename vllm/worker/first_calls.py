@@ -242,7 +242,7 @@ def token_counts(most: int) -> list[int]:
 
 
 def _ends(decision: Decision, most: int) -> list[int]:
-    limits = [limit for limit, _ in decision.winner.parts if limit is not None]
+    limits = [limit for limit, _ in decision.parts if limit is not None]
     return sorted({1, most, *(n for limit in limits for n in (limit, limit + 1) if n <= most)})
 
 

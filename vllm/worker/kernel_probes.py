@@ -32,6 +32,7 @@ from vllm.kernels.select.problem import (
     Mamba2Problem,
     MoEProblem,
     Problem,
+    WeightProblem,
 )
 from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.kernels.select.spec import KernelSpec
@@ -79,9 +80,7 @@ class Probe:
             return mamba2_comparison(problem, backend, device)
         return self._products(problem, device)
 
-    def _products(
-        self, problem: LinearProblem | MoEProblem, device: torch.device
-    ) -> Callable[[], float]:
+    def _products(self, problem: WeightProblem, device: torch.device) -> Callable[[], float]:
         candidate, most = self.candidate, max(self.num_tokens)
         alone = Decision(
             problem, self.decision.device, candidate.backend, DEFAULT_ORDER, (candidate,)
@@ -160,7 +159,7 @@ def _kernels(decision: Decision) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
     """Every kernel that computes some numbers of tokens now, with those to try."""
     by_name = {candidate.backend: candidate for candidate in decision.candidates}
     low = 1
-    for limit, name in decision.winner.parts or ((None, decision.winner.backend),):
+    for limit, name in decision.parts:
         high = limit or low + max(NUM_TOKENS)
         counts = sorted({min(low - 1 + count, high) for count in NUM_TOKENS})
         other = stand_in(decision, name)
@@ -171,9 +170,7 @@ def _kernels(decision: Decision) -> Iterator[tuple[Candidate, tuple[int, ...]]]:
         low = high + 1
 
 
-def probe_problem(
-    problem: LinearProblem | MoEProblem, spec: KernelSpec, max_tokens: int
-) -> LinearProblem | MoEProblem:
+def probe_problem(problem: WeightProblem, spec: KernelSpec, max_tokens: int) -> WeightProblem:
     """A small problem that the kernel takes; the problem itself where it takes no smaller one."""
     if isinstance(problem, LinearProblem):
         problem = replace(problem, requant_error=None, m_range=(1, max_tokens))
@@ -192,7 +189,7 @@ def probe_problem(
     return next(taken, problem)
 
 
-def _small(problem: LinearProblem | MoEProblem) -> LinearProblem | MoEProblem:
+def _small(problem: WeightProblem) -> WeightProblem:
     """With the sizes modulo those of a probe."""
     if isinstance(problem, LinearProblem):
         parts = tuple(n % _ROWS + _ROWS for n in problem.parts)
@@ -212,7 +209,7 @@ def _few_experts(problem: MoEProblem) -> MoEProblem:
     return replace(problem, num_experts=own * problem.cut_experts)
 
 
-def _name(problem: LinearProblem | MoEProblem, candidate: Candidate) -> str:
+def _name(problem: WeightProblem, candidate: Candidate) -> str:
     """Everything that random weights and their rounding depend on."""
     if isinstance(problem, LinearProblem):
         cuts = problem.cut_n > 1, problem.cut_k > 1

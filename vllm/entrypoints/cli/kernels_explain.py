@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
+from vllm.config.hf_overrides import blaming
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import with_hf_overrides
 from vllm.config.selection import Facts, selection_for
@@ -191,6 +192,14 @@ def _problems(args: argparse.Namespace, device: Device) -> Asked:
 def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     """args: dtype, tp, ep and, where the command has them, kv_cache_dtype, quantization and
     hf_overrides."""
+    overrides = getattr(args, "hf_overrides", None) or {}
+    with blaming(overrides):
+        return _asked_model(model, args, device, overrides)
+
+
+def _asked_model(
+    model: str, args: argparse.Namespace, device: Device, overrides: "dict[str, Any]"
+) -> Asked:
     from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
     from vllm.formats.stored_scales import with_stored_scales
@@ -199,7 +208,7 @@ def asked_model(model: str, args: argparse.Namespace, device: Device) -> Asked:
     from vllm.utils.safetensors_files import float_weight_dtype
 
     files = find_model(model)
-    if overrides := getattr(args, "hf_overrides", None):
+    if overrides:
         files.config = with_hf_overrides(files.config, overrides, model)
     stored = files.local_tensors()
     layers = layers_of(files.config, files.tensors, stored)

@@ -91,7 +91,7 @@ def _import(sources: list[Source], provenance: Provenance, out: Path) -> None:
     files: dict[Path, bytes] = {}
     for source in sources:
         system, rows = SYSTEMS[source.system], source.rows()
-        path = out / imported.file_name(system.chip, source.family)
+        path = out / imported.file_name(system.chip, source.family, system.ranks)
         files[path] = derive(rows, source.family, system, provenance)
         found = labels(rows, source.family, system)
         num_left_out = sum(one.num_rows for one in found if one.kernel is None)

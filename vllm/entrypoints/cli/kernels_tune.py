@@ -19,9 +19,10 @@ from vllm.kernels.evidence.tables import TOKENS, Table, read_table, user_folder
 from vllm.kernels.jit.caches import use_caches
 from vllm.kernels.report import question, tuned_report
 from vllm.kernels.select.policy import Policy
+from vllm.kernels.select.problem import Measurable
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning import tune
-from vllm.kernels.tuning.jobs import Job, KernelProblem
+from vllm.kernels.tuning.jobs import Job
 from vllm.kernels.tuning.plan import CACHE_BYTES, plan, stale_notes, without_done
 from vllm.kernels.tuning.progress import Progress
 from vllm.machine import Device, Libs
@@ -149,9 +150,9 @@ def _run(
     return run
 
 
-def _layers(args: argparse.Namespace, device: Device) -> Counter[KernelProblem]:
+def _layers(args: argparse.Namespace, device: Device) -> Counter[Measurable]:
     """Problems with their numbers of layers, the most in any of the models on so many ranks."""
-    found: Counter[KernelProblem] = Counter()
+    found: Counter[Measurable] = Counter()
     ranks = product(_numbers("--tp", args.tp), _numbers("--ep", args.ep))
     for (tp, ep), model in product(ranks, args.models):
         given = argparse.Namespace(**{**vars(args), "tp": tp, "ep": ep})
@@ -159,10 +160,10 @@ def _layers(args: argparse.Namespace, device: Device) -> Counter[KernelProblem]:
         if asked.refusal:
             raise ConfigError(f"{model}: {asked.refusal}")
         problems = (problem for _, problem in asked.problems)
-        found |= Counter(p for p in problems if isinstance(p, KernelProblem))
+        found |= Counter(p for p in problems if isinstance(p, Measurable))
     dtype = question.dtype_of(args.dtype, {}, device)
     single = (question.layer_of(layer, dtype)[1] for layer in args.layer)
-    return found | Counter(p for p in single if isinstance(p, KernelProblem))
+    return found | Counter(p for p in single if isinstance(p, Measurable))
 
 
 def _numbers(flag: str, given: str) -> tuple[int, ...]:
@@ -202,7 +203,7 @@ def _limits(args: argparse.Namespace, device: Device) -> tune.Limits:
     return tune.Limits(args.seconds_per_kernel, args.budget, args.timeout, jobs, memory)
 
 
-def _summary(table: Table, layers: Counter[KernelProblem], device: Device, libs: Libs) -> str:
+def _summary(table: Table, layers: Counter[Measurable], device: Device, libs: Libs) -> str:
     """The selector's decisions with the table, without overrides."""
     tuned, untuned = (Selection(device, libs, Policy(), Known(own)) for own in ((table,), ()))
     decisions = (

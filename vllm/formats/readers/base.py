@@ -5,6 +5,7 @@ No torch here: which format a layer has, and with it every kernel choice, resolv
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from vllm.errors import CheckpointError, ConfigError
@@ -98,14 +99,20 @@ class StoredLayer:
 def merged(names: Sequence[str], stored: Sequence[StoredLayer | None]) -> StoredLayer | None:
     """Of one layer made of the weights `names`, each stored so; CheckpointError where they
     differ."""
-    if len(set(stored)) > 1:
+    if stored.count(stored[0]) < len(stored):
         each = (f"{name} {f'as {one}' if one else 'not quantised'}"
                 for name, one in zip(names, stored))  # fmt: skip
         raise CheckpointError(
             f"quantization_config stores {', '.join(each)}: they are computed as one layer and "
             f"must be stored alike"
         )
-    return stored[0] and replace(stored[0], num_weights=len(names))
+    return stored[0] and of_weights(stored[0], len(names))
+
+
+@lru_cache(maxsize=256)
+def of_weights(stored: StoredLayer, num_weights: int) -> StoredLayer:
+    """One layer of so many weights that are each stored so."""
+    return replace(stored, num_weights=num_weights)
 
 
 class QuantizationConfig(ABC):
@@ -149,13 +156,6 @@ class QuantizationConfig(ABC):
     def layer_format(self, names: Sequence[str]) -> LayerFormat | None:
         layer = self.stored_layer(names)
         return None if layer is None else (layer.format, layer.act)
-
-    def misfit(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, is_cut: bool = False
-    ) -> str:
-        """As of the stored layer that `names` make; "" where they are not quantised."""
-        layer = self.stored_layer(names)
-        return "" if layer is None else layer.misfit(rows, columns, is_cut)
 
     def requant_error(self, weight: WeightFormat) -> float | None:
         """Of bringing a weight of the checkpoint to UE8M0 scales: 0 where its scales are powers of

@@ -1,12 +1,13 @@
 """FP8 (E4M3) checkpoints: 128x128 blocks as DeepSeek and Qwen store them, or one scale a tensor."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from vllm.errors import CheckpointError
 from vllm.formats import fp8_block, fp8_tensor
 from vllm.formats.act_scheme import ActScheme
-from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames
+from vllm.formats.readers.base import QuantizationConfig, StoredLayer, TensorNames, of_weights
 from vllm.formats.readers.layer_names import LayerNames, layers_listed, tell_experts_apart
 from vllm.formats.weight_format import WeightFormat
 
@@ -81,13 +82,16 @@ class Fp8Config(QuantizationConfig):
         # The output projection never counts as a layer to quantise, as in transformers.
         if any(name.endswith("lm_head") for name in names) or self._ignored.covers(names):
             return None
+        return of_weights(self._stored, len(names))
+
+    @cached_property
+    def _stored(self) -> StoredLayer:
         stored = fp8_block.FORMAT if self.weight_block_size else fp8_tensor.FORMAT
         is_static = self.activation_scheme == "static"
         return StoredLayer(
             WeightFormat.of(stored.kind, self.weight_block_size or (0, 0)),
             (ActScheme.STATIC_TENSOR, ActScheme.NONE) if is_static else stored.act,
             TensorNames(scale="weight_scale_inv" if self.weight_block_size else "weight_scale"),
-            len(names),
             is_quantized=self.is_checkpoint_fp8_serialized,
         )
 

@@ -40,8 +40,7 @@ class LayerNames:
     def __contains__(self, layer: str) -> bool:
         parts = tuple(layer.split("."))
         for length in self._lengths:
-            starts = range(len(parts) - length + 1)
-            if any(parts[i : i + length] in self._parts for i in starts):
+            if not self._parts.isdisjoint(zip(*[parts[start:] for start in range(length)])):
                 return True
         return any(pattern.match(layer) for pattern in self._patterns)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
 from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
@@ -49,7 +49,7 @@ def most_tokens(element: str) -> int:
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
-    assert isinstance(problem, LinearProblem | MoEProblem)
+    assert isinstance(problem, WeightProblem)
     columns = problem.weight.block[1]
     if problem.weight.scale == "block":  # a cut leaves steps that every shard can begin with
         columns = shared.cut_columns(problem).refined(columns)

@@ -18,6 +18,7 @@ from vllm.kernels.select.problem import (
     Mamba2Problem,
     MoEProblem,
     Problem,
+    WeightProblem,
 )
 from vllm.kernels.select.reason import Reason, Why
 from vllm.utils.math_utils import cdiv
@@ -107,7 +108,7 @@ def nvfp4_parts(align: int, problem: Problem) -> list[Reason]:
 
 def cut_columns(problem: Problem) -> Axis:
     """The columns of a weight that ranks share: those of experts' down."""
-    assert isinstance(problem, LinearProblem | MoEProblem)
+    assert isinstance(problem, WeightProblem)
     if isinstance(problem, LinearProblem):
         return Axis((problem.k,), problem.cut_k)
     return Axis((problem.intermediate,), problem.cut)

@@ -15,6 +15,7 @@ from vllm.kernels.select.problem import (
     Mamba2Problem,
     MoEProblem,
     Problem,
+    WeightProblem,
 )
 from vllm.kernels.select.reason import Reason
 from vllm.kernels.select.spec import KernelSpec
@@ -69,7 +70,7 @@ def _heads(problem: Problem) -> list[Reason]:
 
 
 def _columns_per_scale(problem: Problem) -> list[Reason]:
-    assert isinstance(problem, LinearProblem | MoEProblem)
+    assert isinstance(problem, WeightProblem)
     columns = problem.weight.block[1]
     if columns and isinstance(problem, MoEProblem):  # by a finer grid, where blocks are partial
         columns = shared.cut_columns(problem).refined(columns)

@@ -13,8 +13,8 @@ from vllm.kernels.evidence.imported import (
     size_text,
 )
 from vllm.kernels.evidence.splits import TOLERANCE
-from vllm.kernels.select.decision import FasterInBf16, Parts
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.decision import FasterInBf16, Parts, serving
+from vllm.kernels.select.problem import Problem, WeightProblem
 
 
 def faster_in_bf16(
@@ -22,7 +22,7 @@ def faster_in_bf16(
 ) -> FasterInBf16 | None:
     """What the tables say of the chosen `parts`, each for its numbers of tokens; None where nobody
     measured this very size in both types, or bf16 is nowhere faster."""
-    if not isinstance(problem, LinearProblem | MoEProblem) or not problem.weight.is_quantized:
+    if not isinstance(problem, WeightProblem) or not problem.weight.is_quantized:
         return None
     place = place_in_tables(problem, BALANCED)
     if place is None:
@@ -49,8 +49,7 @@ def _compared(
             continue
         for other in same_library(one, plain, table.family):
             for tokens, us, bf16_us in both(kind, one, plain, other, size):
-                chosen = next(b for limit, b in parts if limit is None or tokens <= limit)
-                if chosen == one.backend and m_range[0] <= tokens <= m_range[1]:
+                if serving(parts, tokens) == one.backend and m_range[0] <= tokens <= m_range[1]:
                     ratios.setdefault(tokens, (us / bf16_us, one))
     slower = {tokens: ratio for tokens, (ratio, _) in ratios.items() if ratio > TOLERANCE}
     if not slower:

@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import SHIPPED, Chip, write_whole
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import MoEProblem, WeightProblem
 from vllm.machine import Device
 from vllm.utils.dataclasses import asdict, dataclass, field, replace
 
@@ -158,7 +158,7 @@ def dimensions(sizes: Sizes) -> Sizes:
     return (-(-num_experts // ranks), *others)
 
 
-def kind_of_problem(problem: LinearProblem | MoEProblem) -> str:
+def kind_of_problem(problem: WeightProblem) -> str:
     activation = problem.activation if isinstance(problem, MoEProblem) else ""
     return _kind_name(problem.family, problem.weight, problem.dtype, problem.act, activation)
 

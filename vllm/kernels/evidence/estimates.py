@@ -25,7 +25,7 @@ from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, user_folder
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
 from vllm.utils.dataclasses import replace
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -57,16 +57,19 @@ def estimate_of(
     Neither is anything known of partial scale blocks, nor of experts' tokens in a padded layout.
     Experts that ranks share have the sizes of a rank. versions: by backend, what is here.
     """
-    if not isinstance(problem, LinearProblem | MoEProblem):
+    if not isinstance(problem, WeightProblem):
         return None
     if isinstance(problem, MoEProblem) and problem.layout != "standard":
         return None
     if problem.block_fit(takes_any_block=False) is not None:
         return None
-    return next(filter(None, (one.estimate(problem, versions) for one in costs)), None)
+    for one in costs:
+        if (found := one.estimate(problem, versions)) is not None:
+            return found
+    return None
 
 
-def sizes_of(problem: LinearProblem | MoEProblem) -> Sizes:
+def sizes_of(problem: WeightProblem) -> Sizes:
     """As of `cost_model.kind_of`."""
     if isinstance(problem, LinearProblem):
         return problem.n, problem.k
@@ -88,10 +91,13 @@ class Costs:
         num_sms = fitted.chip.num_sms or 1
         self._kinds = {name: _Kind(kind, num_sms) for name, kind in fitted.kinds.items()}
         near = "; another chip" if fitted.is_near else ""
-        self._source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
+        source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
+        self._source, self._source_beyond = (
+            f"{source}{others})" for others in ("", "; beyond the sizes that were measured")
+        )
 
     def estimate(
-        self, problem: LinearProblem | MoEProblem, versions: Mapping[str, str] | None = None
+        self, problem: WeightProblem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
         """None for a kind of problem that was not measured, or sizes out of reach."""
         kind = self._kinds.get(kind_of_problem(problem))
@@ -109,8 +115,7 @@ class Costs:
         is_far = is_beyond or self.fitted.is_near
         error = kernels.error_beyond if is_far else kernels.error
         us = kernels.us(sizes)
-        beyond = "; beyond the sizes that were measured" if is_beyond else ""
-        source = f"{self._source}{beyond})"
+        source = self._source_beyond if is_beyond else self._source
         return Timings(source, kind.cost.tokens, us, stale, Grade.ESTIMATED, error)
 
 

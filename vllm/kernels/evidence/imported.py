@@ -5,7 +5,6 @@ is the same library's as a backend's of ours is filed under that backend; other 
 peers: they show what is possible on the chip and rank nothing. Standard library only.
 """
 
-import gzip
 import json
 import zlib
 from bisect import bisect_left
@@ -19,12 +18,13 @@ from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError
 from vllm.kernels.evidence.tables import Chip, user_folder
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.machine import Device
 from vllm.utils.dataclasses import dataclass, replace
 
 SHIPPED = Path(__file__).parent / "imported"
 FOLDER = "imported"
+_CHECK = "_check"
 _FORMATS_FILE = SHIPPED.parent / "imported_formats.json"
 
 # Errors are stored for token counts up to each of these.
@@ -35,6 +35,7 @@ BALANCED, SKEWED = "balanced", "power_law_1.2"
 NUM_NEAR = 4
 MAX_DISTANCE = 3.0
 
+_GZIP = 16 + zlib.MAX_WBITS
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 Size = tuple[int, ...]
@@ -91,7 +92,7 @@ class ImportedTimes:
 
 def first_times(
     tables: Iterable["ImportedTable"],
-    problem: LinearProblem | MoEProblem,
+    problem: WeightProblem,
     routing: str = BALANCED,
 ) -> ImportedTimes | None:
     """Of the first table that says something of the problem: that has a near size of its format
@@ -363,9 +364,7 @@ class ImportedTable:
         asked = weight_format, activation, routing
         return next((k for k in self.kinds if (k.format, k.activation, k.routing) == asked), None)
 
-    def times(
-        self, problem: LinearProblem | MoEProblem, routing: str = BALANCED
-    ) -> ImportedTimes | None:
+    def times(self, problem: WeightProblem, routing: str = BALANCED) -> ImportedTimes | None:
         """See `first_times`."""
         asked = place_in_tables(problem, routing)
         kind = self.kind(*asked[0]) if asked else None
@@ -379,7 +378,7 @@ class ImportedTable:
 
 
 def place_in_tables(
-    problem: LinearProblem | MoEProblem, routing: str
+    problem: WeightProblem, routing: str
 ) -> tuple[tuple[str, str, str], Size] | None:
     """The kind's key and the size; None for a problem that others did not measure."""
     known = formats().get(str(problem.weight))
@@ -395,17 +394,22 @@ def place_in_tables(
     return (known[0], problem.activation, routing), (*size, problem.cut_experts)
 
 
-def file_name(chip: Chip, family: str) -> str:
-    return f"{chip.file_name.removesuffix('.json')}_{family}.json.gz"
+def file_name(chip: Chip, family: str, ranks: bool) -> str:
+    """The name says which tables choices may follow, so that the others are not read for that."""
+    return f"{chip.file_name.removesuffix('.json')}_{family}{'' if ranks else _CHECK}.json.gz"
 
 
-def find_imported(chip: Chip, family: str) -> tuple[ImportedTable, ...]:
-    """Of this chip, the user's first, then of the same chip with other memory. ConfigError for one
-    that is broken."""
+def find_imported(
+    chip: Chip, family: str, alone_ranking: bool = False
+) -> tuple[ImportedTable, ...]:
+    """Of this chip, the user's first, then of the same chip with other memory. alone_ranking:
+    those that choices may follow. ConfigError for one that is broken."""
     every = [
-        read_imported(path)
+        table
         for folder in (user_folder() / FOLDER, SHIPPED)
-        for path in sorted(folder.glob(f"{chip.device.arch}_*{family}.json.gz"))
+        for suffix in ("", *([] if alone_ranking else [_CHECK]))
+        for path in sorted(folder.glob(f"{chip.device.arch}_*{family}{suffix}.json.gz"))
+        if (table := read_imported(path)).ranks or not alone_ranking
     ]
     any_memory = replace(chip, memory_gb_per_s=0)
     own = [table for table in every if table.chip.is_like(chip)]
@@ -417,8 +421,8 @@ def find_imported(chip: Chip, family: str) -> tuple[ImportedTable, ...]:
 def read_imported(path: Path) -> ImportedTable:
     """ConfigError names the file and what is wrong with it."""
     try:
-        return parse_table(json.loads(gzip.decompress(path.read_bytes())))
-    except (OSError, EOFError, zlib.error, *_MALFORMED) as error:
+        return parse_table(json.loads(zlib.decompress(path.read_bytes(), _GZIP)))
+    except (OSError, zlib.error, *_MALFORMED) as error:
         raise ConfigError(
             f"{path} is no table of imported kernel times ({type(error).__name__}: {error}): "
             f"delete it and run vllm kernels import again"

@@ -12,7 +12,7 @@ from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.evidence.tables import Chip, Table, find_tables, timings_of, user_folder
 from vllm.kernels.select.decision import FasterInBf16, Parts
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import Problem, WeightProblem
 from vllm.utils.dataclasses import dataclass, replace
 
 
@@ -53,7 +53,7 @@ class Known:
     def _imported(self, problem: Problem) -> Timings | None:
         """None where others measured no two kernels that a backend here calls too, or their tables
         of this chip are a cross-check of ours alone."""
-        if self.chip is None or not isinstance(problem, LinearProblem | MoEProblem):
+        if self.chip is None or not isinstance(problem, WeightProblem):
             return None
         times = imported.first_times(_comparing_tables(self, problem.family), problem)
         return None if times is None else as_evidence(times)
@@ -79,7 +79,7 @@ class Known:
 def _imported_tables(known: Known, family: str) -> tuple[imported.ImportedTable, ...]:
     """Those that choices may follow."""
     assert known.chip is not None
-    return tuple(table for table in imported.find_imported(known.chip, family) if table.ranks)
+    return imported.find_imported(known.chip, family, alone_ranking=True)
 
 
 @lru_cache(maxsize=8)

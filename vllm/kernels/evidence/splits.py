@@ -3,13 +3,15 @@
 Pure functions of `Timings`, standard library only.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import exp, inf, log
-from operator import itemgetter
+from operator import eq
+from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.steps import is_telling
-from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts
+from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings, serving
 from vllm.kernels.select.spec import STORED
 from vllm.utils.dataclasses import dataclass
 
@@ -48,7 +50,7 @@ class Timings(Evidence):
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
         layouts: Layouts = (),
-        roundings: tuple[tuple[str, int], ...] = (),
+        roundings: Roundings = (),
     ) -> Parts:
         """As `fastest_split`, or what `before` chooses where that takes hardly longer."""
         parts = self.fastest_split(able, m_range, compiling, layouts, roundings)
@@ -57,14 +59,13 @@ class Timings(Evidence):
         kept = self.before.fastest_split(able, m_range, compiling, layouts, roundings)
         return kept if kept and _stays(self, kept, parts, m_range, compiling) else parts
 
-    @lru_cache(maxsize=1024)  # noqa: B019 - they are few and small
     def fastest_split(
         self,
         able: Able,
         m_range: tuple[int, int],
         compiling: tuple[str, ...] = (),
         layouts: Layouts = (),
-        roundings: tuple[tuple[str, int], ...] = (),
+        roundings: Roundings = (),
     ) -> Parts:
         """At most MAX_PARTS ranges of M with the least regret; () where too little was measured.
 
@@ -81,24 +82,21 @@ class Timings(Evidence):
         """
         if self.steps:
             return _best_for_all(self, able)
-        if self.error:
-            first = next((backend for backend, limit in able if limit is None), "")
-            return _cautious(self, first).fastest_split(able, m_range, compiling, layouts)
-        counts = dict(roundings)
-        parts = _fastest_split(self, able, m_range, layouts, counts)
-        names = [name for name, _ in able]
-        left = able
+        if not self.tokens or self.tokens[-1] * REACH < m_range[1]:
+            return ()
+        counts = () if self.error else roundings
+        case = _Case.of(self, able, _columns(self, m_range), layouts, counts)
+        path = case.cheapest()
         for name in compiling:
-            fewer = tuple(one for one in left if one[0] != name)
-            if fewer == left:
+            if name not in case.rows:
                 continue
-            others = _fastest_split(self, fewer, m_range, layouts, counts)
-            spares = all(counts.get(name, 0) < counts.get(other, 0) for _, other in others)
-            mean, worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-            cost = expected(self, others, names, m_range) if others else None
-            if cost is not None and cost.mean_regret <= mean and cost.worst_regret <= worst:
-                left, parts = fewer, others
-        return parts
+            fewer = case.without(name)
+            if not _is_near(fewer.best, case.fastest, _COSTS_OF_LEAVING_OUT):
+                continue
+            others = fewer.cheapest() if case.depends_on(name, path) else path
+            if others and fewer.can_spare(case.rows[name], others):
+                case, path = fewer, others
+        return _parts(path, case.tokens)
 
 
 def _stays(
@@ -114,7 +112,7 @@ def _stays(
     used = {backend for _, backend in kept}
     ranges: list[tuple[tuple[str, str], list[float]]] = []
     for i in _columns(timings, m_range):
-        pair = _serving(parts, timings.tokens[i]), _serving(kept, timings.tokens[i])
+        pair = serving(parts, timings.tokens[i]), serving(kept, timings.tokens[i])
         new, old = (us[name][i] if name in us else None for name in pair)
         if new is None or old is None:
             if new is not None:
@@ -129,10 +127,6 @@ def _stays(
     compiled = {name for name in compiling if name not in used}
     means = [_mean(own) for (new, _), own in ranges if new not in compiled]
     return max([_mean(gains), *means]) <= log(1 + STAYS_WITHIN)
-
-
-def _serving(parts: Parts, num_tokens: int) -> str:
-    return next(name for limit, name in parts if limit is None or num_tokens <= limit)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -165,137 +159,216 @@ def _best_for_all(timings: Timings, able: Able) -> Parts:
     )
 
 
-def _cautious(timings: Timings, first: str) -> Timings:
-    """With the times of all but `first` as long as they may be."""
-    errors = dict(timings.error)
-    us = tuple(
-        (name, times)
-        if name == first
-        else (name, tuple(t and t * (1 + e) for t, e in zip(times, errors[name])))
-        for name, times in timings.us
-    )
-    return Timings(timings.source, timings.tokens, us, timings.stale, timings.grade)
+class _Row(NamedTuple):
+    """One backend: microseconds of each column, inf for none, and their relative noise, [] for
+    none. may_be_last: it takes any number of tokens. layouts: of the weight, that it takes."""
+
+    us: list[float]
+    noise: list[float]
+    may_be_last: bool
+    roundings: int
+    layouts: tuple[str, ...]
 
 
-def _fastest_split(
-    timings: Evidence,
-    able: Able,
-    m_range: tuple[int, int],
-    layouts: Layouts,
-    roundings: Mapping[str, int],
-) -> Parts:
-    if not timings.tokens or timings.tokens[-1] * REACH < m_range[1]:
-        return ()
-    us = dict(timings.us)
-    limits = [(backend, limit) for backend, limit in able if backend in us]
-    columns = _columns(timings, m_range)
-    rows = [
-        [_time(us[backend][i], timings.tokens[i], limit) for i in columns]
-        for backend, limit in limits
+class _Case(NamedTuple):
+    """rows: by backend. tokens: of the columns. best: in each, of the rows. fastest: the same of
+    all that could run at first.
+
+    A path has by column the backend that serves it, "" where none has a time.
+    """
+
+    rows: dict[str, _Row]
+    tokens: tuple[int, ...]
+    best: list[float]
+    fastest: list[float]
+
+    @classmethod
+    def of(
+        cls, timings: Evidence, able: Able, columns: range, layouts: Layouts, roundings: Roundings
+    ) -> "_Case":
+        """Of times that are not measured here, all are as long as they may be but those of the
+        first backend that takes any number of tokens."""
+        known, errors = dict(timings.us), dict(timings.error)
+        noise = {} if errors else dict(timings.noise)
+        errors.pop(next((name for name, limit in able if limit is None), ""), None)
+        here = slice(columns.start, columns.stop)
+        tokens, taken, counts = timings.tokens[here], dict(layouts), dict(roundings)
+        rows = {}
+        for name, limit in able:
+            if name not in known:
+                continue
+            us: list[Any] = list(known[name][here])
+            if limit is not None or None in us:
+                us = [_time(t, m, limit) for t, m in zip(us, tokens)]
+            if name in errors:
+                us = [t * (1 + error) for t, error in zip(us, errors[name][here])]
+            doubt = [part or 0.0 for part in noise.get(name, ())[here]]
+            own = taken.get(name, (STORED,))
+            rows[name] = _Row(us, doubt, limit is None, counts.get(name, 0), own)
+        best = _best(rows)
+        return cls(rows, tokens, best, best)
+
+    def without(self, name: str) -> "_Case":
+        rows = {other: row for other, row in self.rows.items() if other != name}
+        return self._replace(rows=rows, best=_best(rows))
+
+    def depends_on(self, name: str, path: Sequence[str]) -> bool:
+        """Whether it may be another without that backend, whose times and roundings those of
+        others are compared with."""
+        is_compared = any(row.roundings for row in self.rows.values())
+        return is_compared or name in path or any(map(eq, self.rows[name].us, self.best))
+
+    def can_spare(self, compiled: _Row, path: Sequence[str]) -> bool:
+        """Whether the path takes hardly longer than one could with a backend that compiles."""
+        rows = [self.rows[name] for name in path if name]
+        spares = all(compiled.roundings < row.roundings for row in rows)
+        mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
+        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(path)]
+        return _is_near(us, self.fastest, mean_and_worst)
+
+    def cheapest(self) -> list[str]:
+        """At most MAX_PARTS ranges, whose backends share a layout; [] where there are none."""
+        if min(self.best, default=inf) == inf:
+            return []
+        costs, least, found = self._costs(), inf, list[str]()
+        for names in self._by_layout():
+            own, common = [costs[name] for name in names], 0.0
+            if any(counts := [self.rows[name].roundings for name in names]):
+                own, common = _rounded(own, counts)
+            ends = [self.rows[name].may_be_last for name in names]
+            cost, path = _cheapest_path(own, ends, least - common)
+            if path:
+                least, found = cost + common, [names[row] for row in path]
+        served = iter(found)
+        return [next(served) if us < inf else "" for us in self.best] if found else []
+
+    def _costs(self) -> dict[str, list[float]]:
+        """In the columns that some row has a time for: none for the fastest and what is as fast."""
+        best, rows = self.best, self.rows
+        fast = [us * TOLERANCE for us in best]
+        if not any(row.noise for row in rows.values()):
+            return {name: _cost(row.us, fast, best) for name, row in rows.items()}
+        noise = [row.noise or [0.0] * len(best) for row in rows.values()]
+        times = zip(*[row.us for row in rows.values()])
+        doubt = [1 + own[us.index(low)] for us, own, low in zip(times, zip(*noise), best)]
+        found = {}
+        for (name, row), own in zip(rows.items(), noise):
+            fast = [low * max(TOLERANCE, one + two) for low, one, two in zip(best, doubt, own)]
+            found[name] = _cost(row.us, fast, best)
+        return found
+
+    def _by_layout(self) -> Iterable[list[str]]:
+        groups: dict[str, list[str]] = {}
+        for name, row in self.rows.items():
+            for layout in row.layouts:
+                groups.setdefault(layout, []).append(name)
+        return groups.values()
+
+
+def _best(rows: Mapping[str, _Row]) -> list[float]:
+    return [min(us) for us in zip(*[row.us for row in rows.values()])]
+
+
+def _is_near(
+    us: Sequence[float], fastest: Sequence[float], mean_and_worst: tuple[float, float]
+) -> bool:
+    """Whether times are no more than so much longer, as ratios less one; inf does not count."""
+    mean, worst = mean_and_worst
+    ratios = [own / least for own, least in zip(us, fastest) if own < inf]
+    longest = max(ratios, default=inf) - 1
+    return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
+
+
+def _cost(us: Sequence[float], fast: Sequence[float], best: Sequence[float]) -> list[float]:
+    return [
+        0.0 if own <= most else log(own / low)
+        for own, most, low in zip(us, fast, best)
+        if low < inf
     ]
-    noise = _noise(timings, [backend for backend, _ in limits], columns)
-    costs = _costs(rows, noise)
-    columns = [i for i, best in zip(columns, map(min, zip(*rows))) if best < inf]
-    if not columns:
-        return ()
-    paths = []
-    for group in _groups([backend for backend, _ in limits], layouts):
-        counts = [roundings.get(limits[j][0], 0) for j in group]
-        # Of those that are fast somewhere: where all round alike, nothing is added.
-        least = min((count for j, count in zip(group, counts) if 0.0 in costs[j]), default=0)
-        own = [_rounded(costs[j], count - least) for j, count in zip(group, counts)]
-        cost, path = _cheapest_path(own, [limits[j][1] is None for j in group])
-        cost += least * len(columns) * ROUNDING_COST
-        paths.append((cost, tuple(group[j] for j in path)))
-    _, choice = min(paths, key=_first)
-    return _parts([limits[j][0] for j in choice], [timings.tokens[i] for i in columns])
 
 
-def _rounded(costs: Sequence[float], more: int) -> Sequence[float]:
-    """Of a kernel that rounds `more` times oftener than another that could be beside it."""
-    return [cost + more * ROUNDING_COST for cost in costs] if more > 0 else costs
+def _rounded(
+    costs: Sequence[list[float]], counts: Sequence[int]
+) -> tuple[list[list[float]], float]:
+    """With what each backend rounds more than that which rounds least of those that are fast
+    somewhere, and what all round: where all round alike, nothing is added."""
+    least = min((count for own, count in zip(costs, counts) if 0.0 in own), default=0)
+    more = [max(0, count - least) * ROUNDING_COST for count in counts]
+    rounded = [[cost + extra for cost in own] for own, extra in zip(costs, more)]
+    return rounded, least * len(costs[0]) * ROUNDING_COST
 
 
-def _groups(backends: Sequence[str], layouts: Layouts) -> list[list[int]]:
-    """Places of backends that share a layout of the weight, in order of each group's first."""
-    groups: dict[str, list[int]] = {}
-    taken = dict(layouts)
-    for place, backend in enumerate(backends):
-        for layout in taken.get(backend, (STORED,)):
-            groups.setdefault(layout, []).append(place)
-    return list(groups.values())
+def _cheapest_path(
+    costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
+) -> tuple[float, list[int]]:
+    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
+    each further run. No rows where there is none that costs less than `most`.
+
+    Viterbi's algorithm over rows, for one run more at a time until no further one can pay; of equal
+    costs the earlier row stays.
+    """
+    least = sum(map(min, zip(*costs)))
+    totals = {row: [*accumulate(own)] for row, own in enumerate(costs)}
+    steps, lowest = list[dict[int, list[float]]](), list[list[float]]()  # by further runs
+    end, run = 0, -1
+    while least + len(steps) * PART_COST < most and len(steps) < MAX_PARTS:
+        if steps:
+            lowest.append([*map(min, zip(*totals.values()))])
+            left = most - len(steps) * PART_COST
+            totals = {j: _entered(costs[j], lowest[-1]) for j in totals if min(costs[j]) < left}
+        for row, total in totals.items():
+            if total[-1] < most and may_be_last[row]:
+                most, end, run = total[-1], row, len(steps)
+        steps.append(totals)
+    return (most, _traced(steps, lowest, end, run)) if run >= 0 else (inf, [])
 
 
-def _columns(timings: Evidence, m_range: tuple[int, int]) -> list[int]:
+def _entered(costs: Sequence[float], lowest: Sequence[float]) -> list[float]:
+    """Totals of a row by column, entered where that is cheapest; lowest: totals of one run less."""
+    total = inf
+    found = [total]
+    for cost, before in zip(costs[1:], lowest):
+        switched = before + PART_COST
+        total = (switched if switched < total else total) + cost
+        found.append(total)
+    return found
+
+
+def _traced(
+    steps: Sequence[Mapping[int, Sequence[float]]],
+    lowest: Sequence[Sequence[float]],
+    row: int,
+    run: int,
+) -> list[int]:
+    """The rows by which the total of `row` came about in the last column."""
+    path = [row]
+    for i in range(len(steps[run][row]) - 2, -1, -1):
+        if run and lowest[run - 1][i] + PART_COST < steps[run][row][i]:
+            run -= 1
+            row = next(j for j, total in steps[run].items() if total[i] == lowest[run][i])
+        path.append(row)
+    return path[::-1]
+
+
+def _columns(timings: Evidence, m_range: tuple[int, int]) -> range:
     """Of token counts that calls of `m_range` run with: padded up to the first that holds them; all
     steps of attention."""
-    if timings.steps:
-        return list(range(len(timings.steps)))
-    low, high = m_range
-    tokens = timings.tokens
-    upper = next((m for m in tokens if m >= high), tokens[-1] if tokens else 0)
-    return [i for i, m in enumerate(tokens) if min(low, upper) <= m <= upper]
+    tokens, (low, high) = timings.tokens, m_range
+    if timings.steps or not tokens:
+        return range(len(tokens))
+    last = min(bisect_left(tokens, high), len(tokens) - 1)
+    return range(min(bisect_left(tokens, low), last), last + 1)
 
 
 def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
     return inf if us is None or (limit is not None and num_tokens > limit) else us
 
 
-def _noise(timings: Evidence, backends: Sequence[str], columns: Sequence[int]) -> list[list[float]]:
-    known = dict(timings.noise)
-    nothing = (None,) * len(timings.tokens)
-    return [[known.get(backend, nothing)[i] or 0.0 for i in columns] for backend in backends]
-
-
-def _costs(rows: Sequence[Sequence[float]], noise: Sequence[Sequence[float]]) -> list[list[float]]:
-    """By row, in the columns that some row has a time for."""
-    costs: list[list[float]] = [[] for _ in rows]
-    for times, noises in zip(zip(*rows), zip(*noise)):
-        best = min(times)
-        if best < inf:
-            in_doubt = 1 + noises[times.index(best)]
-            for own, us, other in zip(costs, times, noises):
-                own.append(_cost(us, best, max(TOLERANCE, in_doubt + other)))
-    return costs
-
-
-def _cost(us: float, fastest: float, tolerance: float) -> float:
-    return 0.0 if us <= fastest * tolerance else log(us / fastest) if us < inf else inf
-
-
-def _cheapest_path(costs: Sequence[Sequence[float]], may_be_last: Sequence[bool]) -> "_Path":
-    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
-    each further run. No rows where there is none.
-
-    Viterbi's algorithm over (row, number of runs); of equal costs the earlier row stays.
-    """
-    num_rows = len(costs)
-    # (cost, rows taken so far) by row, for each number of runs
-    nowhere: _Path = (inf, ())
-    paths: list[list[_Path]] = [[(costs[j][0], (j,)) for j in range(num_rows)]]
-    paths += [[nowhere] * num_rows for _ in range(MAX_PARTS - 1)]
-    for i in range(1, len(costs[0])):
-        entering = [nowhere] + [min(runs, key=_first) for runs in paths[:-1]]
-        for runs, (cost, path) in zip(paths, entering):
-            switched = cost + PART_COST
-            for j in range(num_rows):
-                stay, taken = runs[j]
-                if switched < stay:
-                    stay, taken = switched, path
-                runs[j] = (stay + costs[j][i], (*taken, j))
-    ends = [
-        runs[j] for runs in paths for j in range(num_rows) if may_be_last[j] and runs[j][0] < inf
-    ]
-    return min(ends, key=_first) if ends else nowhere
-
-
-_Path = tuple[float, tuple[int, ...]]
-_first = itemgetter(0)
-
-
-def _parts(choice: Sequence[str], tokens: Sequence[int]) -> Parts:
+def _parts(path: Sequence[str], tokens: Sequence[int]) -> Parts:
     parts: list[tuple[int | None, str]] = []
-    for backend, num_tokens in zip(choice, tokens):
+    for backend, num_tokens in zip(path, tokens):
+        if not backend:
+            continue
         if parts and parts[-1][1] == backend:
             parts.pop()
         parts.append((num_tokens, backend))
@@ -328,7 +401,7 @@ def expected(
     own, regrets = [], []
     for i in _columns(timings, m_range):
         num_tokens = timings.tokens[i]
-        chosen = _serving(parts, num_tokens)
+        chosen = serving(parts, num_tokens)
         time = us[chosen][i] if chosen in us else None
         if time is None:
             continue

@@ -20,7 +20,7 @@ from vllm.kernels.evidence.steps import Step
 from vllm.kernels.evidence.versions import is_same
 from vllm.kernels.select.decision import ByBackend
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import AttentionProblem, Measurable, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.dataclasses import asdict, dataclass, field, replace
 from vllm.utils.files import write_atomically
@@ -78,8 +78,6 @@ Column = int | str
 """What a time is filed under: a number of tokens, or the name of a step of attention."""
 Times = tuple[tuple[Column, float], ...]
 """(column, microseconds of a call), ascending."""
-Measurable = LinearProblem | MoEProblem | AttentionProblem
-"""What tables hold times of."""
 
 
 def in_order(columns: Iterable[Column]) -> list[Column]:

@@ -80,7 +80,7 @@ def stale_summary(records: Iterable[Record]) -> str:
 
 def _stale(records: Iterable[Record]) -> dict[tuple[str, str, str], None]:
     found: dict[tuple[str, str, str], None] = {}
-    for _, decision in records:
+    for decision in {id(decision): decision for _, decision in records}.values():
         if decision.timings is None or not decision.timings.stale:
             continue
         able = {

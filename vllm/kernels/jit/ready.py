@@ -79,8 +79,7 @@ def stand_in(decision: Decision, name: str) -> Candidate | None:
 
 def running(decision: Decision, num_tokens: int) -> str:
     """The backend that computes `num_tokens` now: the part of a split, or its fallback."""
-    parts = decision.winner.parts or ((None, decision.winner.backend),)
-    name = next(name for limit, name in parts if limit is None or num_tokens <= limit)
+    name = decision.backend_for(num_tokens)
     other = stand_in(decision, name)
     if other is None or is_ready(decision, name)(num_tokens):
         return name
@@ -117,7 +116,7 @@ def needed_calls(decisions: Iterable[Decision], max_tokens: int) -> list[Needed]
         if decision.chosen is None or decision.is_emulated:
             continue
         low = 1
-        for limit, name in decision.winner.parts or ((None, decision.winner.backend),):
+        for limit, name in decision.parts:
             high = max_tokens if limit is None else min(limit, max_tokens)
             if low <= high and compiler_of(decision, name) == NVCC:
                 must_wait = stand_in(decision, name) is None

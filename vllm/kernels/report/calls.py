@@ -12,7 +12,7 @@ from vllm.kernels.evidence.tables import NEVER_MEASURED, TOKENS, is_measurable
 from vllm.kernels.select.decision import Candidate, Decision
 from vllm.kernels.select.eligibility import size_reasons
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.kernels.select.reason import Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.utils.dataclasses import replace
@@ -92,7 +92,7 @@ def measured_calls(decision: Decision, layers: Sequence[str], calls: Calls) -> M
 
 def _has_choice(decision: Decision) -> bool:
     problem = decision.problem
-    if not isinstance(problem, LinearProblem | MoEProblem) or decision.is_emulated:
+    if not isinstance(problem, WeightProblem) or decision.is_emulated:
         return False
     if decision.chosen is None or not is_measurable(problem):
         return False
@@ -107,9 +107,7 @@ def _has_choice(decision: Decision) -> bool:
     return len(able) > 1
 
 
-def _can_run(
-    candidate: Candidate, problem: LinearProblem | MoEProblem, specs: Sequence[KernelSpec]
-) -> bool:
+def _can_run(candidate: Candidate, problem: WeightProblem, specs: Sequence[KernelSpec]) -> bool:
     """Whether it is a kernel of `specs` that can run, if only for few tokens."""
     own = [s for s in specs if s.backend == candidate.backend and problem.format in s.formats]
     if not candidate.reasons or not isinstance(problem, LinearProblem):
@@ -122,14 +120,13 @@ def _can_run(
 
 def _measured_tokens(decision: Decision) -> set[int]:
     """Numbers of tokens for which the kernel that serves them was timed here, as it is here."""
-    timings, winner = decision.timings, decision.winner
+    timings = decision.timings
     if timings is None or timings.grade is not Grade.MEASURED:
         return set()
     us, stale = dict(timings.us), {backend for backend, *_ in timings.stale}
-    parts = winner.parts or ((None, winner.backend),)
     found = set()
     for i, num_tokens in enumerate(timings.tokens):
-        backend = next(b for limit, b in parts if limit is None or num_tokens <= limit)
+        backend = decision.backend_for(num_tokens)
         if backend not in stale and backend in us and us[backend][i] is not None:
             found.add(num_tokens)
     return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm.kernels import registry
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import WeightProblem
 from vllm.kernels.select.reason import Why
 
 # Told apart with any kind of colour vision first (Okabe and Ito), on light and on dark ground.
@@ -40,7 +40,7 @@ class Curve(NamedTuple):
 def curves_of(decision: Decision) -> tuple[Curve, ...]:
     """In the order of the table; () where no time is known."""
     timings = decision.timings
-    if timings is None or not isinstance(decision.problem, LinearProblem | MoEProblem):
+    if timings is None or not isinstance(decision.problem, WeightProblem):
         return ()
     stale = {backend for backend, *_ in timings.stale}
     errors = dict(timings.error)
@@ -62,10 +62,7 @@ def curves_of(decision: Decision) -> tuple[Curve, ...]:
 
 def kernel_for(decision: Decision, num_tokens: int) -> str | None:
     """The backend that serves so many tokens; None where none does."""
-    if decision.chosen is None:
-        return None
-    parts = decision.winner.parts or ((None, decision.chosen),)
-    return next(name for limit, name in parts if limit is None or num_tokens <= limit)
+    return None if decision.chosen is None else decision.backend_for(num_tokens)
 
 
 def chosen_ranges(points: Sequence[Point]) -> list[list[Point]]:

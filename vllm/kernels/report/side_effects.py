@@ -9,7 +9,7 @@ from vllm.formats.scales import Scales
 from vllm.kernels import registry
 from vllm.kernels.report.layer_groups import by_text
 from vllm.kernels.select.decision import Candidate, Decision, Record
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import WeightProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER, Why
 
 
@@ -69,7 +69,7 @@ def _requantised(decision: Decision) -> str:
 
 def _dequantised(decision: Decision) -> str:
     problem = decision.problem
-    if not isinstance(problem, LinearProblem | MoEProblem) or problem.act[0] is ActScheme.NONE:
+    if not isinstance(problem, WeightProblem) or problem.act[0] is ActScheme.NONE:
         return ""
     winner = decision.winner
     if winner.act is not ActScheme.NONE or not problem.weight.is_quantized:

@@ -17,7 +17,7 @@ from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Record
 from vllm.kernels.select.grade import Grade
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, Problem, WeightProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.machine import BUILD, Lib
@@ -106,7 +106,7 @@ def how(candidate: Candidate, decision: Decision) -> list[str]:
 
 def act_text(candidate: Candidate, problem: Problem) -> str:
     """What it does to activations; "" where the weight is not quantised."""
-    is_quantized = isinstance(problem, LinearProblem | MoEProblem) and problem.weight.is_quantized
+    is_quantized = isinstance(problem, WeightProblem) and problem.weight.is_quantized
     if not is_quantized or candidate.act is None:
         return ""
     return "weight-only" if candidate.act is ActScheme.NONE else f"activations {candidate.act}"
@@ -148,8 +148,7 @@ def expectation_of(decision: Decision) -> Expected | None:
         if all(r.why in (Why.POLICY, Why.SHAPE) for r in c.reasons)
         and (c.act is not ActScheme.NONE or winner.act is ActScheme.NONE)
     }
-    parts = winner.parts or ((None, winner.backend),)
-    return expected(timings, parts, able, problem.m_range)
+    return expected(timings, decision.parts, able, problem.m_range)
 
 
 def expectation_text(choice: Expected, timings: Evidence) -> str:
@@ -387,7 +386,7 @@ def asks(problem: Problem) -> str:
     m_range = getattr(problem, "m_range", EXPECTED_TOKENS)
     if m_range != EXPECTED_TOKENS:
         facts.append(f"M = {m_range[0]}" + f" to {m_range[1]}" * (m_range[0] != m_range[1]))
-    if isinstance(problem, LinearProblem | MoEProblem) and problem.requant_error is not None:
+    if isinstance(problem, WeightProblem) and problem.requant_error is not None:
         form = problem.weight.description.rounded_scales
         facts.append(f"in {form} scales {requant_text(Requant(problem.requant_error))}")
     return ", ".join(facts)

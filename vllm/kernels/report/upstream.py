@@ -221,7 +221,7 @@ def _answers(decision: Decision, engine: str) -> Iterator[Answer]:
         text = "no kernel serves these layers here"
         yield Answer(family, weight_format, NO_KERNEL, False, (), text, None, [])
         return
-    names = list(dict.fromkeys(name for _, name in decision.winner.parts)) or [decision.chosen]
+    names = list(dict.fromkeys(name for _, name in decision.parts))
     is_part = len(names) > 1
     for name in names:
         entry = None if decision.is_emulated else _entry_of(engine, decision, name)

@@ -1,6 +1,7 @@
 """What was decided: every candidate with its reasons, the chosen one, and who decided."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 from vllm.errors import VllmError
 from vllm.formats.act_scheme import ActScheme
@@ -16,6 +17,11 @@ Parts = tuple[tuple[int | None, str], ...]
 """A split by M: (largest M, backend), ascending; the last has None for no limit."""
 
 
+def serving(parts: Parts, num_tokens: int) -> str:
+    """The backend of so many tokens."""
+    return next(name for limit, name in parts if limit is None or num_tokens <= limit)
+
+
 Able = tuple[tuple[str, int | None], ...]
 """Backends that can run, in the default order, each with the most tokens it takes in a call."""
 
@@ -23,6 +29,10 @@ Able = tuple[tuple[str, int | None], ...]
 Layouts = tuple[tuple[str, tuple[str, ...]], ...]
 """Of backends that do not take the weight as it is stored, or not only so, the layouts that they
 take (`KernelSpec.weight_layouts`)."""
+
+
+Roundings = tuple[tuple[str, int], ...]
+"""Of backends that round, how often: activations, and the weight once more."""
 
 
 ByBackend = tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -65,7 +75,7 @@ class Evidence(ABC):
         m_range: tuple[int, int],
         compiling: tuple[str, ...],
         layouts: "Layouts",
-        roundings: tuple[tuple[str, int], ...],
+        roundings: Roundings,
     ) -> Parts:
         """The fastest parts (`kernels/evidence/splits.py`)."""
 
@@ -143,10 +153,19 @@ class Decision:
         is_emulated = self.is_emulated and self.chosen is not None
         return f"{self.chosen} of {self.device}, emulated" if is_emulated else self.chosen
 
-    @property
+    @cached_property
     def winner(self) -> Candidate:
         """The chosen candidate; only where there is one."""
         return next(c for c in self.candidates if c.backend == self.chosen)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """By numbers of tokens what serves, whether that is a split or not; () for nothing."""
+        return () if self.chosen is None else self.winner.parts or ((None, self.chosen),)
+
+    def backend_for(self, num_tokens: int) -> str:
+        """What serves so many tokens; only where something does."""
+        return serving(self.parts, num_tokens)
 
 
 Record = tuple[str, Decision]

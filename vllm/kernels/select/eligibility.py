@@ -7,7 +7,7 @@ from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales, estimated
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
 from vllm.kernels.select.reason import RANK_VARIABLE, Origin, Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, NATIVE, Device, Libs
@@ -86,8 +86,8 @@ def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Re
         reasons = _linear_reasons(spec, problem, fit)
     elif isinstance(problem, MoEProblem):
         reasons = _moe_reasons(spec, problem, fit)
-    elif (variant := getattr(problem, "variant", "")) and variant not in spec.variants:
-        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {variant}")]
+    elif others := problem.variants - spec.variants:
+        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {names(others)}")]
     else:
         reasons = []
     return reasons + spec.check(problem) if spec.check is not None else reasons
@@ -120,8 +120,8 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
     if problem.layout not in spec.layouts:
         text = f"takes {names(spec.layouts)} activations, not {problem.layout}"
         reasons.append(Reason(Why.SHAPE, text))
-    if problem.activation not in spec.activation_functions:
-        text = f"computes experts with {names(spec.activation_functions)}, not {problem.activation}"
+    if (activation := problem.computed_activation) not in spec.activation_functions:
+        text = f"computes experts with {names(spec.activation_functions)}, not {activation}"
         reasons.append(Reason(Why.NUMERICS, text))
     if problem.bias and not spec.takes_expert_bias:
         reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
@@ -162,7 +162,7 @@ def _depends_on_chip(spec: KernelSpec) -> bool:
     return "*" not in dict(spec.scales)
 
 
-def requant_of(problem: LinearProblem | MoEProblem, scales: str) -> Requant:
+def requant_of(problem: WeightProblem, scales: str) -> Requant:
     """What scales of the form `scales`, another than the stored one, cost this weight: as known of
     it, else as estimated."""
     known = problem.requant_error

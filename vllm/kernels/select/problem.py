@@ -1,9 +1,11 @@
 """Problems: what a layer asks a kernel to compute, complete and printable."""
 
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import ClassVar
 
-from vllm.architectures.decoder import RELU2
+from vllm.architectures.decoder import RELU2, SOFTCAP, SWIGLUOAI
+from vllm.architectures.kv_cache import MLA
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
@@ -56,13 +58,13 @@ class LinearProblem:
         rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
         return linear_fit(rows, columns, self.weight.block, takes_any_block)
 
-    @property
+    @cached_property
     def size_key(self) -> str:
         """What a measurement is filed under, with the activation schemes that may be taken:
         `fp8-block[128x128]:4096x12288 bf16 dynamic-group128,none`; with partial scale blocks also
         what a kernel then computes with: `..., padded to 256x2048, refined to 64x128 blocks`."""
-        sizes = f"{self.weight}:{self.n}x{self.k} {self.dtype} {','.join(self.act)}"
-        return sizes + _fits_text(self)
+        weight, others = _texts(self.weight, self.dtype, self.act)
+        return f"{weight}:{self.n}x{self.k} {others}{_fits_text(self)}"
 
     def __str__(self) -> str:
         merged = f"({_parts_text(self.parts)})" if len(self.parts) > 1 else ""
@@ -125,15 +127,15 @@ class MoEProblem:
         """Weights of an expert's first product: gate and up, or up alone."""
         return 1 if self.activation == RELU2 else 2
 
-    @property
+    @cached_property
     def size_key(self) -> str:
         """What a measurement is filed under: experts, intermediate, hidden and top_k, the rest as
         of a LinearProblem. Of experts over 4 ranks `128/4x768x2048x8`: tokens choose among 128, and
         32 are here. Of experts that ranks cut it is that of whole ones of the same size."""
         ranks = f"/{self.cut_experts}" if self.cut_experts > 1 else ""
         sizes = f"{self.num_experts}{ranks}x{self.intermediate}x{self.hidden}x{self.top_k}"
-        key = f"{self.weight}:{sizes} {self.dtype} {','.join(self.act)}{self._other_activation}"
-        return key + _fits_text(self)
+        weight, others = _texts(self.weight, self.dtype, self.act)
+        return f"{weight}:{sizes} {others}{self._other_activation}{_fits_text(self)}"
 
     @property
     def comes_quantised(self) -> bool:
@@ -141,10 +143,18 @@ class MoEProblem:
         return self.cut == self.cut_experts == 1
 
     @property
+    def computed_activation(self) -> str:
+        """With its limit where it is the other function than has one."""
+        has_limit = self.activation == SWIGLUOAI
+        is_usual = has_limit == (self.swiglu_limit > 0)
+        return self.activation + ("" if is_usual else f" with a limit of {self.swiglu_limit:g}")
+
+    @property
     def _other_activation(self) -> str:
         """`, swigluoai with biases`; "" for silu without."""
         biases = " with biases" * self.bias
-        return "" if self.activation == "silu" and not biases else f", {self.activation}{biases}"
+        activation = self.computed_activation
+        return "" if activation == "silu" and not biases else f", {activation}{biases}"
 
     def __str__(self) -> str:
         sizes = f"{self.num_experts}x({self.intermediate}x{self.hidden}) top {self.top_k}"
@@ -152,9 +162,15 @@ class MoEProblem:
         return f"moe {self.weight}:{sizes} {self.dtype}{batched}{self._other_activation}"
 
 
-def _fits_text(problem: LinearProblem | MoEProblem) -> str:
+@lru_cache(maxsize=256)
+def _texts(weight: WeightFormat, dtype: str, act: tuple[ActScheme, ...]) -> tuple[str, str]:
+    return str(weight), f"{dtype} {','.join(act)}"
+
+
+def _fits_text(problem: "WeightProblem") -> str:
     """How kernels take partial scale blocks; "" where there are none."""
-    padded, refined = problem.block_fit(False), problem.block_fit(True)
+    padded = problem.block_fit(False)
+    refined = problem.block_fit(True) if padded is not None else None
     if padded is None or refined is None:
         return ""
     sizes, block = ("x".join(map(str, pair)) for pair in (padded.sizes, refined.block))
@@ -177,6 +193,12 @@ class _CacheProblem:
     def size_key(self) -> str:
         """What a failure or a measurement is filed under."""
         return str(self)
+
+    @property
+    def variants(self) -> frozenset[str]:
+        """What a kernel has to compute besides what all of its family do."""
+        variant: str = getattr(self, "variant", "")
+        return frozenset({variant} if variant else ())
 
 
 @dataclass(frozen=True)
@@ -204,6 +226,19 @@ class AttentionProblem(_CacheProblem):
     softcap: float = 0.0
 
     @property
+    def variants(self) -> frozenset[str]:
+        """Kernels of latents (`MLA`) compute nothing else: with more it is a variant of its own."""
+        found = [self.variant] if self.variant else []
+        if self.softcap and self.variant != SOFTCAP:
+            found.append(SOFTCAP)
+        if self.variant == MLA:
+            found += ["a sliding window"] if self.sliding_window else []
+            return frozenset({" with ".join(found)})
+        if self.value_dim:
+            found.append(f"values of {self.value_dim}")
+        return frozenset(found)
+
+    @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
@@ -211,7 +246,7 @@ class AttentionProblem(_CacheProblem):
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
         heads += f" with values of {self.value_dim}" if self.value_dim else ""
         window = f" window={self.sliding_window}" if self.sliding_window else ""
-        variant = _variant_text(self.variant)
+        variant = _variant_text(", ".join(sorted(self.variants)))
         return f"attention {heads} {self.dtype}, {self.format} cache{window}{variant}"
 
 
@@ -284,11 +319,7 @@ class Mamba2Problem(_CacheProblem):
         return f"mamba2 {heads}, {self.num_groups} groups of {self.state_size} {self.dtype}{limits}"
 
 
-Problem = (
-    LinearProblem
-    | MoEProblem
-    | AttentionProblem
-    | KVQuantProblem
-    | DeltaRuleProblem
-    | Mamba2Problem
-)
+WeightProblem = LinearProblem | MoEProblem
+Measurable = WeightProblem | AttentionProblem
+"""What tables hold times of."""
+Problem = Measurable | KVQuantProblem | DeltaRuleProblem | Mamba2Problem

@@ -8,11 +8,11 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales
 from vllm.kernels.select import eligibility
-from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts
+from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts, Roundings
 from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import LinearProblem, Problem, WeightProblem
 from vllm.kernels.select.reason import (
     DEFAULT_ORDER,
     RANK_FLAG,
@@ -162,7 +162,7 @@ def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
     requant = None
     if kernel.rescales:
-        assert isinstance(problem, LinearProblem | MoEProblem)
+        assert isinstance(problem, WeightProblem)
         requant = eligibility.requant_of(problem, scales)
         reasons += eligibility.requant_reasons(spec, case.device, policy, scales, requant)
     grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
@@ -287,7 +287,7 @@ def _measured(
     return found
 
 
-def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> tuple[tuple[str, int], ...]:
+def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> Roundings:
     """By backend, of those that round: of equally fast ones that which rounds least is to serve.
     Empty where times are not measured here, since those know nothing of equals."""
     if evidence.grade is not Grade.MEASURED:

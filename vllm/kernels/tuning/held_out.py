@@ -18,12 +18,11 @@ from vllm.kernels.evidence.tables import Chip, Table, is_of_attention
 from vllm.kernels.report.question import libs_of
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, WeightProblem
 from vllm.kernels.select.select import select
 from vllm.kernels.tuning.fit import KindFit
 from vllm.machine import Libs
 
-Measurable = LinearProblem | MoEProblem
 # A row with fewer numbers of tokens says too little of a choice for all of them.
 MIN_TOKENS = 10
 EVERY_KIND = "all"
@@ -37,7 +36,7 @@ class Case:
 
     chip: Chip
     kind: str
-    problem: Measurable
+    problem: WeightProblem
     chosen: str
     choice: Expected
     default: Expected
@@ -70,7 +69,7 @@ def cases_of(table: Table, fits: Mapping[str, KindFit], libs: Libs | None = None
 def _case(
     chip: Chip,
     kind: str,
-    problem: Measurable,
+    problem: WeightProblem,
     measured: Timings,
     estimated: Timings | None,
     libs: Libs,
@@ -102,7 +101,7 @@ def _off(measured: Timings, estimated: Timings) -> tuple[tuple[int, str, float],
     )
 
 
-def problems_of(size_key: str) -> list[Measurable]:
+def problems_of(size_key: str) -> list[WeightProblem]:
     """After a norm, which quantises, and after attention, which does not."""
     weight_text, _, rest = size_key.partition(":")
     _, dtype, others = rest.split(" ", 2)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm.kernels.evidence.tables import Column, Measurable
+from vllm.kernels.evidence.tables import Column
 from vllm.kernels.select.decision import Candidate
-
-KernelProblem = Measurable
+from vllm.kernels.select.problem import Measurable
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +16,7 @@ class Job:
     `tokens`, those that are timed before other problems have all of theirs; None for no
     preference."""
 
-    problem: KernelProblem
+    problem: Measurable
     candidate: Candidate
     tokens: tuple[Column, ...]
     gate: tuple[int, ...]
@@ -51,7 +50,7 @@ class Turns:
     seconds: float = 10.0
 
     @property
-    def problem(self) -> KernelProblem:
+    def problem(self) -> Measurable:
         return self.jobs[0].problem
 
     @property

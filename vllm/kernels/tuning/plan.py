@@ -16,10 +16,16 @@ from vllm.kernels.evidence.tables import (
 )
 from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import AttentionProblem, LinearProblem, MoEProblem
+from vllm.kernels.select.problem import (
+    AttentionProblem,
+    LinearProblem,
+    Measurable,
+    MoEProblem,
+    WeightProblem,
+)
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec
-from vllm.kernels.tuning.jobs import Job, KernelProblem
+from vllm.kernels.tuning.jobs import Job
 from vllm.machine import Device, Libs
 
 GATE_TOKENS = (1, 2, 31, 32, 33, 128)
@@ -39,7 +45,7 @@ class Plan:
 
 
 def plan(
-    problems: Iterable[KernelProblem],
+    problems: Iterable[Measurable],
     device: Device,
     libs: Libs,
     tokens: Sequence[int] = TOKENS,
@@ -52,7 +58,7 @@ def plan(
     jobs: list[Job] = []
     notes: list[str] = []
     bytes_of: dict[str, int] = {}
-    measurable: dict[str, KernelProblem] = {}
+    measurable: dict[str, Measurable] = {}
     for problem in problems:
         if not is_measurable(problem):
             notes.append(f"{problem}: no table holds times of a batched layout")
@@ -73,7 +79,7 @@ def plan(
     return Plan(tuple(jobs), tuple(dict.fromkeys(notes)))
 
 
-def _measured(problem: KernelProblem) -> KernelProblem:
+def _measured(problem: Measurable) -> Measurable:
     """What is measured for all problems of its size key."""
     if isinstance(problem, AttentionProblem):
         return problem
@@ -84,14 +90,14 @@ def _measured(problem: KernelProblem) -> KernelProblem:
     return replace(whole, parts=(), cut_n=1, cut_k=1) if is_regular else whole
 
 
-def bytes_read(problem: KernelProblem) -> int:
+def bytes_read(problem: Measurable) -> int:
     """By one step: the weights of a layer, of attention the keys and values of the step TYPICAL."""
     if isinstance(problem, AttentionProblem):
         return TYPICAL.bytes_of_cache(problem)
     return weight_bytes(problem)
 
 
-def weight_bytes(problem: LinearProblem | MoEProblem) -> int:
+def weight_bytes(problem: WeightProblem) -> int:
     """Of the codes that a rank stores, without scales."""
     weight = problem.weight
     if isinstance(problem, LinearProblem):
@@ -106,7 +112,7 @@ def weight_bytes(problem: LinearProblem | MoEProblem) -> int:
 
 
 def _jobs_of(
-    problem: KernelProblem, device: Device, libs: Libs, tokens: Sequence[Column]
+    problem: Measurable, device: Device, libs: Libs, tokens: Sequence[Column]
 ) -> Iterator[Job]:
     specs = registry.specs(problem.family, device.family)
     left_out = NEVER_MEASURED.get((device.kind, problem.family), ())
@@ -136,9 +142,7 @@ def _jobs_of(
         )
 
 
-def _asked(
-    problem: KernelProblem, tokens: Sequence[Column]
-) -> Iterator[tuple[Column, KernelProblem]]:
+def _asked(problem: Measurable, tokens: Sequence[Column]) -> Iterator[tuple[Column, Measurable]]:
     """Kernels of experts take any number of tokens, and those of attention any step."""
     for num_tokens in tokens:
         if isinstance(problem, LinearProblem) and isinstance(num_tokens, int):
@@ -161,7 +165,7 @@ def without_done(jobs: Iterable[Job], table: Table) -> list[Job]:
     return left
 
 
-def _known(entry: Entry, problem: KernelProblem) -> set[Column]:
+def _known(entry: Entry, problem: Measurable) -> set[Column]:
     even = {m for m, _ in entry.us}
     is_routed = isinstance(problem, MoEProblem)
     return even & {m for m, _ in entry.skewed_us} if is_routed else even
@@ -185,7 +189,7 @@ def stale_notes(jobs: Iterable[Job], table: Table) -> list[str]:
 def in_turns(jobs: Iterable[Job], is_limited: bool) -> list[tuple[Job, ...]]:
     """Kernels that are timed together, those of one problem: first what a job says, or where it
     says nothing and time is limited the MAIN_TOKENS and MAIN_STEPS, then what is left."""
-    by_problem: dict[KernelProblem, list[Job]] = {}
+    by_problem: dict[Measurable, list[Job]] = {}
     for job in jobs:
         by_problem.setdefault(job.problem, []).append(job)
     found = []

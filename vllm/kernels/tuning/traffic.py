@@ -10,11 +10,10 @@ from vllm.kernels.report.calls import calls_of, measured_calls
 from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import expectation_of
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
-from vllm.kernels.tuning.jobs import Job, KernelProblem
+from vllm.kernels.select.problem import Measurable, MoEProblem, WeightProblem
+from vllm.kernels.tuning.jobs import Job
 from vllm.kernels.tuning.plan import MAIN_TOKENS, weight_bytes
 
-Counted = LinearProblem | MoEProblem
 """Problems whose steps are counted by their number of tokens."""
 # Where nothing is known of a time: 1 TB/s, and from so many tokens on products take longer than
 # reading the weight.
@@ -27,7 +26,7 @@ class Traffic:
     tokens, microseconds of all calls so far. misses: by size key, numbers of tokens for which no
     measurement chose."""
 
-    layers: Counter[KernelProblem]
+    layers: Counter[Measurable]
     us: Mapping[str, Mapping[int, float]]
     misses: Mapping[str, frozenset[int]]
 
@@ -61,7 +60,7 @@ class Traffic:
         return sum(self.us[size_key][m] for m in self.misses.get(size_key, ()))
 
     def _with_order(self, job: Job) -> Job:
-        if not isinstance(job.problem, Counted):
+        if not isinstance(job.problem, WeightProblem):
             return job
         us = self.us.get(job.problem.size_key, {})
         misses = self.misses.get(job.problem.size_key, frozenset())
@@ -69,7 +68,9 @@ class Traffic:
         return replace(job, tokens=tuple(tokens), first=_deciding(tokens, misses, job.problem))
 
 
-def _deciding(tokens: Sequence[int], misses: frozenset[int], problem: Counted) -> tuple[int, ...]:
+def _deciding(
+    tokens: Sequence[int], misses: frozenset[int], problem: WeightProblem
+) -> tuple[int, ...]:
     """The misses, and where no choice could follow from so few tokens the least that allows it."""
     first = [m for m in tokens if m in misses]
     least = problem.m_range[1] / REACH
@@ -81,17 +82,17 @@ def _deciding(tokens: Sequence[int], misses: frozenset[int], problem: Counted) -
 def traffic_of(report: Report, is_same_chip: bool) -> Traffic:
     """is_same_chip: of the server and of this machine; on another nothing of the server's counts
     as measured."""
-    layers: Counter[KernelProblem] = Counter()
+    layers: Counter[Measurable] = Counter()
     us: dict[str, defaultdict[int, float]] = {}
     misses: dict[str, set[int]] = {}
     for decision, names in by_decision(report.records).items():
         problem = decision.problem
-        if not isinstance(problem, KernelProblem) or decision.is_emulated:
+        if not isinstance(problem, Measurable) or decision.is_emulated:
             continue
         layers[problem] += len(names)
         calls = report.calls or {}
         found = measured_calls(decision, names, calls)
-        if found is None or not isinstance(problem, Counted):
+        if found is None or not isinstance(problem, WeightProblem):
             continue
         own = us.setdefault(problem.size_key, defaultdict(float))
         expected = expectation_of(decision)
@@ -102,7 +103,7 @@ def traffic_of(report: Report, is_same_chip: bool) -> Traffic:
     return Traffic(layers, us, {key: frozenset(own) for key, own in misses.items()})
 
 
-def _us(problem: Counted, expected: Expected | None, num_tokens: int) -> float:
+def _us(problem: WeightProblem, expected: Expected | None, num_tokens: int) -> float:
     """Of the kernel that serves: as measured or estimated, else after the nearest number of tokens
     for which it is, else a rough guess."""
     rough = _rough_us(problem, num_tokens)
@@ -113,7 +114,7 @@ def _us(problem: Counted, expected: Expected | None, num_tokens: int) -> float:
     return us * rough / _rough_us(problem, near)
 
 
-def _rough_us(problem: Counted, num_tokens: int) -> float:
+def _rough_us(problem: WeightProblem, num_tokens: int) -> float:
     """Of experts, for the share that some token chooses."""
     share, rows = 1.0, float(num_tokens)
     if isinstance(problem, MoEProblem):

@@ -18,7 +18,7 @@ from vllm.kernels.interface import LinearTensors, MoETensors
 from vllm.kernels.make_kernel import make_linear, make_moe
 from vllm.kernels.numerics import LinearCase, MoECase, WrongResultError
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import AttentionProblem, MoEProblem
+from vllm.kernels.select.problem import AttentionProblem, Measurable, MoEProblem
 from vllm.kernels.select.reason import DEFAULT_ORDER
 from vllm.kernels.tuning import attention_trials
 from vllm.kernels.tuning.clocks import (
@@ -28,7 +28,7 @@ from vllm.kernels.tuning.clocks import (
     make_pool,
     measured_in_turns,
 )
-from vllm.kernels.tuning.jobs import Job, KernelProblem, Turns
+from vllm.kernels.tuning.jobs import Job, Turns
 from vllm.kernels.tuning.routing import EVEN, SKEWED, draws
 from vllm.kernels.tuning.workers import MACHINE
 from vllm.machine import Device
@@ -152,7 +152,7 @@ def _copies(tensors: LinearTensors | MoETensors, device: torch.device) -> list[A
 
 
 def _num_calls(
-    problem: KernelProblem, num_tokens: int, copies: list[Any], device: torch.device
+    problem: Measurable, num_tokens: int, copies: list[Any], device: torch.device
 ) -> int:
     """Calls that differ in their weights, or in their choice of experts: more than the cache can
     hold what they read."""
@@ -166,7 +166,7 @@ def _num_calls(
 
 
 def _routings(
-    problem: KernelProblem, num_tokens: int, count: int, device: torch.device
+    problem: Measurable, num_tokens: int, count: int, device: torch.device
 ) -> dict[str, list[Any]]:
     """What each of `count` calls takes besides tokens, by the prefix of the fields that their times
     have: of experts even choices and skewed ones."""
@@ -180,7 +180,7 @@ def _routings(
 
 def _runs(
     kernels: Sequence[Any],
-    problem: KernelProblem,
+    problem: Measurable,
     x: torch.Tensor,
     routings: dict[str, list[Any]],
 ) -> dict[str, list[Any]]:

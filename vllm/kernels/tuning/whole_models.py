@@ -19,7 +19,7 @@ from vllm.kernels.report.question import libs_of
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.decision import Decision, Evidence
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import WeightProblem
 from vllm.kernels.selection import Selection
 from vllm.kernels.tuning.plan import weight_bytes
 
@@ -58,7 +58,7 @@ def _whole_model(table: Table, model: str, tp: int) -> WholeModel:
     files = find_model(model)
     quant = resolve_quantization(files.quantization(), None, model)
     asked = layer_problems(files.config, quant, dtype="bf16", kv_format="bf16", tp=tp)
-    counts = Counter(p for _, p in asked if isinstance(p, LinearProblem | MoEProblem))
+    counts = Counter(p for _, p in asked if isinstance(p, WeightProblem))
     selection = Selection(device, libs_of("all", device), Policy(), Known((table,)))
     measured = {
         problem: times

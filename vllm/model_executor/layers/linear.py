@@ -17,7 +17,7 @@ from vllm.kernels.interface import LinearKernel, LinearTensors
 from vllm.kernels.make_kernel import make_linear
 from vllm.kernels.problems import linear_problem
 from vllm.kernels.select.decision import Decision
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.kernels.selection import Selection
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.sharding import Place
@@ -162,7 +162,7 @@ class ChosenKernel:
     """What layers have in common whose kernel the selector chose for `problem`."""
 
     prefix: str
-    problem: LinearProblem | MoEProblem
+    problem: WeightProblem
     selection: Selection
     decision: Decision
 

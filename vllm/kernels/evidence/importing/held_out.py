@@ -14,7 +14,7 @@ from vllm.kernels.evidence.imported import ImportedTimes, Kind, Size, formats, p
 from vllm.kernels.evidence.known import as_evidence
 from vllm.kernels.select.decision import Evidence, Parts
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem
+from vllm.kernels.select.problem import LinearProblem, MoEProblem, WeightProblem
 from vllm.kernels.select.select import select
 from vllm.machine import Device, Libs
 
@@ -67,9 +67,9 @@ class Chooser:
         decision = select(problem, self._device, self._libs, Policy(), specs, evidence=evidence)
         if decision.chosen is None:
             return "no kernel", ()
-        return decision.chosen, decision.winner.parts or ((None, decision.chosen),)
+        return decision.chosen, decision.parts
 
-    def _problem(self, size: Size) -> LinearProblem | MoEProblem:
+    def _problem(self, size: Size) -> WeightProblem:
         if len(size) == 2:
             return LinearProblem(*size, self._weight, self._act, "bf16")
         hidden, intermediate, top_k, num_experts, ranks = size
