@@ -197,6 +197,28 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         },
     ),
     "olmoe": ("olmoe", {"intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    # The first layer is dense.
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     # The second layer is dense; of the others every second slides.
     "qwen2_moe": (
         "qwen2_moe",
@@ -400,7 +422,18 @@ def build_model(name: str, seed: int = 0, **changes):
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
     fields = {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
-    if model_type in ("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"):
+    if model_type in (
+        "qwen2",
+        "qwen2_moe",
+        "olmoe",
+        "phi3",
+        "granite",
+        "smollm3",
+        "exaone4",
+        "olmo2",
+        "olmo3",
+        "ernie4_5_moe",
+    ):
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)

@@ -132,8 +132,9 @@ def attention(problem: AttentionProblem, write: "CacheWriter") -> "PagedAttentio
         is_chunked: bool = False,
         **bounds: int,
     ) -> "Tensor":
-        variant = {"sinks": sinks, "softcap": softcap, "is_chunked": is_chunked}
-        compute = partial(torch_ops.paged_attention, **variant)
+        compute = partial(
+            torch_ops.paged_attention, sinks=sinks, softcap=softcap, is_chunked=is_chunked
+        )
         return compute(q, *_as_on_cpu(k_cache, v_cache), *batch)
 
     return PagedAttention(attend, write, problem)
