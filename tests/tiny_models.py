@@ -338,6 +338,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
     "qwen3_5_moe-multimodal": ("qwen3_5_moe", _HYBRID_MOE),
 }
+# Heads of these are hidden_size / num_attention_heads wide.
+_WITHOUT_HEAD_DIM = {
+    *("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"),
+    *("olmo2", "olmo3", "ernie4_5_moe"),
+}
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
     "llama4": "llama4_text",
@@ -422,18 +427,7 @@ def build_model(name: str, seed: int = 0, **changes):
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
     fields = {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
-    if model_type in (
-        "qwen2",
-        "qwen2_moe",
-        "olmoe",
-        "phi3",
-        "granite",
-        "smollm3",
-        "exaone4",
-        "olmo2",
-        "olmo3",
-        "ernie4_5_moe",
-    ):
+    if model_type in _WITHOUT_HEAD_DIM:
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)

@@ -140,7 +140,7 @@ def test_norms_before_the_residual_follow_the_sum_over_the_ranks(checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "olmo3", "ernie4_5_moe"])
 def test_caps_and_multipliers_are_those_of_one_rank(checkpoint, name):
     check(checkpoint(name), tensor_parallel_size=2)
 

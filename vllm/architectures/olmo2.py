@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms behind the blocks and none before them, and an RMSNorm over all heads of q, and
-of k, together. OLMo 3 has sliding windows in most layers, whose rotation is not scaled."""
+"""OLMo 2 and 3: norms behind the blocks and none before them, and an RMSNorm over all heads of q,
+and of k, together. OLMo 3 has sliding windows in most layers, whose rotation is not scaled."""
 
 from collections.abc import Mapping
 from typing import Any
