@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name, **changes) -> folder of a float32 checkpoint; made once."""
-    from tiny_models import build_model  # tests of kernels do without transformers
+    from tiny_models import build_model, save  # tests of kernels do without transformers
 
     made: dict[tuple, Path] = {}
 
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory):
         key = (name, *sorted(changes.items()))
         if key not in made:
             made[key] = tmp_path_factory.mktemp(name)
-            build_model(name, **changes).save_pretrained(made[key])
+            save(build_model(name, **changes), made[key])
         return made[key]
 
     return make

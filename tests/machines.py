@@ -1,5 +1,6 @@
 """Machines that tests run on in thought: a chip, and the libraries found in a folder."""
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from vllm.platforms.interface import Platform
 from vllm.utils import deep_gemm
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+# What a trial says of a package there depends on nothing that a test changes.
+_try_stand_in = functools.cache(libraries._try_in_child)
 
 
 class Gpu(Platform):
@@ -39,6 +42,8 @@ def machine(platform: Platform, folder: Path | None = None) -> Iterator[pytest.M
         patch.setattr("vllm.platforms.current_platform", platform, raising=False)
         if folder is not None:
             patch.syspath_prepend(str(folder))
+        if folder == STAND_INS:
+            patch.setattr(libraries, "_try_in_child", _try_stand_in)
         _forget()
         try:
             yield patch

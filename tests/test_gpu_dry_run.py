@@ -53,6 +53,7 @@ def dry_run(*files: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(words, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_gpu_test_finds_its_fixtures_and_comes_to_its_first_use_of_a_gpu():
     done = dry_run()
     told = [line for line in done.stdout.splitlines() if "\t" in line]

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -125,6 +127,24 @@ _MLA = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
     "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
+# Mamba2 layers of two groups of heads, one layer of attention, and MLPs.
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "layer_norm_epsilon": 1e-3,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+}
+_NEMOTRON_H_MOE = _NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
     "routed_scaling_factor": 1.5,
 }
 
@@ -253,6 +273,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "deepseek_v3",
         _MLA | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
     ),
+    "kimi_k25-multimodal": ("kimi_k25", _MLA | {"n_group": 1, "topk_group": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"rms_norm_eps": 1e-5}),
     # The first layer is dense.
     "qwen3_next": ("qwen3_next", _HYBRID_MOE | {"mlp_only_layers": [0]}),
@@ -263,6 +284,25 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 256},
     ),
     "mistral3": ("mistral3", {}),
+    "mistral4-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "mistral4-direct-multimodal": (
+        "mistral3",
+        _MLA
+        | {
+            "model_type": "mistral4",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "mscale_all_dim": 0.0},
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512}),
     "phi3-window": ("phi3", {"sliding_window": 24}),
     "granite": (
@@ -337,6 +377,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3_5-multimodal": ("qwen3_5", _HYBRID | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
     "qwen3_5_moe-multimodal": ("qwen3_5_moe", _HYBRID_MOE),
+    "nemotron_h": ("nemotron_h", _NEMOTRON_H),
+    "nemotron_h-moe": ("nemotron_h", _NEMOTRON_H_MOE),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        _NEMOTRON_H_MOE | {"moe_latent_size": 24, "n_group": 4, "topk_group": 2},
+    ),
 }
 # Heads of these are hidden_size / num_attention_heads wide.
 _WITHOUT_HEAD_DIM = {
@@ -345,6 +391,7 @@ _WITHOUT_HEAD_DIM = {
 }
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
@@ -366,9 +413,27 @@ def _mistral3_config(text: dict):
         "patch_size": 14,
     }
     return CONFIG_MAPPING["mistral3"](
-        text_config=text | {"model_type": "mistral", "sliding_window": None},
+        text_config={"model_type": "mistral", "sliding_window": None} | text,
         vision_config=vision | {"model_type": "pixtral"},
         image_token_index=5,
+    )
+
+
+def _kimi_k25_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    }
+    return CONFIG_MAPPING["kimi_k25"](
+        text_config=text | {"model_type": "deepseek_v3"},
+        vision_config=vision,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        image_token_id=VOCAB,  # which its model masks
+        video_token_id=VOCAB,
     )
 
 
@@ -435,6 +500,7 @@ def build_model(name: str, seed: int = 0, **changes):
         makers = {
             "mistral3": _mistral3_config,
             "gemma3": _gemma3_config,
+            "kimi_k25": _kimi_k25_config,
             "llama4": _llama4_config,
         }
         make = makers.get(model_type) or partial(_qwen_config, model_type)
@@ -448,7 +514,7 @@ def build_model(name: str, seed: int = 0, **changes):
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("norm.weight"):
+            if parameter_name.endswith(("norm.weight", "norm_f.weight")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("A_log"):  # memories of a few to a few hundred tokens
                 parameter.uniform_(-6.0, -1.0)
@@ -457,6 +523,17 @@ def build_model(name: str, seed: int = 0, **changes):
             else:
                 parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
     return model
+
+
+def save(model, folder: Path) -> None:
+    """Under the names of published checkpoints. transformers writes decoder layers of kimi_k25 as
+    the blocks that only its vision tower has."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "kimi_k25":
+        file = folder / "model.safetensors"
+        tensors = {n.replace("_model.model.blocks.", "_model.model.layers."): t
+                   for n, t in load_file(file).items()}  # fmt: skip
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 @contextmanager

@@ -174,6 +174,15 @@ def test_a_type_that_only_code_in_checkpoints_knows_is_read_here_without_running
         assert getattr(ours, name) == getattr(theirs, name)
 
 
+def test_a_multimodal_config_with_code_for_both_of_its_models_is_read_without_running_it():
+    text = json.loads((CONFIGS / "Kimi-K2-Instruct.json").read_text())
+    text["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    whole = {"model_type": "kimi_k25", "auto_map": {"AutoConfig": "configuration_kimi_k25.X"}}
+    ours = read_config(whole | {"text_config": text, "tie_word_embeddings": False})
+    assert ours is not None and vars(ours.get_text_config()) == vars(read_config(text))
+    assert not ours.tie_word_embeddings
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_transformers_writes_is_read_alike(name, checkpoint):
     folder = checkpoint(name)

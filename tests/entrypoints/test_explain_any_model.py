@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from slow import quick
 
 from vllm.architectures.registry import is_described
 from vllm.entrypoints.cli.main import main
@@ -82,7 +83,7 @@ TINY = {
 # ---------------------------------------------------------------- published checkpoints
 
 
-@pytest.mark.parametrize("device", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("device", quick(["sm_90", "sm_100"], ["sm_100"]))
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_published_checkpoint_is_explained_and_it_is_said_if_it_is_not_served(run, file, device):
     code, out, err = run(file, "--device", device, "--libs", "all", "--json")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from slow import quick
 
 from vllm import envs
 from vllm.architectures.registry import builtin_config, builtin_names
@@ -158,7 +159,7 @@ def test_list_says_what_a_kernel_needs(run):
 
 
 @pytest.mark.parametrize("model", builtin_names())
-@pytest.mark.parametrize("device", ["sm_90", "sm_100", "sm_121", "cpu:avx512"])
+@pytest.mark.parametrize("device", quick(["sm_90", "sm_100", "sm_121", "cpu:avx512"], ["sm_100"]))
 def test_every_built_in_model_is_explained_on_every_kind_of_chip(run, model, device):
     code, out, _ = run("explain", model.upper(), "--device", device, "--libs", "all", "--json")
     content = json.loads(out)

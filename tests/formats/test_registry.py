@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,27 +54,36 @@ def sized(known) -> WeightFormat:
 # ---------------------------------------------------------------- who names it
 
 
-def names_format(source: str, kind: str, module: str) -> bool:
-    """Whether code names the format: its kind in a text that is no docstring, or its module."""
-    tree = ast.parse(source)
+@cache
+def said(source: str) -> tuple[list[str], list[ast.ImportFrom]]:
+    """The texts of code that are no docstrings, and what it imports names from."""
+    nodes = [*ast.walk(ast.parse(source))]
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
+    texts = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
+    return texts, [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+
+
+def names_format(source: str, kind: str, module: str) -> bool:
+    """Whether code names the format: its kind in a text that is no docstring, or its module."""
+    texts, imports = said(source)
     pattern = re.compile(rf"(?<![\w-]){re.escape(kind)}(?![\w-])")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings and pattern.search(node.value):
-                return True
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == f"vllm.formats.{module}":
-                return True
-            if node.module == "vllm.formats" and module in [a.name for a in node.names]:
-                return True
-    return False
+    return any(map(pattern.search, texts)) or any(
+        node.module == f"vllm.formats.{module}"
+        or (node.module == "vllm.formats" and module in [name.name for name in node.names])
+        for node in imports
+    )
 
 
 def module_of(kind: str) -> str:

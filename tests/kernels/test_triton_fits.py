@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from vllm.architectures.decoder import RELU2
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Scales
 from vllm.formats.weight_format import WeightFormat
@@ -31,6 +32,7 @@ from vllm.kernels.triton import (
     gates,
     latent_attention,
     linear,
+    mamba2,
     moe,
     moe_router,
     moe_rows,
@@ -135,6 +137,23 @@ def recurrence(dtype: torch.dtype, dim: int) -> None:
     delta_rule.causal_conv1d(x, weight, empty(5, 3, 1024, dtype=dtype), *own)
 
 
+def mamba(head_dim: int, state_size: int) -> None:
+    tokens, heads, groups, requests = 300, 8, 2, 3
+    own = empty(requests, dtype=I32), empty(requests + 1, dtype=I32), empty(requests, dtype=I32)
+    b, of_heads = empty(tokens, groups, state_size), empty(heads, dtype=F32)
+    state = empty(5, heads, state_size, head_dim, dtype=F32)
+    mamba2.mamba2_scan(
+        empty(tokens, heads, head_dim), empty(tokens, heads), b, b, *(of_heads,) * 3, state, *own
+    )
+    x, weight = empty(tokens, 1024), empty(4, 1024, dtype=F32)
+    bias = empty(1024, dtype=F32)
+    delta_rule.causal_conv1d(x, weight, empty(5, 3, 1024), *own, bias=bias)
+    heads_of_group = empty(tokens, groups, 4096 // groups)
+    norm = empty(groups, 4096 // groups, dtype=F32)
+    gates.silu_mul_rms_norm(heads_of_group, heads_of_group, norm, 1e-5)
+    gates.relu2(empty(tokens, 3712))
+
+
 def gated_outputs() -> None:
     x = empty(100, 16, 256)
     gates.mul_sigmoid(x, x)
@@ -176,17 +195,21 @@ def rows_of_experts() -> None:
         rows.add_rms_norm(empty(10, hidden), empty(hidden, dtype=F32), 1e-6, quant)
 
 
-def experts(weight: str, num_experts: int, hidden: int, inner: int) -> None:
+def experts(
+    weight: str, num_experts: int, hidden: int, inner: int, activation: str = "silu"
+) -> None:
     weight_format = WeightFormat.parse(weight)
     is_fp8 = weight_format.element == "fp8"
     act = ActScheme.DYNAMIC_GROUP128 if is_fp8 else ActScheme.NONE
-    problem = MoEProblem(num_experts, 8, hidden, inner, weight_format, (act,), dtype="bf16")
+    problem = MoEProblem(num_experts, 8, hidden, inner, weight_format, (act,), dtype="bf16",
+                         activation=activation)  # fmt: skip
+    first = problem.num_first_parts * inner
 
     def stored(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         scales = empty(num_experts, n // 128, k // 128, dtype=F32) if is_fp8 else None
         return empty(num_experts, n, k, dtype=F8 if is_fp8 else BF16), scales
 
-    (gate_up, up_scales), (down, down_scales) = stored(2 * inner, hidden), stored(hidden, inner)
+    (gate_up, up_scales), (down, down_scales) = stored(first, hidden), stored(hidden, inner)
     tensors = MoETensors(weight_format, gate_up, down, up_scales, down_scales)
     moe.Experts(problem, tensors).warm_up()
 
@@ -198,6 +221,8 @@ CASES = {
     "attention over latents of 512": lambda: latents(128, 512, BF16),
     "block products": lambda: block_products(4096),
     "recurrence": lambda: recurrence(BF16, 128),
+    "mamba2 of Nemotron-H": lambda: mamba(64, 128),
+    "experts without a gate": lambda: experts("bf16", 128, 2688, 1856, RELU2),
     "experts in fp8": lambda: experts("fp8-block", 128, 2048, 768),
     "rows of experts": rows_of_experts,
     "routers": routers,
@@ -224,6 +249,8 @@ MORE = {
     "attention of 128, fp8, in chunks": lambda: chunks_of_keys(128, F8),
     "block products of part of a block": lambda: block_products(4160),
     "recurrence of 256 in float32": lambda: recurrence(F32, 256),
+    "mamba2 of large states": lambda: mamba(128, 256),
+    "experts without a gate in fp8": lambda: experts("fp8-block", 8, 1024, 2688, RELU2),
     "experts in bf16": lambda: experts("bf16", 8, 4096, 14336),
 }
 

@@ -14,9 +14,14 @@ pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "gpu"
 FILES = sorted(f.name for f in FOLDER.glob("test_*.py") if "triton_device" in f.read_text())
 SLOW = {
+    "test_deep_gemm_blocks.py",
+    "test_expert_bias.py",
+    "test_experts_of_one_weight.py",
+    "test_triton_latent_attention.py",
     "test_triton_moe.py",
     "test_skinny.py",
     "test_delta_rule.py",
+    "test_mamba2.py",
     "test_moe_router.py",
     "test_triton_attention.py",
 }

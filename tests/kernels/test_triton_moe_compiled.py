@@ -24,6 +24,7 @@ POINTERS |= {"ids": "*i64", "order": "*i32", "num_blocks": "i32", "num_experts":
 CONSTANTS = {
     "HIDDEN": 256, "INNER": 256, "TOP_K": 2, "QUANTISES": False, "GROUP_N": 128, "GROUP_K": 128,
     "OFFSET": 0, "BLOCK_M": 16, "BLOCK_K": 128, "PDL": True, "bias": None, "LIMIT": 0.0,
+    "NUM_PARTS": 2,
 }  # fmt: skip
 
 

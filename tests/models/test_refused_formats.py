@@ -242,15 +242,17 @@ NAMED = {
         *(
             (changed("quark-mxfp4", "global_quant_config", *path, value=value), says)
             for path, value, says in [
-                (("weight", "dtype"), "int4", "'dtype': 'int4'.*it takes a weight of .*'fp4'"),
-                (("weight", "group_size"), 16, "'group_size': 16.*it takes a weight of"),
-                (("input_tensors", "is_dynamic"), False, "input_tensors alike and dynamic"),
-                (("input_tensors", "dtype"), "fp8_e4m3", "'fp8_e4m3'.*input_tensors alike"),
-                (("output_tensors",), {"dtype": "fp8_e4m3"}, "and no others"),
+                (("weight", "dtype"), "int4", "'dtype': 'int4'.*it takes weights in MXFP4 .*fp4"),
+                (("weight", "group_size"), 16, "'group_size': 16.*it takes weights in"),
+                (("input_tensors", "is_dynamic"), False, "inputs in MXFP4 .is_dynamic true"),
+                (("input_tensors", "dtype"), "fp8_e4m3", "'fp8_e4m3'.*fp8_e4m3 per_tensor, or not"),
+                (("output_tensors",), {"dtype": "fp8_e4m3"}, "and no output_tensors"),
             ]
         ),
         (changed("quark-mxfp4", "export", "weight_format", value="fake_quantized"), "'fake_quant"),
-        (changed("quark-mxfp4", "layer_quant_config", value={"*.mlp": {}}), "layer_quant_config"),
+        (changed("quark-mxfp4", "layer_quant_config", value={"*.mlp": {}}), "of [*].mlp {} is not"),
+        (changed("quark-mxfp4", "layer_quant_config", value=["*.mlp"]), "takes a JSON object"),
+        (changed("quark-mxfp4", "layer_type_quant_config", value={"a": 1}), "by names of layers"),
         (changed("quark-mxfp4", "exclude", value=["re:.*q_proj"]), "only .*q_proj is listed"),
         (changed("ct-mxfp4", *WEIGHTS, "group_size", value=16), "'group_size': 16.*MXFP4"),
         (changed("ct-mxfp4", *INPUTS, "dynamic", value=False), "'dynamic': False.*MXFP4"),

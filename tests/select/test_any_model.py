@@ -86,12 +86,12 @@ BY_HAND = {
     }),
     "Nemotron-3-Super-120B-A12B-NVFP4": (88, {
         # z and x of 128 heads of 64, B and C of 8 groups with 128 states, a step for each head
-        "backbone.layers.0.mixer.in_proj": ("fp8-tensor", 2 * 8192 + 2 * 8 * 128 + 128, 4096),
-        "backbone.layers.1.mixer.experts": ("nvfp4", 512, 2688, 1024, 22),
-        "backbone.layers.1.mixer.fc1_latent_proj": ("fp8-tensor", 1024, 4096),
-        "backbone.layers.8.mixer.fc1_latent_proj": ("bf16", 1024, 4096),
-        "backbone.layers.1.mixer.shared_experts.up_proj": ("fp8-tensor", 5376, 4096),
-        "backbone.layers.7.mixer.qkv_proj": ("bf16", (32 + 2 + 2) * 128, 4096),
+        "model.layers.0.mixer.in_proj": ("fp8-tensor", 2 * 8192 + 2 * 8 * 128 + 128, 4096),
+        "model.layers.1.mixer.experts": ("nvfp4", 512, 2688, 1024, 22),
+        "model.layers.1.mixer.fc1_latent_proj": ("fp8-tensor", 1024, 4096),
+        "model.layers.8.mixer.fc1_latent_proj": ("bf16", 1024, 4096),
+        "model.layers.1.mixer.shared_experts.up_proj": ("fp8-tensor", 5376, 4096),
+        "model.layers.7.mixer.qkv_proj": ("bf16", (32 + 2 + 2) * 128, 4096),
     }),
     "Qwen3-Next-80B-A3B-Instruct-FP8": (48, {
         "model.layers.0.linear_attn.in_proj_qkvz": ("fp8-block", 2 * 2048 + 2 * 4096, 2048),
@@ -431,11 +431,14 @@ def mutated(config: dict, choose: random.Random) -> dict:
     return changed
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error(name, tmp_path):
+def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error(
+    name, count, tmp_path
+):
     choose = random.Random(name)
     file, answers = tmp_path / "config.json", 0
-    for _ in range(100):
+    for _ in range(count):
         file.write_text(json.dumps(mutated(CONFIGS[name], choose)))
         args = Namespace(dtype="auto", tp=choose.choice([1, 1, 2, 3]), ep=1)
         try:
@@ -451,7 +454,7 @@ def test_no_mutation_of_a_config_ends_in_anything_but_an_answer_or_our_own_error
                 AttentionProblem: ("num_heads", "num_kv_heads", "head_dim"),
             }.get(type(problem), ())
             assert all(getattr(problem, size) > 0 for size in sizes)
-    assert answers > 10
+    assert answers > count // 10
 
 
 def test_no_header_ends_in_anything_but_layers_or_our_own_error():

@@ -108,6 +108,7 @@ def test_kernels_can_be_told_apart_by_name():
     assert set(registry.FAMILIES) == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_all_but_a_known_few_come_first_somewhere():
     assert {name(spec) for spec in ALL_SPECS} - chosen_by_themselves() == ONLY_BY_WISH
 

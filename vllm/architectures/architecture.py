@@ -40,7 +40,8 @@ class Checkpointed:
     docs/models.md, where "" stands for the model_type. skipped_tensors: how names of tensors that
     are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
     has_mtp_layers: checkpoints have layers of multi-token prediction, numbered after those of the
-    decoder, which are skipped.
+    decoder, which are skipped. is_in_transformers: False for a model_type that transformers, or
+    older versions of it, know only by code that checkpoints bring along, which is not run.
     """
 
     model_type: str
@@ -50,20 +51,22 @@ class Checkpointed:
     skipped_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     renamed_tensors: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     has_mtp_layers: bool = field(default=False, kw_only=True)
+    is_in_transformers: bool = field(default=True, kw_only=True)
 
     def slot_name(self, name: str, num_layers: int | None = None) -> str | None:
         """The slot that a checkpoint tensor belongs to; None for one that is not needed.
         num_layers: of the decoder, where layers of multi-token prediction are to be told apart."""
-        if self.has_mtp_layers and num_layers is not None:
-            found = _LAYER.match(name)
-            if found is not None and int(found[1]) >= num_layers:
-                return None
         is_skipped = name.removeprefix("model.").startswith(self.skipped_tensors)
         if is_skipped or name.endswith("rotary_emb.inv_freq"):
             return None
         for stored, ours in self.renamed_tensors:
             if name.startswith(stored):
-                return ours + name.removeprefix(stored)
+                name = ours + name.removeprefix(stored)
+                break
+        if self.has_mtp_layers and num_layers is not None:
+            found = _LAYER.match(name)
+            if found is not None and int(found[1]) >= num_layers:
+                return None
         return name
 
 
@@ -81,8 +84,8 @@ class Architecture(Checkpointed):
     given; layer_ropes: of the fields, where each type of layers has its own. omits_sizes: published
     configs lack sizes that the config class assumes. has_rotary_dim: its field `rotary_dim` says
     how many columns of a head are rotated. ue8m0_requant_loses_accuracy: re-quantising its weights
-    to UE8M0 scales costs accuracy that was measured. is_in_transformers: False for a model_type
-    that transformers knows only by code that checkpoints bring along, which is not run.
+    to UE8M0 scales costs accuracy that was measured. is_read_by_transformers: its config.json is
+    always read by transformers, which renames and derives more than is known here.
     """
 
     describe: Callable[[Fields], Decoder]
@@ -101,7 +104,7 @@ class Architecture(Checkpointed):
     omits_sizes: bool = False
     has_rotary_dim: bool = False
     ue8m0_requant_loses_accuracy: bool = False
-    is_in_transformers: bool = True
+    is_read_by_transformers: bool = False
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""

@@ -19,6 +19,7 @@ from vllm.architectures.decoder import (
     QKNormSpan,
     QueryScaling,
     Rope,
+    UngatedMLP,
 )
 from vllm.architectures.fields import ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
@@ -34,15 +35,17 @@ def dim(fields: Fields, name: str, unit: int = 1) -> Dim:
 
 def decoder(
     fields: Fields,
-    mixer: Callable[[Fields, int], Mixer],
-    feed_forward: Callable[[Fields, int], FeedForward],
+    mixer: Callable[[Fields, int], Mixer | None],
+    feed_forward: Callable[[Fields, int], FeedForward | None],
     norm: NormKind = "rms",
     rotary_head_dim: int | None = None,
+    num_layers: int | None = None,
 ) -> Decoder:
-    """mixer, feed_forward: of layer i. rotary_head_dim: of its attention; None for head_dim."""
+    """mixer, feed_forward: of layer i. rotary_head_dim: of its attention; None for head_dim.
+    num_layers: where num_hidden_layers does not say it."""
     layers = tuple(
         DecoderLayer(mixer(fields, i), feed_forward(fields, i))
-        for i in range(fields.size("num_hidden_layers"))
+        for i in range(num_layers or fields.size("num_hidden_layers"))
     )
     if activation(fields) != "silu" and any(isinstance(one.feed_forward, MoE) for one in layers):
         raise CheckpointError(
@@ -120,7 +123,8 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class AttentionKind:
     """window: keys that each query sees, itself included; 0 for all. is_merged: whether checkpoints
-    hold the weights of q, k and v as one. The rest as Attention and CachedAttention have."""
+    hold the weights of q, k and v as one. name: of the layer. The rest as Attention and
+    CachedAttention have."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -134,6 +138,7 @@ class AttentionKind:
     scale: float | None = None
     softcap: float = 0.0
     is_merged: bool = False
+    name: str = "self_attn"
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -157,11 +162,12 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
+    name = kind.name
     return Attention(
-        name="self_attn",
-        qkv_proj=LinearSpec("self_attn.qkv_proj", parts, hidden, "column", kind.qkv_bias),
-        o_proj=linear("self_attn.o_proj", hidden, heads, "row", kind.output_bias),
-        attn=CachedAttention("self_attn.attn", heads, cache, variant, kind.scale, kind.softcap),
+        name=name,
+        qkv_proj=LinearSpec(f"{name}.qkv_proj", parts, hidden, "column", kind.qkv_bias),
+        o_proj=linear(f"{name}.o_proj", hidden, heads, "row", kind.output_bias),
+        attn=CachedAttention(f"{name}.attn", heads, cache, variant, kind.scale, kind.softcap),
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,
@@ -194,6 +200,15 @@ def gated_mlp_of(
         LinearSpec(f"{name}.gate_up_proj", parts, hidden, "column", bias),
         linear(f"{name}.down_proj", hidden, inner, "row", bias),
         act,
+    )
+
+
+def ungated_mlp_of(fields: Fields, name: str, inner: Dim, bias: bool = False) -> UngatedMLP:
+    hidden = dim(fields, "hidden_size")
+    return UngatedMLP(
+        name,
+        linear(f"{name}.up_proj", inner, hidden, "column", bias),
+        linear(f"{name}.down_proj", hidden, inner, "row", bias),
     )
 
 
@@ -230,7 +245,7 @@ def moe(
     fields: Fields,
     count: Dim,
     router: Callable[[int, int], Router],
-    shared_expert: GatedMLP | None = None,
+    shared_expert: GatedMLP | UngatedMLP | None = None,
     is_shared_gated: bool = False,
     names: MoENames = MOE_NAMES,
 ) -> MoE:

@@ -53,17 +53,22 @@ SWIGLUOAI = "swigluoai"
 """What an expert of gpt-oss computes between its products: min(g, L) * sigmoid(1.702 min(g, L)) *
 (u clamped to -L..L, plus 1) of gate g and up u, with the limit L."""
 
+RELU2 = "relu2 without a gate"
+"""The activation of an MLP, or of an expert, of two products: max(u, 0) ** 2 of up u."""
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Weights of a gated MLP, which an expert is too."""
+UNGATED = GATED[1:]
+"""Those of one without a gate."""
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Routed experts, each a gated MLP: `<name>.<expert>.<part>` in checkpoints, for its gate, its
-    up and its down projection. Ranks hold whole experts, or a share of `intermediate` of every
-    expert.
+    """Routed experts, each an MLP: `<name>.<expert>.<part>` in checkpoints, for its gate, its up
+    and its down projection, or without a gate. Ranks hold whole experts, or a share of
+    `intermediate` of every expert.
 
-    activation: of the gate; other than `silu` and `swigluoai`, and other than three `parts`, are
+    activation: of the gate, or with two `parts` RELU2; other than `silu`, `swigluoai` and that are
     not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
     """
 
@@ -95,7 +100,22 @@ class DeltaRule:
         return self.key_heads.per_rank(tp), self.states.heads.per_rank(tp)
 
 
-Item = LinearSpec | ExpertsSpec | CachedAttention | DeltaRule
+@dataclass(frozen=True)
+class Mamba2Scan:
+    """The recurrence of a Mamba2 layer. groups: of heads that share B and C. dt_limits: what steps
+    are clamped to after the softplus."""
+
+    name: str
+    groups: Dim
+    states: RecurrentStateSpec
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    def per_rank(self, tp: int) -> tuple[int, int]:
+        """Groups and heads."""
+        return self.groups.per_rank(tp), self.states.heads.per_rank(tp)
+
+
+Item = LinearSpec | ExpertsSpec | CachedAttention | DeltaRule | Mamba2Scan
 """What asks for a kernel."""
 
 
@@ -146,7 +166,7 @@ class LatentAttention:
     latents of queries where q_lora_rank is not 0. q_proj: of the latents of queries, else of the
     input, to heads of nope_dim and rope_dim. kv_b_proj: of latents to nope_dim of keys and
     value_dim of values, for each head; absorbed. is_interleaved: rotated are pairs of neighbours,
-    not of halves.
+    not of halves. query_scaling: of whole queries.
     """
 
     name: str
@@ -160,6 +180,7 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
     is_interleaved: bool
+    query_scaling: QueryScaling | None = None
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -190,6 +211,29 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """A Mamba2 layer: a state space model with one decay for each head.
+
+    in_proj: of the input to a gate and x of every head, B and C of every group, and a step of every
+    head. The gated norm before out_proj is over the heads of a group.
+    """
+
+    name: str
+    in_proj: LinearSpec
+    out_proj: LinearSpec
+    scan: Mamba2Scan
+    has_conv_bias: bool = True
+
+    @property
+    def cache(self) -> RecurrentStateSpec:
+        return self.scan.states
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return self.in_proj, self.out_proj, self.scan
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """activation: of the gate, a value of `activation.ACTIVATIONS`."""
 
@@ -204,38 +248,60 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class UngatedMLP:
+    """down_proj(RELU2(up_proj(x)))."""
+
+    name: str
+    up_proj: LinearSpec
+    down_proj: LinearSpec
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return self.up_proj, self.down_proj
+
+
+@dataclass(frozen=True)
 class MoE:
     """shared_expert: for all tokens, beside the routed ones; is_shared_gated: its output is
     multiplied by the sigmoid of a gate of each token, a row of `gate` after the router's.
     correction_bias: name in the layer of the router's correction bias and its shape in checkpoints,
-    one number for each expert; None for a router without one."""
+    one number for each expert; None for a router without one. latent_projs: of tokens to what
+    routed experts read, and back of what they give; None where they read tokens."""
 
     name: str
     gate: LinearSpec
     experts: ExpertsSpec
-    shared_expert: GatedMLP | None = None
+    shared_expert: GatedMLP | UngatedMLP | None = None
     is_shared_gated: bool = False
     correction_bias: tuple[str, tuple[int, ...]] | None = None
+    latent_projs: tuple[LinearSpec, LinearSpec] | None = None
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.gate, self.experts, *(self.shared_expert.items if self.shared_expert else ())
+        shared = self.shared_expert.items if self.shared_expert else ()
+        if self.latent_projs is None:
+            return self.gate, self.experts, *shared
+        to_latent, from_latent = self.latent_projs
+        return self.gate, to_latent, self.experts, from_latent, *shared
 
 
-Mixer = Attention | LatentAttention | DeltaNet
-FeedForward = GatedMLP | MoE
+Mixer = Attention | LatentAttention | DeltaNet | Mamba2
+FeedForward = GatedMLP | UngatedMLP | MoE
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """mixer: what exchanges information between tokens."""
+    """mixer: what exchanges information between tokens. None: the layer has the other alone."""
 
-    mixer: Mixer
-    feed_forward: FeedForward
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.mixer.items + self.feed_forward.items
+        return tuple(
+            item for part in (self.mixer, self.feed_forward) if part is not None
+            for item in part.items
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -285,7 +351,7 @@ class Decoder:
 
     @property
     def has_recurrent_states(self) -> bool:
-        return any(isinstance(layer.mixer.cache, RecurrentStateSpec) for layer in self.layers)
+        return any(isinstance(one.mixer, DeltaNet | Mamba2) for one in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -303,7 +369,7 @@ class Decoder:
                 item.shards("", 0, tp)
             elif isinstance(item, ExpertsSpec):
                 item.per_rank(tp, ep)
-            elif isinstance(item, DeltaRule):
+            elif isinstance(item, DeltaRule | Mamba2Scan):
                 item.per_rank(tp)
             else:
                 item.heads.per_rank(tp)

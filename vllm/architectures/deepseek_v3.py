@@ -1,4 +1,5 @@
-"""DeepSeek V2, V3 and models of their design: multi-head latent attention, and experts in groups.
+"""DeepSeek V2, V3 and models of their design, alone or inside a multimodal one: multi-head latent
+attention, and experts in groups.
 
 A layer of multi-token prediction follows the decoder of some, and is skipped.
 """
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllm.architectures.architecture import CAUSAL_LM, Architecture
+from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
 from vllm.architectures.build import MoENames, decoder, dim, gated_mlp, moe, shared_experts
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
 from vllm.architectures.fields import Fields
@@ -22,12 +23,6 @@ V3_ROUTER = MoENames(correction_bias="gate.e_score_correction_bias")
 
 def _describe(fields: Fields) -> Decoder:
     return mla_decoder(fields, _feed_forward)
-
-
-def mla_decoder(fields: Fields, feed_forward: Any) -> Decoder:
-    """feed_forward: of layer i."""
-    rotary_dim = fields.size("qk_rope_head_dim")
-    return decoder(fields, latent_attention, feed_forward, rotary_head_dim=rotary_dim)
 
 
 def latent_attention(fields: Fields, layer: int) -> LatentAttention:
@@ -78,6 +73,12 @@ def _latent_attention(fields: Fields) -> LatentAttention:
         value_dim=value,
         is_interleaved=fields.flag("rope_interleave", True),
     )
+
+
+def mla_decoder(fields: Fields, feed_forward: Any, mixer: Any = latent_attention) -> Decoder:
+    """feed_forward, mixer: of layer i."""
+    rotary_dim = fields.size("qk_rope_head_dim")
+    return decoder(fields, mixer, feed_forward, rotary_head_dim=rotary_dim)
 
 
 def softmax_scale(fields: Fields, head_dim: int) -> float:
@@ -154,14 +155,14 @@ def _glm_feed_forward(fields: Fields, layer: int) -> FeedForward:
     return experts(fields, partial(sigmoid_router, fields), V3_ROUTER)
 
 
-_COMMON: dict[str, Any] = CAUSAL_LM | {
+COMMON: dict[str, Any] = CAUSAL_LM | {
     "attention_bias": False,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "qk_nope_head_dim": 128,
 }
-_V3: dict[str, Any] = _COMMON | {
+_V3: dict[str, Any] = COMMON | {
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -183,7 +184,7 @@ _V3: dict[str, Any] = _COMMON | {
     "eos_token_id": 1,
     "rope_interleave": True,
 }
-_V2: dict[str, Any] = _COMMON | {
+_V2: dict[str, Any] = COMMON | {
     "vocab_size": 102400,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -206,7 +207,7 @@ _V2: dict[str, Any] = _COMMON | {
     "num_experts_per_tok": None,
     "moe_intermediate_size": 1407,
 }
-_GLM: dict[str, Any] = _COMMON | {
+_GLM: dict[str, Any] = COMMON | {
     "vocab_size": 154880,
     "hidden_size": 2048,
     "intermediate_size": 10240,
@@ -231,10 +232,10 @@ _GLM: dict[str, Any] = _COMMON | {
     "rope_interleave": True,
     "mlp_layer_types": None,
 }
-_NULLABLE = frozenset({"q_lora_rank", "num_key_value_heads", "n_group", "topk_group"})
+NULLABLE = frozenset({"q_lora_rank", "num_key_value_heads", "n_group", "topk_group"})
 # The names that transformers 5 gives it.
 _RENAMED = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
-_Mla = partial(Architecture, nullable=_NULLABLE, renamed_fields=_RENAMED)
+_Mla = partial(Architecture, nullable=NULLABLE, renamed_fields=_RENAMED)
 
 ARCHITECTURES = (
     # Checkpoints of Kimi K2 name the class of V3, which then is the last of that name.
@@ -260,7 +261,7 @@ ARCHITECTURES = (
         ("DeepseekV2ForCausalLM",),
         partial(mla_decoder, feed_forward=_v2_feed_forward),
         _V2,
-        nullable=_NULLABLE | {"num_experts_per_tok"},
+        nullable=NULLABLE | {"num_experts_per_tok"},
         family="DeepSeek V2 and V2-Lite",
     ),
     _Mla(
@@ -268,8 +269,25 @@ ARCHITECTURES = (
         ("Glm4MoeLiteForCausalLM",),
         partial(mla_decoder, feed_forward=_glm_feed_forward),
         _GLM,
-        nullable=_NULLABLE | {"mlp_layer_types"},
+        nullable=NULLABLE | {"mlp_layer_types"},
         has_mtp_layers=True,
         family="GLM-4.7-Flash",
+    ),
+    Composite(
+        "kimi_k25",
+        # As its own code and as transformers call it.
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        ("deepseek_v3", "kimi_k2"),
+        ties_embeddings=True,
+        skipped_tensors=("vision_tower.", "mm_projector."),
+        renamed_tensors=(
+            ("model.language_model.", "model."),
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+        ),
+        has_mtp_layers=True,
+        is_in_transformers=False,
+        family="Kimi K2.5 and K2.6",
+        notice="Kimi K2.5: serving the text model; images and videos are not supported",
     ),
 )

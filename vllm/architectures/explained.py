@@ -60,9 +60,15 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
     text, places = _text_of(config)
     fields = UnservedFields(text)
     quantization = config.get("quantization_config") or text.get("quantization_config")
-    name = str(text["model_type"])
+    name, is_known = str(text["model_type"]), is_described(text)
     try:
-        if tensors:
+        if is_known:
+            name, source = (
+                str(config["model_type"]),
+                f"its layers are those of its {name} text model",
+            )
+            items, left_out = list(describe(text).items()), []
+        elif tensors:
             source = "its layers are those of its safetensors headers"
             items, left_out = stored_layers.layers_of(
                 fields, tensors, stored_layers.packing_of(quantization)
@@ -83,7 +89,7 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
     left_out += [f"what {key} describes" for key in places]
     if left_out:
         notes.append(f"left out: {'; '.join(left_out)}")
-    if not tensors and (unread := fields.unread()):
+    if not (tensors or is_known) and (unread := fields.unread()):
         notes.append(f"fields of config.json that are not taken into account: {', '.join(unread)}")
     return Layers(text, tuple(items), False, (*notes, *_attention_notes(items)))
 

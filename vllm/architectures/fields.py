@@ -28,6 +28,12 @@ _LIMITS = {
     "linear_key_head_dim": 256,
     "linear_value_head_dim": 256,
     "linear_conv_kernel_dim": 8,
+    "mamba_num_heads": 4096,
+    "mamba_head_dim": 256,
+    "ssm_state_size": 256,
+    "n_groups": 4096,
+    "conv_kernel": 8,
+    "n_routed_experts": 4096,
 }
 ROPE_LISTS = ("short_factor", "long_factor")
 ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",

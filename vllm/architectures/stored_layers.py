@@ -196,7 +196,7 @@ def _attention(
     fields: UnservedFields, layer: int, left_out: Counter[str]
 ) -> Iterator[CachedAttention]:
     try:
-        kind, _ = unserved.kind_of(fields, layer)
+        kind = unserved.kind_of(fields, layer)
         items = unserved.mixer(fields, layer, kind)
     except CheckpointError as error:
         left_out[f"attention, of which config.json says too little ({error})"] += 1

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vllm.architectures.build import AttentionKind, attention, dim, gated_mlp_of
-from vllm.architectures.decoder import GATED, ExpertsSpec, Item
+from vllm.architectures.decoder import GATED, ExpertsSpec, Item, layer_prefix
 from vllm.architectures.deepseek_v3 import latent_attention
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import MLA
@@ -16,7 +16,6 @@ from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.architectures.unserved_fields import (
     EXPERT_SIZES,
     EXPERTS,
-    HYBRID,
     MLP_SIZES,
     MTP,
     SHARED,
@@ -24,7 +23,6 @@ from vllm.architectures.unserved_fields import (
     TOP_K,
     UnservedFields,
 )
-from vllm.errors import CheckpointError
 from vllm.utils.dataclasses import replace
 
 
@@ -32,19 +30,12 @@ def layers_of(fields: UnservedFields) -> tuple[list[tuple[str, Item]], list[str]
     """(prefix of its name, item) of all that asks for a kernel, and what is left out."""
     found: list[tuple[str, Item]] = []
     unknown: Counter[str] = Counter()
-    family = fields.family
     for layer in range(fields.size("num_hidden_layers")):
-        kind, is_alone = kind_of(fields, layer)
-        items: list[Item] = []
-        if kind not in ("mlp", "moe"):
-            mixed = mixer(fields, layer, kind)
-            unknown[kind] += not mixed
-            items += mixed
-        if not is_alone:
-            items += _feed_forward(fields, _is_sparse(fields, layer))
-        elif kind in ("mlp", "moe"):
-            items += _feed_forward(fields, kind == "moe")
-        found += [(f"{family.prefix}{layer}.", item) for item in items]
+        kind = kind_of(fields, layer)
+        mixed = mixer(fields, layer, kind)
+        unknown[kind] += not mixed
+        items = *mixed, *_feed_forward(fields, _is_sparse(fields, layer))
+        found += [(layer_prefix(layer), item) for item in items]
     if fields.get("vocab_size") is not None:
         found.append(("", lm_head(fields.size("vocab_size"), fields.size("hidden_size"))))
     left_out = [f"{count} x {kind}" for kind, count in unknown.items() if count]
@@ -72,20 +63,12 @@ def lm_head(vocab_size: int, hidden: int) -> LinearSpec:
 # ---------------------------------------------------------------- mixers
 
 
-def kind_of(fields: UnservedFields, layer: int) -> tuple[str, bool]:
-    """The kind of a layer's mixer, or `mlp` or `moe`, and whether that is all of the layer."""
-    pattern = fields.get("hybrid_override_pattern")
-    if pattern is not None:
-        if type(pattern) is not str or len(pattern) != fields.size("num_hidden_layers"):
-            raise CheckpointError(
-                f"{fields.source}: hybrid_override_pattern = {str(pattern)[:80]!r}: it takes one "
-                f"letter for each of num_hidden_layers layers"
-            )
-        return HYBRID.get(pattern[layer], f"layer of kind {pattern[layer]!r}"), True
+def kind_of(fields: UnservedFields, layer: int) -> str:
+    """The kind of a layer's mixer; "" where nothing says it."""
     if (number := fields.entry("attn_type_list", int, layer)) is not None:
-        return "full_attention" if number == 1 else f"attention of attn_type {number}", False
+        return "full_attention" if number == 1 else f"attention of attn_type {number}"
     kind = fields.layer_kind(layer) or fields.entry("layers_block_type", str, layer)
-    return kind or "", False
+    return kind or ""
 
 
 def mixer(fields: UnservedFields, layer: int, kind: str) -> tuple[Item, ...]:
@@ -137,10 +120,9 @@ def _attention(fields: UnservedFields, layer: int, kind: str) -> Iterator[Item]:
     plain = attention(own, AttentionKind(bias, out, window, gate))
     # Values that are the keys have no weight.
     parts = plain.qkv_proj.parts[: 2 if is_shared else 3]
-    name = fields.family.attention
-    yield replace(plain.qkv_proj, name=f"{name}.qkv_proj", parts=parts)
-    yield replace(plain.o_proj, name=f"{name}.o_proj")
-    yield replace(plain.attn, name=f"{name}.attn", variant=variant)
+    yield replace(plain.qkv_proj, parts=parts)
+    yield plain.o_proj
+    yield replace(plain.attn, variant=variant)
 
 
 def _delta_net(fields: Fields) -> tuple[Item, ...]:
@@ -159,7 +141,6 @@ def _delta_net(fields: Fields) -> tuple[Item, ...]:
 
 def _mamba(fields: UnservedFields) -> tuple[Item, ...]:
     """in_proj: the gate and the input of every head, B and C of every group, a step per head."""
-    name = "mixer" if fields.family.attention == "mixer" else "mamba"
     heads_name = fields.first(("mamba_num_heads", "mamba_n_heads"))
     unit = fields.size(fields.first(("mamba_head_dim", "mamba_d_head")))
     state = fields.size(fields.first(("ssm_state_size", "mamba_d_state")))
@@ -169,8 +150,8 @@ def _mamba(fields: UnservedFields) -> tuple[Item, ...]:
     rows = Part("in_proj", (heads, heads, groups, groups, replace(heads, unit=1)))
     hidden = dim(fields, "hidden_size")
     return (
-        LinearSpec(f"{name}.in_proj", (rows,), hidden, "column"),
-        linear(f"{name}.out_proj", hidden, heads, "row"),
+        LinearSpec("mamba.in_proj", (rows,), hidden, "column"),
+        linear("mamba.out_proj", hidden, heads, "row"),
     )
 
 
@@ -230,12 +211,7 @@ def _moe(fields: UnservedFields) -> Iterator[Item]:
     yield LinearSpec(f"{family.moe}{family.router}", gates, hidden, "replicated",
                      may_quantize=False)  # fmt: skip
     inner = dim(fields, fields.first(EXPERT_SIZES))
-    latent = Dim("moe_latent_size", fields.count("moe_latent_size") or hidden.size)
-    if latent.size != hidden.size:
-        yield linear(f"{family.moe}fc1_latent_proj", latent, hidden, "replicated")
-    yield experts(fields, f"{family.moe}experts", count, latent.size, inner)
-    if latent.size != hidden.size:
-        yield linear(f"{family.moe}fc2_latent_proj", hidden, latent, "replicated")
+    yield experts(fields, f"{family.moe}experts", count, hidden.size, inner)
     num_shared = fields.count(*SHARED)
     if size := fields.count(*SHARED_SIZES) or num_shared * inner.size:
         yield from _mlp(fields, f"{family.moe}shared_experts", Dim("shared experts", size))

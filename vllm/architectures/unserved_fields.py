@@ -22,7 +22,6 @@ SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermedia
                  "shared_intermediate_size")  # fmt: skip
 ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 MTP = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers", "mtp_num_layers")
-HYBRID = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 _ALIASES = (EXPERTS, TOP_K, EXPERT_SIZES, MLP_SIZES, SHARED, SHARED_SIZES, ACTIVATIONS, MTP)
 # What other fields say too, where a config has both.
 _OTHERWISE = ("head_dim", "num_key_value_heads", "num_attention_heads", "layer_types",
@@ -37,12 +36,10 @@ _NO_STRUCTURE = re.compile(
 
 @dataclass(frozen=True)
 class _Family:
-    """What a model_type has that no field of its config.json says. prefix to router: names.
+    """What a model_type has that no field of its config.json says. mlp to router: names.
     has_output_bias: None for as the queries. is_beside:
     experts are beside the MLP of every layer."""
 
-    prefix: str = "model.layers."
-    attention: str = "self_attn"
     mlp: str = "mlp"
     moe: str = "mlp."
     router: str = "gate"
@@ -55,7 +52,6 @@ class _Family:
 
 _FAMILIES = {
     "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
-    "nemotron_h": _Family("backbone.layers.", attention="mixer", mlp="mixer", moe="mixer."),
 }  # fmt: skip
 
 

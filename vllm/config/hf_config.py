@@ -54,13 +54,15 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
     try:
         if not isinstance(model_type, str):
             return None
-        architecture = text_architecture(model_type)
-        if "auto_map" in raw and (architecture is None or architecture.is_in_transformers):
+        architecture, whole = text_architecture(model_type), composite(model_type)
+        named = architecture or whole
+        if "auto_map" in raw and (named is None or named.is_in_transformers):
             return None
-        if (whole := composite(model_type)) is not None:
+        if whole is not None:
             return _composite(raw, whole)
-        is_ours = architecture is not None and architecture.is_served
-        return _text(raw, architecture) if is_ours else None
+        if architecture is None or architecture.is_read_by_transformers:
+            return None
+        return _text(raw, architecture) if architecture.is_served else None
     except (_Unusual, CheckpointError):
         return None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -69,7 +71,7 @@ def read_config(raw: Mapping[str, Any]) -> HFConfig | None:
 
 def _composite(raw: Mapping[str, Any], whole: Composite) -> HFConfig:
     given = raw.get("text_config")
-    _require(isinstance(given, dict) and "auto_map" not in given)
+    _require(isinstance(given, dict) and not ("auto_map" in given and whole.is_in_transformers))
     text = {"model_type": whole.text_types[0], **(given or {})}
     _require(text["model_type"] in whole.text_types)
     architecture = text_architecture(text["model_type"])

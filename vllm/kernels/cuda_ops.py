@@ -1,6 +1,6 @@
 """Model operations on the native CUDA kernels (contract: `vllm.ops`).
 
-The functions of `torch_ops` but those of attention, the KV cache and the delta rule, which backends
+The functions of `torch_ops` but those of attention, the KV cache and recurrences, which backends
 own, and three more. Tensors are on one GPU. Every call is one launch on torch's current stream,
 waits for nothing and can be captured in a CUDA graph: tvm-ffi asks torch for the stream of the
 first tensor at every call. The router, gates and the convolution are Triton kernels, the first two
@@ -22,7 +22,13 @@ from vllm.platforms import native
 
 try:
     from vllm.kernels.triton.delta_rule import causal_conv1d
-    from vllm.kernels.triton.gates import gelu_and_mul, mul_sigmoid, rms_norm_gated
+    from vllm.kernels.triton.gates import (
+        gelu_and_mul,
+        mul_sigmoid,
+        relu2,
+        rms_norm_gated,
+        silu_mul_rms_norm,
+    )
     from vllm.kernels.triton.moe_router import choose_experts
 except ImportError:
     from vllm.ops.torch_ops import (
@@ -30,11 +36,14 @@ except ImportError:
         choose_experts,
         gelu_and_mul,
         mul_sigmoid,
+        relu2,
         rms_norm_gated,
+        silu_mul_rms_norm,
     )
 
 __all__ = [
-    "causal_conv1d", "choose_experts", "gelu_and_mul", "mul_sigmoid", "rms_norm_gated", "soft_cap",
+    "causal_conv1d", "choose_experts", "gelu_and_mul", "mul_sigmoid", "relu2", "rms_norm_gated",
+    "silu_mul_rms_norm", "soft_cap",
 ]  # fmt: skip
 
 _ops = NativeOps("cuda_")

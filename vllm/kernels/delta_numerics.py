@@ -1,4 +1,5 @@
-"""Whether the gated delta rule computes what it should: outputs, and the states that it leaves.
+"""Whether a recurrence computes what it should, the gated delta rule first: outputs, and the states
+that it leaves.
 
 Requests of a few steps start, go on, or decode, with NaN behind the inputs and in the slots of
 states that nothing may read. The reference is the recurrence in float64, token by token.
@@ -13,7 +14,7 @@ from torch.nn.functional import softplus
 
 from vllm.kernels import registry
 from vllm.kernels.numerics import WrongResultError, checked_error, max_error, poison_memory
-from vllm.kernels.select.problem import DeltaRuleProblem
+from vllm.kernels.select.problem import DeltaRuleProblem, Mamba2Problem
 from vllm.utils.torch_utils import dtype_of
 
 # Requests of each step, (tokens now, tokens before): kernels for prompts with decodes, for decodes
@@ -23,27 +24,73 @@ _EPS = 1e-6
 _NUM_POISONED_ROWS = 64
 _POISONED = "behind the inputs and in slots of no request"
 
-_Rule = Callable[..., Tensor]
-"""`gated_delta_rule` of an ops module (vllm.ops)."""
+_Kernel = Callable[..., Tensor]
+"""`gated_delta_rule`, or another recurrence, of an ops module (vllm.ops)."""
+Normal = Callable[..., Tensor]
+"""Random numbers of a shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """How a recurrence is called, and its definition.
+
+    projections: columns of what projections give for each token. views: of these, in the problem's
+    type, the kernel's arguments with a token in each row. of_heads: its arguments after them.
+    state: shape of a request's. definition: of float64 arguments of one request and its state, the
+    outputs and the state after them.
+    """
+
+    projections: tuple[int, ...]
+    views: Callable[..., tuple[Tensor, ...]]
+    of_heads: Callable[[Normal], tuple[Tensor, ...]]
+    state: tuple[int, int, int]
+    definition: Callable[..., tuple[Tensor, Tensor]]
 
 
 def delta_rule_comparison(
     problem: DeltaRuleProblem, backend: str, device: torch.device
 ) -> Callable[[], float]:
+    """As of `comparison`."""
+    keys, values = problem.num_key_heads, problem.num_value_heads
+    key_size = keys * problem.key_dim
+    sizes = key_size, key_size, values * problem.value_dim
+
+    def views(qkv: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.split(sizes, 1)
+        b, a = ba.chunk(2, 1)
+        q, k = (x.unflatten(1, (keys, problem.key_dim)) for x in (q, k))
+        return q, k, v.unflatten(1, (values, problem.value_dim)), a, b
+
+    given = Recurrence(
+        (sum(sizes), 2 * values),
+        views,
+        lambda normal: (normal(values).abs(), normal(values)),
+        (values, problem.key_dim, problem.value_dim),
+        recurrence,
+    )
+    return comparison(given, problem, backend, device)
+
+
+def comparison(
+    given: Recurrence,
+    problem: DeltaRuleProblem | Mamba2Problem,
+    backend: str,
+    device: torch.device,
+) -> Callable[[], float]:
     """What makes the kernel, calls it, and returns the largest relative error of a request's
     outputs or state; WrongResultError where that is too large. The reference is computed before."""
-    steps = [_Step(problem, requests, device) for requests in _STEPS]
+    steps = [_Step(given, problem, requests, device) for requests in _STEPS]
 
     def run() -> float:
-        rule: _Rule = registry.backend(backend).delta_rule(problem)
-        return max(step.error(rule) for step in steps)
+        kernel: _Kernel = getattr(registry.backend(backend), problem.family)(problem)
+        return max(step.error(kernel) for step in steps)
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Of one request: float32 outputs [T, value heads, value_dim], and the state after them."""
+    """Of one request: float32 outputs, and the state after them."""
 
     name: str
     slot: int
@@ -55,9 +102,13 @@ class _Step:
     """Random requests, whose slots are shuffled, with their reference."""
 
     def __init__(
-        self, problem: DeltaRuleProblem, requests: Sequence[tuple[int, int]], device: torch.device
+        self,
+        given: Recurrence,
+        problem: DeltaRuleProblem | Mamba2Problem,
+        requests: Sequence[tuple[int, int]],
+        device: torch.device,
     ):
-        self._problem = problem
+        self._problem, self._definition = problem, given.definition
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -68,28 +119,15 @@ class _Step:
 
         lengths = [now for now, _ in requests]
         self._lengths, self._num_tokens = lengths, sum(lengths)
-        keys, values = problem.num_key_heads, problem.num_value_heads
         dtype = dtype_of(problem.dtype)
         # As projections give them: views of one tensor.
-        key_size = keys * problem.key_dim
-        sizes = key_size, key_size, values * problem.value_dim
-        qkv, ba = (
-            self._poisoned(normal(self._num_tokens, n).to(dtype)) for n in (sum(sizes), 2 * values)
+        self._tokens = given.views(
+            *(self._poisoned(normal(self._num_tokens, n).to(dtype)) for n in given.projections)
         )
-        q, k, v = qkv.split(sizes, 1)
-        b, a = ba.chunk(2, 1)
-        self._inputs = (
-            q.unflatten(1, (keys, problem.key_dim)),
-            k.unflatten(1, (keys, problem.key_dim)),
-            v.unflatten(1, (values, problem.value_dim)),
-            a,
-            b,
-            torch.rand(values, generator=generator, device=device),
-            normal(values),
-        )
+        self._of_heads = given.of_heads(normal)
         slots = (1 + torch.randperm(len(requests) + 1, generator=generator, device=device)).tolist()
         self._slots = slots[: len(requests)]
-        shape = len(requests) + 2, values, problem.key_dim, problem.value_dim
+        shape = len(requests) + 2, *given.state
         self._states = torch.full(shape, float("nan"), device=device)
         for slot, (_, before) in zip(self._slots, requests):
             if before:
@@ -105,21 +143,20 @@ class _Step:
         return torch.cat([x, behind])[: len(x)]
 
     def _references(self, requests: Sequence[tuple[int, int]]) -> Iterator[_Expected]:
-        *tokens, decay_rate, dt_bias = (x.double() for x in self._inputs)
+        of_heads = [x.double() for x in self._of_heads]
         starts = self._requests[1].tolist()
         for r, (slot, (now, before)) in enumerate(zip(self._slots, requests)):
-            q, k, v, a, b = (x[starts[r] : starts[r + 1]] for x in tokens)
+            own = (x[starts[r] : starts[r + 1]].double() for x in self._tokens)
             state = self._states[slot] if before else torch.zeros_like(self._states[slot])
-            outputs, state = recurrence(q, k, v, a, b, decay_rate, dt_bias, state.double())
+            outputs, state = self._definition(*own, *of_heads, state.double())
             name = f"{now} tokens after {before}"
             yield _Expected(name, slot, outputs.float(), state.float())
 
-    def error(self, rule: _Rule) -> float:
+    def error(self, kernel: _Kernel) -> float:
         limit = max_error(self._problem)
         states = self._states.clone()
-        value = self._inputs[2]
-        poison_memory(value, value.numel())
-        out = rule(*self._inputs, states, *self._requests).float()
+        poison_memory(self._tokens[0], self._num_tokens * states[0].numel())
+        out = kernel(*self._tokens, *self._of_heads, states, *self._requests).float()
         if len(out) != self._num_tokens:
             raise WrongResultError(f"the result for {self._num_tokens} tokens has {len(out)} rows")
         errors = []

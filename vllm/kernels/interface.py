@@ -25,6 +25,8 @@ of one."""
 
 DeltaRule: TypeAlias = Callable[..., Tensor]
 """`gated_delta_rule` of an ops module (see vllm.ops)."""
+Mamba2Scan: TypeAlias = Callable[..., Tensor]
+"""`mamba2_scan` of an ops module (see vllm.ops), with the limits of steps in it."""
 
 
 class BatchedMoEKernel(Protocol):
@@ -171,8 +173,8 @@ def _swapped(stacked: Tensor) -> Tensor:
 class MoETensors:
     """The experts of one layer as loaded, stacked, before a backend lays them out.
 
-    gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows;
-    down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
+    gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows, or of
+    experts without a gate [E, intermediate, hidden]; down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
     [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
     for weights without. Their input scales, of a static activation scheme, and global scales:
     float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
@@ -206,7 +208,12 @@ class MoETensors:
     @property
     def inner(self) -> int:
         """Columns of an expert between its two products, on this rank."""
-        return self.gate_up.shape[1] // 2
+        return self.down.shape[2] * self.format.description.codes_per_byte
+
+    @property
+    def first_parts(self) -> tuple[int, ...]:
+        """Rows of gate and of up in gate_up, or of up alone."""
+        return (self.inner,) * (self.gate_up.shape[1] // self.inner)
 
     @property
     def num_experts(self) -> int:
@@ -233,17 +240,17 @@ class MoETensors:
     def all_experts(self) -> tuple[LinearTensors, LinearTensors]:
         """Gate-up and down of every expert, as if of two linear layers: each tensor has a leading
         [E]; views."""
-        inner = self.inner
+        parts = self.first_parts
         gate_up = LinearTensors(
             self.format,
             self.gate_up,
-            (inner, inner),
+            parts,
             self.gate_up_scales,
             self.gate_up_bias,
             input_scale=self.gate_up_input_scales,
             global_scales=self.gate_up_global_scales,
             zero_points=self.gate_up_zero_points,
-            row_offsets=(self.row_offset,) * 2 if self.row_offset else (),
+            row_offsets=(self.row_offset,) * len(parts) if self.row_offset else (),
         )
         down = LinearTensors(
             self.format,

@@ -23,6 +23,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -51,7 +52,7 @@ _FEW_CODES = 1.3
 # not add up to that, so that this is sharper than the error where codes move by a step.
 MAX_GAIN_ERROR = 1e-2
 
-# Of the delta rule with activations of 16 bits, whose products may have the digits of TF32.
+# Of recurrences with activations of 16 bits, whose products may have the digits of TF32.
 _MAX_ERROR_OF_TF32 = 4e-3
 
 # Rows of NaN behind the input: a kernel that reads past its end has NaN in its output.
@@ -67,7 +68,7 @@ def max_error(problem: Problem, act: ActScheme | None = None) -> float:
     limit = MAX_ERROR[problem.dtype]
     if isinstance(problem, KVQuantProblem) and problem.format == "fp8":
         return float((limit * _E4M3_STEP) ** 0.5)
-    if isinstance(problem, DeltaRuleProblem) and problem.dtype != "fp32":
+    if isinstance(problem, DeltaRuleProblem | Mamba2Problem) and problem.dtype != "fp32":
         return max(limit, _MAX_ERROR_OF_TF32)
     if not isinstance(problem, MoEProblem):
         return limit
@@ -303,15 +304,16 @@ def random_experts(problem: MoEProblem, device: torch.device, seed: int = 0) -> 
     """The same for the experts of one rank."""
     make = _Weights(problem.weight, device, seed)
     own, inner = problem.num_experts // problem.cut_experts, problem.intermediate
+    first = problem.num_first_parts
     block = problem.weight.block if problem.weight.scale == "block" else (1, 1)
     row_offset, column_offset = (inner % size if problem.cut > 1 else 0 for size in block)
     stacks = {
-        "gate_up": make.stored((own,), (inner, inner), problem.hidden, (row_offset,) * 2),
+        "gate_up": make.stored((own,), (inner,) * first, problem.hidden, (row_offset,) * first),
         "down": make.stored((own,), (problem.hidden,), inner, (0,), column_offset),
     }
     found: dict[str, Any] = {}
     scheme = next((act for act in problem.act if act in _INPUT_SCALES), None)
-    for (stack, stored), num_shards, size in zip(stacks.items(), (2, 1), (1.0, _BETWEEN)):
+    for (stack, stored), num_shards, size in zip(stacks.items(), (first, 1), (1.0, _BETWEEN)):
         found[stack] = stored.pop("weight")
         found |= {f"{stack}_{name}": tensor for name, tensor in stored.items()}
         if scheme is not None:

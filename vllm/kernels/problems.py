@@ -7,7 +7,7 @@ or a GPU. Where the engine runs an architecture, names, order and problems equal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.architectures.decoder import CachedAttention, DeltaRule, ExpertsSpec, Item
+from vllm.architectures.decoder import CachedAttention, DeltaRule, ExpertsSpec, Item, Mamba2Scan
 from vllm.architectures.explained import Layers
 from vllm.architectures.kv_cache import MLAAttentionSpec
 from vllm.architectures.registry import describe, dtype_field, text_config
@@ -21,6 +21,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
     comes_quantised,
@@ -128,6 +129,12 @@ def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem
     return DeltaRuleProblem(*spec.per_rank(tp), states.key_dim, states.value_dim, dtype)
 
 
+def mamba2_problem(spec: Mamba2Scan, tp: int, dtype: str) -> Mamba2Problem:
+    states, (groups, heads) = spec.states, spec.per_rank(tp)
+    sizes = heads, groups, states.value_dim, states.key_dim
+    return Mamba2Problem(*sizes, dtype, spec.dt_limits)
+
+
 # ---------------------------------------------------------------- all layers
 
 
@@ -175,6 +182,8 @@ def layer_problems(
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
         if isinstance(item, DeltaRule):
             return (delta_rule_problem(item, tp, dtype),)
+        if isinstance(item, Mamba2Scan):
+            return (mamba2_problem(item, tp, dtype),)
         return attention_problems(item, tp, kv_format, dtype)
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
@@ -205,7 +214,8 @@ def first_misfit(
         if isinstance(item, ExpertsSpec):
             _, inner = item.per_rank(tp, ep)
             is_cut = inner < item.intermediate.size
-            shapes = [((inner, inner), item.hidden, False), ((item.hidden,), inner, is_cut)]
+            first = (inner,) * (len(item.parts) - 1)
+            shapes = [(first, item.hidden, False), ((item.hidden,), inner, is_cut)]
         else:
             assert isinstance(item, LinearSpec)
             regions = [region for _, region in item.shards("", 0, tp)]

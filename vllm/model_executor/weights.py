@@ -31,9 +31,10 @@ class Slot:
     example: Callable[[], Tensor] | None = None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether the checkpoint's tensor may have this shape: () may be (1,) there, and ModelOpt
-        keeps scales of blocks as [rows, 1, columns, 1]."""
+        """Whether the checkpoint's tensor may have this shape: () may be (1,) there, Quark keeps
+        scales of rows as [rows], and ModelOpt those of blocks as [rows, 1, columns, 1]."""
         same = shape == self.shape or (self.shape, shape) == ((), (1,))
+        same = same or self.shape == (*shape, 1)
         return same or (len(shape) == 4 and (shape[0::2], shape[1::2]) == (self.shape, (1, 1)))
 
     def take(self, tensor: Tensor) -> None:

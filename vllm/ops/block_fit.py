@@ -88,8 +88,8 @@ def padded_experts(tensors: MoETensors) -> MoETensors:
     rows, columns = tensors.format.block
     before = tensors.column_offset
     after = tensors.down_scales.shape[-1] * columns - before - tensors.inner
-    halves = tensors.gate_up.view(torch.uint8).chunk(2, 1)
-    gate_up = torch.cat([pad(half, (0, 0, before, after)) for half in halves], 1)
+    parts = tensors.gate_up.view(torch.uint8).split(tensors.first_parts, 1)
+    gate_up = torch.cat([pad(part, (0, 0, before, after)) for part in parts], 1)
     down = pad(tensors.down.view(torch.uint8), (before, after))
     assert tensors.row_offset == before
     assert gate_up.shape[1] == tensors.gate_up_scales.shape[1] * rows

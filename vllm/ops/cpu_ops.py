@@ -12,6 +12,10 @@ from torch import Tensor
 
 from vllm.ops.moe_router import choose_experts as choose_experts
 from vllm.ops.native_ops import NativeOps
+from vllm.ops.torch_delta_net import causal_conv1d as _biased_causal_conv1d
+from vllm.ops.torch_mamba2 import mamba2_scan as mamba2_scan
+from vllm.ops.torch_mamba2 import relu2 as relu2
+from vllm.ops.torch_mamba2 import silu_mul_rms_norm as silu_mul_rms_norm
 from vllm.platforms import native
 
 _ops = NativeOps("")
@@ -267,11 +271,12 @@ def causal_conv1d(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
 
-    out[t, c] = silu(sum over j of weight[j, c] * x[t - taps + 1 + j, c]), `weight` float32 [taps,
-    channels], up to 8 taps. Where that reaches back before this step it reads `state` [slots,
+    out[t, c] = silu(bias[c] + sum over j of weight[j, c] * x[t - taps + 1 + j, c]), `weight`
+    float32 [taps, channels], up to 8 taps, `bias` float32 [channels] or None. Where that reaches back before this step it reads `state` [slots,
     taps - 1, channels] in x's type, the last inputs of the request in slot `state_slots[r]`
     (int32 [requests]), and then leaves its own last inputs there. Requests are given as for
     `paged_attention`, each with at least one token; one with seq_lens[r] tokens in this step
@@ -279,6 +284,9 @@ def causal_conv1d(
     """
     if out is None:
         out = x.new_empty(x.shape)
+    if bias is not None:  # the native kernel takes none
+        requests = state_slots, query_start_loc, seq_lens
+        return _biased_causal_conv1d(x, weight, state, *requests, out, bias)
     _causal_conv1d(x, weight, state, state_slots, query_start_loc, seq_lens, out)
     return out
 

@@ -24,17 +24,19 @@ def causal_conv1d(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for tokens, requests in _pieces(query_start_loc, x.shape[0]):
+    for tokens, requests in pieces(query_start_loc, x.shape[0]):
         slots = state_slots[requests].long()
         is_fresh = seq_lens[requests] <= tokens.shape[1]
         kept = torch.where(is_fresh[:, None, None], 0, state[slots])
         # [requests, taps - 1 + tokens, channels]
         inputs = torch.cat((kept, x[tokens]), 1)
         windows = inputs.unfold(1, weight.shape[0], 1).float()
-        result[tokens] = silu((windows * weight.T).sum(-1)).to(x.dtype)
+        sums = (windows * weight.T).sum(-1)
+        result[tokens] = silu(sums if bias is None else sums + bias).to(x.dtype)
         state[slots] = inputs[:, tokens.shape[1] :]
     return result if out is None else out.copy_(result)
 
@@ -58,7 +60,7 @@ def gated_delta_rule(
     group = value.shape[1] // query.shape[1]
     log_decay = -decay_rate * softplus(a.float() + dt_bias)
     beta = torch.sigmoid(b.float())
-    for tokens, requests in _pieces(query_start_loc, value.shape[0]):
+    for tokens, requests in pieces(query_start_loc, value.shape[0]):
         slots = state_slots[requests].long()
         is_fresh = seq_lens[requests] <= tokens.shape[1]
         before = torch.where(is_fresh[:, None, None, None], 0.0, state[slots])
@@ -74,7 +76,7 @@ def gated_delta_rule(
     return result if out is None else out.copy_(result)
 
 
-def _pieces(query_start_loc: Tensor, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces(query_start_loc: Tensor, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens [R, n], requests [R]) of requests that have the same number of tokens n, as indices:
     all requests of one token together, any other alone."""
     num_requests = query_start_loc.shape[0] - 1

@@ -12,6 +12,9 @@ from torch import Tensor
 from vllm.ops.moe_router import choose_experts as choose_experts
 from vllm.ops.torch_delta_net import causal_conv1d as causal_conv1d
 from vllm.ops.torch_delta_net import gated_delta_rule as gated_delta_rule
+from vllm.ops.torch_mamba2 import mamba2_scan as mamba2_scan
+from vllm.ops.torch_mamba2 import relu2 as relu2
+from vllm.ops.torch_mamba2 import silu_mul_rms_norm as silu_mul_rms_norm
 
 USES_TORCH_THREADS = True
 LOGIT_DTYPES = (torch.float32,)

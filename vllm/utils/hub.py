@@ -132,7 +132,14 @@ def read_json_object(path: Path, error: type[VllmError] = CheckpointError) -> di
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise error(f"{path.parent} has no {path.name}: not a Hugging Face model folder") from None
+        why = "not a Hugging Face model folder"
+        if path.name == "config.json" and (path.parent / "params.json").exists():
+            why = (
+                "params.json and consolidated*.safetensors are Mistral's own layout, which is not "
+                "read; take a checkpoint of the model in the layout of Hugging Face, which has a "
+                "config.json"
+            )
+        raise error(f"{path.parent} has no {path.name}: {why}") from None
     except (OSError, ValueError, RecursionError) as cause:
         raise error(f"{path} is not readable JSON: {cause}") from cause
     if not isinstance(content, dict):

@@ -27,10 +27,10 @@ from vllm.kernels.select.spec import COMPILERS
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.layers.embedding import LMHead
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
+from vllm.model_executor.layers.recurrent import RecurrentLayer
 from vllm.utils.torch_utils import dtype_of
 from vllm.worker.kernel_probes import Probe, probes_of
 from vllm.worker.prompt_logprobs import MOST_PROMPT_ROWS
@@ -106,8 +106,8 @@ class FirstCalls:
                 found.append((layer.prefix, layer.decision))
             if isinstance(layer, Attention):
                 found.append((layer.prefix, layer.writing))
-            if isinstance(layer, GatedDeltaNet):
-                found.append((layer.rule_name, layer.decision))
+            if isinstance(layer, RecurrentLayer):
+                found.append((layer.recurrence_name, layer.decision))
         return found
 
     def of_attention(self, inputs: StepInputs, sizes: list[tuple[int, int, int]]) -> None:

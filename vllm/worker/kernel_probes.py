@@ -2,8 +2,8 @@
 
 Linear layers and experts: the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes
 and alignments of shards stay. A linear kernel that is compiled at run time has the layer's own
-sizes: others would be compiled for the probe alone. Attention and the delta rule: the layer's own
-heads, of attention its window and pages, and short requests.
+sizes: others would be compiled for the probe alone. Attention and recurrences: the layer's own heads,
+of attention its window and pages, and short requests.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +20,7 @@ from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.jit.ready import running, stand_in
 from vllm.kernels.latent_numerics import latent_attention_comparison, latent_write_comparison
 from vllm.kernels.make_kernel import make_linear, make_moe
+from vllm.kernels.mamba2_numerics import mamba2_comparison
 from vllm.kernels.numerics import LinearCase, MoECase
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Record
@@ -28,6 +29,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -73,6 +75,8 @@ class Probe:
             return check(problem, backend, *of_pages)
         if isinstance(problem, DeltaRuleProblem):
             return delta_rule_comparison(problem, backend, device)
+        if isinstance(problem, Mamba2Problem):
+            return mamba2_comparison(problem, backend, device)
         return self._products(problem, device)
 
     def _products(
@@ -134,7 +138,7 @@ def probe_of(
     version = version_of(spec, selection.libs, selection.device)
     code = f"{selection.device} vllm {__version__} {candidate.backend} {version}"
     problem = decision.problem
-    if isinstance(problem, DeltaRuleProblem):
+    if isinstance(problem, DeltaRuleProblem | Mamba2Problem):
         return Probe(f"{code}: {problem}", problem, candidate, decision)
     if isinstance(problem, AttentionProblem | KVQuantProblem):
         name = f"{code}: {problem}, pages of {block_size}"

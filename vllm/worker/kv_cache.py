@@ -13,7 +13,7 @@ from vllm.architectures.kv_cache import FullAttentionSpec, RecurrentStateSpec
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
-from vllm.model_executor.layers.delta_net import GatedDeltaNet
+from vllm.model_executor.layers.recurrent import RecurrentLayer
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.cuda import gpu_memory
 from vllm.utils.math_utils import cdiv
@@ -169,7 +169,7 @@ def _most_blocks(config: VllmConfig) -> int:
 # ---------------------------------------------------------------- recurrent states
 
 
-def state_layers(model: nn.Module) -> list[GatedDeltaNet]:
+def state_layers(model: nn.Module) -> list[RecurrentLayer]:
     return _layers_with(model, RecurrentStateSpec)
 
 
@@ -207,7 +207,7 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
     return num_slots * of_one
 
 
-def copy_states(layers: Iterable[GatedDeltaNet], pairs: list[tuple[int, int]]) -> None:
+def copy_states(layers: Iterable[RecurrentLayer], pairs: list[tuple[int, int]]) -> None:
     """Copies states of all layers: pairs of slots, from and to."""
     for layer in layers if pairs else ():
         for states in (layer.conv_state, layer.state):

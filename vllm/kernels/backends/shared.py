@@ -5,14 +5,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.decoder import CHUNKED as _CHUNKED
+from vllm.architectures.decoder import RELU2, SWIGLUOAI
 from vllm.architectures.decoder import SINKS as _SINKS
 from vllm.architectures.decoder import SOFTCAP as _SOFTCAP
-from vllm.architectures.decoder import SWIGLUOAI
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis
 from vllm.formats.scales import Scales
 from vllm.kernels.select.decision import Candidate
-from vllm.kernels.select.problem import DeltaRuleProblem, LinearProblem, MoEProblem, Problem
+from vllm.kernels.select.problem import (
+    DeltaRuleProblem,
+    LinearProblem,
+    Mamba2Problem,
+    MoEProblem,
+    Problem,
+)
 from vllm.kernels.select.reason import Reason, Why
 from vllm.utils.math_utils import cdiv
 
@@ -40,7 +46,9 @@ EXPERTS: dict[str, Any] = {
     "activation_functions": frozenset({"silu", SWIGLUOAI}),
     "takes_expert_bias": True,
 }
-STATES = frozenset({"fp32"})  # of the delta rule
+# And those without a gate.
+ALL_EXPERTS = EXPERTS | {"activation_functions": EXPERTS["activation_functions"] | {RELU2}}
+STATES = frozenset({"fp32"})  # of recurrences
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
 # Code for 8.0 runs on every later chip of its major version; the others need their own.
@@ -70,16 +78,23 @@ def shape_reasons(*checks: tuple[bool, str]) -> list[Reason]:
 
 
 def expert_activation(problem: MoEProblem, ops: Any) -> "Callable[[Tensor], Tensor]":
-    """[T, 2 * intermediate] -> [T, intermediate], gate before up, by an ops module (vllm.ops)."""
+    """[T, 2 * intermediate] -> [T, intermediate], gate before up, or of experts without a gate
+    [T, intermediate] -> the same; by an ops module (vllm.ops)."""
+    if problem.activation == RELU2:
+        squared: Callable[[Tensor], Tensor] = ops.relu2
+        return squared
     if problem.activation == SWIGLUOAI:
         return partial(ops.swigluoai_and_mul, limit=problem.swiglu_limit)
     activate: Callable[[Tensor], Tensor] = ops.silu_and_mul
     return activate
 
 
-def delta_rule_heads(problem: Problem) -> list[Reason]:
-    assert isinstance(problem, DeltaRuleProblem)
-    most = max(problem.key_dim, problem.value_dim)
+def state_heads(problem: Problem) -> list[Reason]:
+    if isinstance(problem, Mamba2Problem):
+        most = max(problem.state_size, problem.head_dim)
+    else:
+        assert isinstance(problem, DeltaRuleProblem)
+        most = max(problem.key_dim, problem.value_dim)
     return shape_reasons((most > 256, f"heads of {most} are larger than 256"))
 
 

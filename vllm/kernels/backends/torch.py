@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends.shared import (
+    ALL_EXPERTS,
     CACHES,
     CHUNKED,
-    EXPERTS,
     FLOATS,
     SINKS,
     SOFTCAP,
@@ -22,6 +22,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
 )
 from vllm.kernels.select.spec import KernelSpec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         DeltaRule,
         LinearKernel,
         LinearTensors,
+        Mamba2Scan,
         MoEKernel,
         MoETensors,
     )
@@ -60,7 +62,7 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS, **EXPERTS),
+    _Spec(family="moe", formats=WEIGHTS, **ALL_EXPERTS),
     _Spec(
         family="attention",
         formats=CACHES,
@@ -69,6 +71,7 @@ SPECS = (
     ),
     _Spec(family="kv_quant", formats=CACHES, waits=True, variants=frozenset({MLA})),
     _Spec(family="delta_rule", formats=STATES, waits=True),
+    _Spec(family="mamba2", formats=STATES, waits=True),
 )
 
 
@@ -165,6 +168,12 @@ def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
     from vllm.ops import torch_ops
 
     return torch_ops.gated_delta_rule
+
+
+def mamba2(problem: Mamba2Problem) -> "Mamba2Scan":
+    from vllm.ops import torch_ops
+
+    return partial(torch_ops.mamba2_scan, dt_limits=problem.dt_limits)
 
 
 def _as_on_cpu(k_cache: "Tensor", v_cache: "Tensor") -> "tuple[Tensor, Tensor]":

@@ -1,4 +1,4 @@
-"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes, delta rule."""
+"""Our Triton kernels: FP8 block GEMM, fused MoE, attention, KV cache writes, delta rule, Mamba2."""
 
 from functools import partial
 from math import gcd
@@ -12,6 +12,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         DeltaRule,
         LinearKernel,
         LinearTensors,
+        Mamba2Scan,
         MoEKernel,
         MoETensors,
     )
@@ -43,7 +45,7 @@ _Spec = partial(
 # Scale blocks of any size.
 _Block = partial(_Spec, devices=_FP8_CHIPS, **shared.FP8_BLOCKS | {"blocks": frozenset()})
 _LAYOUTS = frozenset({"standard", "batched"})
-_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.EXPERTS)
+_Moe = partial(_Spec, family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS)
 # Columns that are multiplied at a time, all under one scale: what an FP8 instruction takes.
 _LEAST_STEP = 32
 # Query heads that share a tile of keys: rows of the smallest tile (kernels/triton/attention.py).
@@ -80,7 +82,7 @@ _VARIANTS = shared.CHUNKED | shared.SINKS | shared.SOFTCAP | _LATENTS
 _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS)
 SPECS = (
     _Block(family="linear", pads=True, check=_columns_per_scale),
-    _Block(family="moe", layouts=_LAYOUTS, **shared.EXPERTS, check=_columns_per_scale),
+    _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=_columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),
@@ -88,7 +90,8 @@ SPECS = (
     _Spec(family="kv_quant", formats=shared.HALF, variants=_LATENTS),
     _Spec(family="kv_quant", formats=_FP8, devices=_FP8_CHIPS, variants=_LATENTS),
     # Its products have the digits of TF32: too few for activations in float32.
-    _Spec(family="delta_rule", formats=shared.STATES, check=shared.delta_rule_heads),
+    _Spec(family="delta_rule", formats=shared.STATES, check=shared.state_heads),
+    _Spec(family="mamba2", formats=shared.STATES, check=shared.state_heads),
 )
 
 # Formats that `moe` has code for.
@@ -148,3 +151,9 @@ def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
     from vllm.kernels.triton.delta_rule import gated_delta_rule
 
     return gated_delta_rule
+
+
+def mamba2(problem: Mamba2Problem) -> "Mamba2Scan":
+    from vllm.kernels.triton.mamba2 import mamba2_scan
+
+    return partial(mamba2_scan, dt_limits=problem.dt_limits)

@@ -3,6 +3,7 @@
 from itertools import groupby
 from typing import ClassVar
 
+from vllm.architectures.decoder import RELU2
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Axis, Fit, linear_fit, moe_fit
 from vllm.formats.weight_format import WeightFormat
@@ -78,13 +79,15 @@ def _parts_text(parts: tuple[int, ...]) -> str:
 @dataclass(frozen=True)
 class MoEProblem:
     """A fused mixture of experts, per rank: down(silu(gate x) * up x) for each token and each of
-    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate].
+    its `top_k` experts, with gate-up [2 * intermediate, hidden] and down [hidden, intermediate];
+    without a gate down(activation(up x)), with up [intermediate, hidden].
 
     num_experts: all; cut_experts: expert-parallel ranks; cut: tensor-parallel ranks that share an
     expert's `intermediate` columns. layout: how activations arrive, `standard` (tokens by router)
     or `batched` (a padded block per expert, as low-latency all-to-all delivers them). activation:
-    of the gate, `silu` or `swigluoai` with its swiglu_limit; other texts say what an expert
-    computes instead. bias: both products have one.
+    of the gate, `silu` or `swigluoai` with its swiglu_limit, or of up without a gate RELU2
+    (vllm.architectures.decoder); other texts say what an expert computes instead. bias: both
+    products have one.
     """
 
     family: ClassVar[str] = "moe"
@@ -116,6 +119,11 @@ class MoEProblem:
         num_experts = -(-self.num_experts // self.cut_experts)
         inner = Axis((self.intermediate,), self.cut)
         return moe_fit(inner, self.hidden, num_experts, self.weight.block, takes_any_block)
+
+    @property
+    def num_first_parts(self) -> int:
+        """Weights of an expert's first product: gate and up, or up alone."""
+        return 1 if self.activation == RELU2 else 2
 
     @property
     def size_key(self) -> str:
@@ -251,4 +259,36 @@ class DeltaRuleProblem(_CacheProblem):
         return f"delta_rule {keys}, {values} {self.dtype}"
 
 
-Problem = LinearProblem | MoEProblem | AttentionProblem | KVQuantProblem | DeltaRuleProblem
+@dataclass(frozen=True)
+class Mamba2Problem(_CacheProblem):
+    """The recurrence of Mamba2 over a state of each request, sizes per rank; `format` is the
+    element type of the states.
+
+    num_groups: of heads that share B and C of state_size. dt_limits: bounds of the steps.
+    """
+
+    family: ClassVar[str] = "mamba2"
+    format: ClassVar[str] = "fp32"
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_size: int
+    dtype: str = "bf16"
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    def __str__(self) -> str:
+        least, most = self.dt_limits
+        limits = f", steps of {least:g} to {most:g}" if (least, most) != (0, float("inf")) else ""
+        heads = f"{self.num_heads} heads of {self.head_dim}"
+        return f"mamba2 {heads}, {self.num_groups} groups of {self.state_size} {self.dtype}{limits}"
+
+
+Problem = (
+    LinearProblem
+    | MoEProblem
+    | AttentionProblem
+    | KVQuantProblem
+    | DeltaRuleProblem
+    | Mamba2Problem
+)

@@ -35,6 +35,7 @@ def causal_conv1d(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     num_tokens, channels = x.shape
@@ -44,13 +45,13 @@ def causal_conv1d(
     assert state.is_contiguous()
     requests = (state_slots, query_start_loc, seq_lens)
     conv_step_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
-        x, weight, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
+        x, weight, bias, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
         TAPS=taps, BLOCK=STEP_BLOCK, **launch_dependent(x.device),
     )  # fmt: skip
     if num_tokens > num_requests:
         blocks = cdiv(channels, CONV_BLOCK)
         conv_tokens_kernel[(cdiv(num_tokens, CONV_TOKENS), blocks)](
-            x, weight, state, *requests, result, num_tokens, num_requests, x.stride(0),
+            x, weight, bias, state, *requests, result, num_tokens, num_requests, x.stride(0),
             CHANNELS=channels, TAPS=taps, TOKENS=CONV_TOKENS, BLOCK=CONV_BLOCK,
         )  # fmt: skip
         conv_state_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](

@@ -14,7 +14,7 @@ NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _read_request(query_start_loc, seq_lens, state_slots, r):
+def read_request(query_start_loc, seq_lens, state_slots, r):
     """First token, number of tokens, slot of the state, whether that counts."""
     start = tl.load(query_start_loc + r).to(tl.int32)
     length = tl.load(query_start_loc + r + 1).to(tl.int32) - start
@@ -27,12 +27,12 @@ def _read_request(query_start_loc, seq_lens, state_slots, r):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def conv_step_kernel(
-    x, weight, state, state_slots, query_start_loc, seq_lens, out, num_requests, x_stride,
+    x, weight, bias, state, state_slots, query_start_loc, seq_lens, out, num_requests, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Requests of one token: output and the state after it. Grid (requests, channel blocks)."""
     begin_dependent(PDL)
-    start, length, slot, has_state = _read_request(
+    start, length, slot, has_state = read_request(
         query_start_loc, seq_lens, state_slots, tl.program_id(0)
     )
     if length != 1:
@@ -51,13 +51,15 @@ def conv_step_kernel(
         if tap > 0:
             tl.store(own + (tap - 1) * CHANNELS, kept, mask=is_channel)
     tl.store(own + (TAPS - 2) * CHANNELS, new, mask=is_channel)
+    if bias is not None:
+        acc += tl.load(bias + c, mask=is_channel, other=0.0)
     y = acc / (1.0 + tl.exp(-acc))
     tl.store(out + wide * CHANNELS + c, y.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
 def conv_tokens_kernel(
-    x, weight, state, state_slots, query_start_loc, seq_lens, out, num_tokens, num_requests,
+    x, weight, bias, state, state_slots, query_start_loc, seq_lens, out, num_tokens, num_requests,
     x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,7 @@ def conv_tokens_kernel(
         request += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
     is_token = (tokens < num_tokens) & (request < num_requests)
     request = tl.minimum(request, num_requests - 1)
-    start, length, slot, has_state = _read_request(query_start_loc, seq_lens, state_slots, request)
+    start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, request)
     is_token = is_token & (length > 1)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = c < CHANNELS
@@ -90,6 +92,8 @@ def conv_tokens_kernel(
             w = tl.load(weight + tap * CHANNELS + c, mask=is_channel, other=0.0)
             kept = tl.load(old, mask=is_old[:, None] & is_channel[None, :], other=0.0)
             acc += w[None, :] * kept.to(tl.float32)
+    if bias is not None:
+        acc += tl.load(bias + c, mask=is_channel, other=0.0)[None, :]
     y = acc / (1.0 + tl.exp(-acc))
     target = out + tokens.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(target, y.to(out.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
@@ -101,7 +105,7 @@ def conv_state_kernel(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """States after requests of more than one token. Grid (requests, channel blocks)."""
-    start, length, slot, has_state = _read_request(
+    start, length, slot, has_state = read_request(
         query_start_loc, seq_lens, state_slots, tl.program_id(0)
     )
     if length <= 1:
@@ -146,7 +150,7 @@ def step_kernel(
     """Requests of one token. Grid (blocks of a value head, heads, requests)."""
     begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, length, slot, has_state = _read_request(query_start_loc, seq_lens, state_slots, r)
+    start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
     if length != 1:
         return
     i, j = tl.arange(0, K_PAD), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -347,7 +351,7 @@ def chunk_kernel(
     """Requests of more than one token, chunk after chunk. Grid (blocks of a value head, heads,
     requests)."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, length, slot, has_state = _read_request(query_start_loc, seq_lens, state_slots, r)
+    start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
     if length <= 1:
         return
     others = tl.arange(0, R_PAD)

@@ -83,6 +83,40 @@ def _gelu_kernel(
     tl.store(out + token * N + column, y.to(out.dtype.element_ty), mask=is_column)
 
 
+@triton.jit
+def _relu2_kernel(
+    x, out, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of a token's columns)."""
+    begin_dependent(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < N
+    given = tl.load(x + token * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    y = tl.where(given < 0.0, 0.0, given * given)  # which keeps NaN
+    tl.store(out + token * N + column, y.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x, gate, weight, out, gate_stride, eps,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, groups)."""
+    begin_dependent(PDL)
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, PADDED)
+    is_column = column < COLUMNS
+    own = group * COLUMNS + column
+    place = token * (GROUPS * COLUMNS) + own
+    values = tl.load(x + place, mask=is_column, other=0.0).to(tl.float32)
+    z = tl.load(gate + token * gate_stride + own, mask=is_column, other=0.0).to(tl.float32)
+    values *= z / (1.0 + tl.exp(-z))
+    scale = tl.rsqrt(tl.sum(values * values, 0) / COLUMNS + eps)
+    w = tl.load(weight + own, mask=is_column, other=0.0)
+    tl.store(out + place, (values * scale * w).to(out.dtype.element_ty), mask=is_column)
+
+
 def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
     """x [T, 2 n] -> [T, n] = gelu(x[:, :n]) * x[:, n:]. approximate: `none`, or `tanh`."""
     num_tokens, n = x.shape[0], x.shape[1] // 2
@@ -111,6 +145,38 @@ def rms_norm_gated(
         _norm_kernel[(cdiv(num_rows, rows),)](
             x, gate, weight, result, num_rows, gate.stride(0), eps, HEADS=heads, DIM=dim,
             D_PAD=padded, ROWS=rows, num_warps=NUM_WARPS, **launch_dependent(x.device),
+        )  # fmt: skip
+    return result
+
+
+def silu_mul_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and gate
+    [T, groups, columns], weight float32 [groups, columns]."""
+    num_tokens, groups, columns = x.shape
+    result = x.new_empty(x.shape) if out is None else out
+    assert x.is_contiguous() and result.is_contiguous() and weight.is_contiguous()
+    assert gate.shape == x.shape and gate.stride()[1:] == (columns, 1)
+    if num_tokens:
+        padded = next_power_of_2(columns)
+        _gated_norm_kernel[(num_tokens, groups)](
+            x, gate, weight, result, gate.stride(0), eps, GROUPS=groups, COLUMNS=columns,
+            PADDED=padded, num_warps=min(max(padded // 256, 1), 16), **launch_dependent(x.device),
+        )  # fmt: skip
+    return result
+
+
+def relu2(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """max(x, 0) ** 2, rounded once; x [T, n]."""
+    num_tokens, n = x.shape
+    result = x.new_empty(x.shape) if out is None else out
+    assert x.stride(1) == 1 and result.is_contiguous()
+    if num_tokens:
+        block = min(next_power_of_2(n), 512 if num_tokens < 64 else 2048)
+        _relu2_kernel[(num_tokens, cdiv(n, block))](
+            x, result, x.stride(0), N=n, BLOCK=block, num_warps=NUM_WARPS,
+            **launch_dependent(x.device),
         )  # fmt: skip
     return result
 

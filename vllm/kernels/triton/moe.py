@@ -1,6 +1,6 @@
 """Fused mixture of experts in Triton, for GPUs: FP8 with block scales, bfloat16, float16.
 
-Up to four launches: sort the pairs of token and expert, gate-up with silu(gate) * up, down, and
+Up to four launches: sort the pairs of token and expert, gate-up with its activation, down, and
 the weighted sum for each token, which a norm that comes next makes itself. FP8 experts ask for
 tokens that are quantised already, each once, and read them where they lie. Those that come as
 floats take one more launch, or if they are few are quantised where they are multiplied: their bytes
@@ -101,6 +101,7 @@ class Experts:
         self.num_experts, self.hidden, self.inner = tensors.down.shape
         self.top_k, self.dtype = problem.top_k, dtype_of(problem.dtype)
         self.limit = problem.swiglu_limit  # 0 for silu
+        self.num_parts = problem.num_first_parts
         if not self.is_fp8:  # both operands of a product are of one type
             gate_up, down = tensors.gate_up.to(self.dtype), tensors.down.to(self.dtype)
             tensors = replace(tensors, gate_up=gate_up, down=down)
@@ -201,7 +202,7 @@ class Experts:
             values, x_scales, self.tensors.gate_up, self.gate_up_scales, self.tensors.gate_up_bias,
             out, out_scales, ids, rows.blocks, rows.order, num_blocks, self.num_experts,
             HIDDEN=self.hidden, INNER=self.inner, TOP_K=ids.shape[1], X=form.value,
-            LIMIT=self.limit, QUANTISES=quantises,
+            LIMIT=self.limit, NUM_PARTS=self.num_parts, QUANTISES=quantises,
             OFFSET=self.tensors.row_offset, **self._constants(plan, tile, self.steps[0]),
         )  # fmt: skip
         return out, out_scales

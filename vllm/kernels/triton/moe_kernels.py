@@ -173,13 +173,14 @@ def _find_block(
 def gate_up_kernel(
     x, x_scales, w, w_scales, bias, out, out_scales, ids, blocks, order, num_blocks, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, X: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, NUM_PARTS: tl.constexpr,
     QUANTISES: tl.constexpr, IS_SORTED: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = silu(gate x) * up x [INNER] of the pair of token and expert in each row; or as
-    `activate` says. bias: float32 [experts, 2 INNER] or None.
+    `activate` says; without a gate (NUM_PARTS 1) max(up x, 0) ** 2. bias: float32 [experts,
+    NUM_PARTS INNER] or None.
 
     QUANTISES: as E4M3 with out_scales [rows, INNER / GROUP]; a tile is a group then.
     """
@@ -192,14 +193,18 @@ def gate_up_kernel(
     pairs = tl.load(order + rows) if IS_SORTED else rows
     gate, up = _products(
         x, x_scales, pairs // TOP_K, w, w_scales, expert, tile * BLOCK_N,
-        INNER, HIDDEN, 2, X, GROUP_N, GROUP_K, OFFSET, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+        INNER, HIDDEN, NUM_PARTS, X, GROUP_N, GROUP_K, OFFSET, 0, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if bias is not None:
-        own = bias + expert.to(tl.int64) * (2 * INNER) + n
+        own = bias + expert.to(tl.int64) * (NUM_PARTS * INNER) + n
         gate += tl.load(own, mask=n < INNER, other=0.0)[:, None]
-        up += tl.load(own + INNER, mask=n < INNER, other=0.0)[:, None]
-    inner = activate(gate, up, LIMIT)
+        if NUM_PARTS == 2:
+            up += tl.load(own + INNER, mask=n < INNER, other=0.0)[:, None]
+    if NUM_PARTS == 2:
+        inner = activate(gate, up, LIMIT)
+    else:
+        inner = tl.where(gate < 0.0, 0.0, gate * gate)
     is_stored = (n < INNER)[:, None] & is_row[None, :]
     target = out + rows.to(tl.int64)[None, :] * INNER + n[:, None]
     if QUANTISES:

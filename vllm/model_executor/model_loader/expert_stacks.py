@@ -39,6 +39,8 @@ _MXFP4 = {
     "_bias": ("bias", 2),
 }
 _MXFP4_BYTES = 16  # of a group
+# Of FP8, as transformers names them.
+_FP8_SCALES = {"_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
 _SCALARS = {
     "_weight_scale": "weight_scale",
     "_weight_scale_2": "weight_scale_2",
@@ -63,12 +65,15 @@ def unstacked(
     gpt-oss has `gate_up_proj_blocks` [E, 2 I, H / 32, 16] and `gate_up_proj_scales`
     [E, 2 I, H / 32], in which gate and up rows alternate, as `<e>.gate_proj.weight_blocks`
     [I, H / 2] and `<e>.gate_proj.weight_scales`, and so `gate_up_proj_bias` [E, 2 I]. Its stacks of
-    floats, told by the bias, are transposed, and gate and up alternate in them too."""
+    floats, told by the bias, are transposed, and gate and up alternate in them too. Stacks of FP8
+    have scales beside them, as `_fp8_scales` says."""
     parent, _, last = name.rpartition(".")
     stack = next((one for one in _STACKS if last.startswith(one)), "")
     kind, num_dims = last.removeprefix(stack), len(info.shape)
     if not stack or not parent.endswith(".experts"):
         yield name, info
+    elif kind in _FP8_SCALES and num_dims:
+        yield from _fp8_scales(name, info, stack, _FP8_SCALES[kind])
     elif (_WEIGHTS | _MXFP4).get(kind, ("", -1))[1] == num_dims:
         yield from _cut(name, info, stored, stack, kind)
     elif kind in _SCALARS and num_dims <= 1:
@@ -140,3 +145,28 @@ def _scalars(
         piece = replace(info, shape=info.shape if is_one else (), stack=name, index=index)
         for part in _STACKS[stack]:
             yield f"{parent}.{expert}.{part}.{_SCALARS[kind]}", piece
+
+
+def _fp8_scales(
+    name: str, info: TensorInfo, stack: str, ours: str
+) -> Iterator[tuple[str, TensorInfo]]:
+    """`gate_up_proj_scale_inv` [E, 1, 1] or [E], one scale for both parts of an expert, or
+    [E, 2 R, C], one for each block of 128x128, as `<e>.gate_proj.weight_scale_inv` [] or [R, C],
+    and so on; so `gate_up_proj_activation_scale`."""
+    parent, parts = name.rpartition(".")[0], _STACKS[stack]
+    num_experts, *shape = info.shape
+    is_one = all(size == 1 for size in shape)
+    if not is_one and (len(shape) != 2 or shape[0] % len(parts)):
+        raise CheckpointError(
+            f"{info.file.name}: {name} has shape {list(info.shape)}: it takes one scale for each "
+            f"expert, or one for each block of {' and '.join(parts)}, which are of one size"
+        )
+    for expert in range(num_experts):
+        for i, part in enumerate(parts):
+            index: tuple[int | slice, ...] = (expert, *(0 for _ in shape))
+            own: tuple[int, ...] = ()
+            if not is_one:
+                rows = shape[0] // len(parts)
+                index, own = (expert, slice(i * rows, (i + 1) * rows)), (rows, shape[1])
+            piece = replace(info, shape=own, stack=name, index=index)
+            yield f"{parent}.{expert}.{part}.{ours}", piece

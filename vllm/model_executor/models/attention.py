@@ -1,6 +1,5 @@
 """Attention over the paged cache: its variants as the description of the layer says."""
 
-import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import Attention as AttentionSpec
@@ -10,6 +9,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import NORMS
 from vllm.model_executor.layers.linear import Linear, linear_layer
 from vllm.model_executor.layers.projection_norms import ProjectionNorms
+from vllm.model_executor.layers.query_scaling import ScaledQueries
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.paged_attention import CacheTarget
 
@@ -38,11 +38,7 @@ class SelfAttention(nn.Module):
             norm = NORMS[spec.qk_norm]
             self.q_norm = norm(ctx, f"{prefix}{spec.name}.q_norm", self.head_dim)
             self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
-        # Where no position reaches the first step of the formula, the scale is 1 everywhere.
-        scaling = spec.query_scaling
-        last = ctx.max_model_len - 1
-        is_reached = scaling is not None and last + scaling.first >= scaling.original_length
-        self.query_scaling = scaling if is_reached else None
+        self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
     def reader(self) -> Linear:
@@ -68,10 +64,7 @@ class SelfAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         target = self.attn.target(v, batch)
         self._rotate(q, k, batch.positions, target)
-        if (scaling := self.query_scaling) is not None:
-            steps = torch.floor((batch.positions + scaling.first) / scaling.original_length)
-            q = q * (1 + scaling.beta * torch.log1p(steps)).to(q.dtype)[:, None, None]
-        return self.attn(q, k, v, batch)
+        return self.attn(self.scaled(q, batch.positions), k, v, batch)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None) -> None:
         """Positions into q [T, heads, head_dim] and k, in place and after their norms. With a

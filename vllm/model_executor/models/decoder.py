@@ -6,18 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from vllm.architectures import decoder as spec
-from vllm.distributed.groups import Addend
+from vllm.distributed.groups import Addend, total
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.layers.embedding import Embedding, LMHead
 from vllm.model_executor.layers.layernorm import NORMS, ResidualNorms, RMSNorm
+from vllm.model_executor.layers.mamba2 import Mamba2Mixer
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
 from vllm.model_executor.models.attention import SelfAttention
-from vllm.model_executor.models.feed_forward import MLP, SparseMoE
+from vllm.model_executor.models.feed_forward import MLP, SparseMoE, UngatedMLP
 from vllm.model_executor.models.latent_attention import LatentAttention
 
-_FEED_FORWARDS: dict[type, Any] = {spec.GatedMLP: MLP, spec.MoE: SparseMoE}
+_FEED_FORWARDS: dict[type, Any] = {
+    spec.GatedMLP: MLP,
+    spec.UngatedMLP: UngatedMLP,
+    spec.MoE: SparseMoE,
+}
 
 
 Rotaries = dict[str | None, RotaryEmbedding]
@@ -28,6 +33,8 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries
     """(x [T, hidden], batch) -> [T, n] for its `writer`: what mixes tokens in a layer."""
     if isinstance(mixer, spec.DeltaNet):
         return GatedDeltaNet(ctx, prefix, mixer)
+    if isinstance(mixer, spec.Mamba2):
+        return Mamba2Mixer(ctx, prefix, mixer)
     name = mixer.rope if isinstance(mixer, spec.Attention) else ""
     if name not in rotaries:
         rope = None if name is None else ctx.decoder.ropes[name]
@@ -38,19 +45,23 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries
 
 
 class DecoderLayer(nn.Module):
+    """What mixes tokens and what follows it, or one of the two alone."""
+
     def __init__(self, ctx: ModelContext, index: int, rotaries: Rotaries):
         super().__init__()
         layer, prefix = ctx.decoder.layers[index], spec.layer_prefix(index)
         norms, multiplier = ctx.decoder.layer_norms, ctx.decoder.residual_multiplier
-        own = (
-            self._norm(ctx, prefix, norms.before_mixer),
-            self._norm(ctx, prefix, norms.after_mixer),
-        )
-        self.mixer_norms = ResidualNorms(*own, multiplier)
-        self.mixer = _mixer(ctx, prefix, layer.mixer, rotaries)
-        names = norms.before_feed_forward, norms.after_feed_forward
-        self.mlp_norms = ResidualNorms(*(self._norm(ctx, prefix, n) for n in names), multiplier)
-        self.mlp = _FEED_FORWARDS[type(layer.feed_forward)](ctx, prefix, layer.feed_forward)
+
+        def around(*names: str) -> ResidualNorms:
+            return ResidualNorms(*(self._norm(ctx, prefix, name) for name in names), multiplier)
+
+        self.mixer = self.mlp = None
+        if layer.mixer is not None:
+            self.mixer_norms = around(norms.before_mixer, norms.after_mixer)
+            self.mixer = _mixer(ctx, prefix, layer.mixer, rotaries)
+        if (own := layer.feed_forward) is not None:
+            self.mlp_norms = around(norms.before_feed_forward, norms.after_feed_forward)
+            self.mlp = _FEED_FORWARDS[type(own)](ctx, prefix, own)
         for part in (self.mixer, self.mlp):
             if (writer := getattr(part, "writer", None)) is not None:
                 writer.reduce_results = False  # the norm that comes next adds up
@@ -71,12 +82,17 @@ class DecoderLayer(nn.Module):
         rows: those that go on once the tokens are mixed; None for all.
         """
         # A reader with layers besides that take floats has these kept beside what is quantised.
-        mixed = self.mixer(self.mixer_norms.read(x, residual, self.mixer.reader), batch)
-        if rows is not None:
-            mixed, residual = mixed[rows], residual[rows]
-        x = self.mixer_norms.written(self.mixer.writer(mixed))
-        x = self.mlp(self.mlp_norms.read(x, residual, self.mlp.reader))
-        return self.mlp_norms.written(x), residual
+        if self.mixer is not None:
+            mixed = self.mixer(self.mixer_norms.read(x, residual, self.mixer.reader), batch)
+            if rows is not None:
+                mixed, residual = mixed[rows], residual[rows]
+            x = self.mixer_norms.written(self.mixer.writer(mixed))
+        elif rows is not None:
+            x, residual = total(x)[rows], residual[rows]
+        if self.mlp is not None:
+            x = self.mlp(self.mlp_norms.read(x, residual, self.mlp.reader))
+            x = self.mlp_norms.written(x)
+        return x, residual
 
 
 class DecoderModel(nn.Module):

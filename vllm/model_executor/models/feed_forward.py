@@ -1,4 +1,4 @@
-"""What follows attention in a decoder layer: a gated MLP, or a mixture of experts."""
+"""What follows attention in a decoder layer: an MLP, or a mixture of experts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import GatedMLP, MoE
-from vllm.distributed.groups import Addend, add, own_part
-from vllm.kernels.activations import Activation, source_of
+from vllm.architectures.decoder import UngatedMLP as UngatedMLPSpec
+from vllm.distributed.groups import Addend, add, own_part, total
+from vllm.kernels.activations import Activation, InputQuant, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear, linear_layer
@@ -44,6 +45,29 @@ class MLP(nn.Module):
         return self.down_proj(quant.silu_and_mul(y) if quant else self.act_and_mul(y))
 
 
+class UngatedMLP(nn.Module):
+    """x [T, hidden] -> [T, hidden]: two products with squared ReLU between them."""
+
+    def __init__(self, ctx: ModelContext, prefix: str, spec: UngatedMLPSpec):
+        super().__init__()
+        self.ops = ctx.ops
+        self.up_proj = linear_layer(ctx, prefix, spec.up_proj)
+        self.down_proj = linear_layer(ctx, prefix, spec.down_proj)
+
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the input, and alone does."""
+        return self.up_proj
+
+    @property
+    def writer(self) -> Linear:
+        """The layer whose output is that of this one."""
+        return self.down_proj
+
+    def forward(self, x: Activation) -> Addend:
+        return self.down_proj(self.ops.relu2(self.up_proj(x)))
+
+
 def _act_and_mul(ops: ModuleType, activation: str) -> Callable[[Tensor], Tensor]:
     """x [T, 2 n] -> [T, n]: the activation of the first half times the second."""
     made: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,7 +79,8 @@ def _act_and_mul(ops: ModuleType, activation: str) -> Callable[[Tensor], Tensor]
 
 
 class SparseMoE(nn.Module):
-    """Routed experts, and beside them one for all tokens if the spec has it."""
+    """Routed experts, and beside them one for all tokens if the spec has it. to_latent and
+    from_latent: around the routed experts, where these read latents."""
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: MoE):
         super().__init__()
@@ -67,10 +92,16 @@ class SparseMoE(nn.Module):
             name, self.bias_shape = spec.correction_bias
             self.bias_name = prefix + name
             self.correction_bias = empty_parameter(self.router.num_experts, dtype=torch.float32)
+        self.to_latent: Linear | None = None
+        if spec.latent_projs is not None:
+            self.to_latent = linear_layer(ctx, prefix, spec.latent_projs[0])
         self.experts = FusedMoE(ctx, prefix, spec.experts)
-        self.shared_expert: MLP | None = None
-        if spec.shared_expert is not None:
-            self.shared_expert = MLP(ctx, prefix, spec.shared_expert)
+        if spec.latent_projs is not None:
+            self.from_latent = linear_layer(ctx, prefix, spec.latent_projs[1])
+        self.shared_expert: MLP | UngatedMLP | None = None
+        if (shared := spec.shared_expert) is not None:
+            kind = MLP if isinstance(shared, GatedMLP) else UngatedMLP
+            self.shared_expert = kind(ctx, prefix, shared)
             # Its sum over the ranks is computed together with that of the routed experts.
             self.shared_expert.writer.reduce_results = False
 
@@ -84,9 +115,11 @@ class SparseMoE(nn.Module):
     def reader(self) -> "FusedMoE | SparseMoE":
         """Which may want the input quantised; all that read it besides take floats. This module,
         which does not want it, where experts read something else."""
-        return self if self.router.scales_inputs else self.experts
+        reads_another = self.router.scales_inputs or self.to_latent is not None
+        return self if reads_another else self.experts
 
-    def input_quant(self, num_tokens: int) -> None:
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """Of readers that are all given floats."""
         return None
 
     def forward(self, x: Activation) -> Addend:
@@ -97,11 +130,11 @@ class SparseMoE(nn.Module):
         if self.router.scales_inputs:
             return self._of_scaled(source_of(x), weights, ids)
         if (shared := self.shared_expert) is None:
-            return self.experts(x, weights, ids)
+            return self._routed(x, weights, ids)
         return add(
             *beside(
                 source_of(x),
-                lambda _: self.experts(x, weights, ids),
+                lambda _: self._routed(x, weights, ids),
                 lambda floats: self._gated(shared(floats), gate),
             )
         )
@@ -113,6 +146,12 @@ class SparseMoE(nn.Module):
         if (shared := self.shared_expert) is None:
             return self.experts(scaled, ones, ids)
         return add(*beside(x, lambda _: self.experts(scaled, ones, ids), shared))
+
+    def _routed(self, x: Activation, weights: Tensor, ids: Tensor) -> Addend:
+        if self.to_latent is None:
+            return self.experts(x, weights, ids)
+        latents = self.to_latent(x)
+        return self.from_latent(total(self.experts(latents, weights, ids)))
 
     def _gated(self, shared: Addend, gate: Tensor) -> Addend:
         if self.is_shared_gated:

@@ -11,6 +11,7 @@ from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.latent_attention import AbsorbedUpProjection, MLAAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear, linear_layer
+from vllm.model_executor.layers.query_scaling import ScaledQueries
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 # Of the norms of latents, whatever rms_norm_eps says: that of DeepSeek's and transformers' models.
@@ -37,6 +38,7 @@ class LatentAttention(nn.Module):
         self.attn = MLAAttention(ctx, prefix, spec.attn)
         self.num_heads = spec.attn.heads.per_rank(ctx.parallel.tensor.size)
         self.latent_dim = spec.kv_b_proj.inputs.size
+        self.scaled = ScaledQueries(ctx, spec.query_scaling)
         self.kv_a_layernorm = self._norm(ctx, prefix, "kv_a_layernorm", self.latent_dim)
         self.q_a_layernorm: RMSNorm | None = None
         if spec.q_lora_rank:
@@ -81,7 +83,7 @@ class LatentAttention(nn.Module):
         absorbed[..., : self.latent_dim] = torch.bmm(
             q_nope.transpose(0, 1), self.kv_b_proj.of_keys
         ).transpose(0, 1)
-        mixed = self.attn(absorbed, latents, batch)
+        mixed = self.attn(self.scaled(absorbed, batch.positions), latents, batch)
         values = torch.bmm(mixed.transpose(0, 1), self.kv_b_proj.of_values)
         return values.transpose(0, 1).flatten(1)
 

@@ -37,7 +37,8 @@ _FIELDS = {
 
 
 class FusedMoE(nn.Module, ChosenKernel):
-    """y = sum of weight * down(silu(gate x) * up x) over the experts of each token.
+    """y = sum of weight * down(silu(gate x) * up x) over the experts of each token, or of what its
+    problem says of their activation.
 
     Weights are `<prefix>.<expert>.<part of the spec>` in the checkpoint. Expert-parallel ranks
     hold some of the experts each, others the same share of `intermediate` of every expert. experts:
@@ -59,8 +60,8 @@ class FusedMoE(nn.Module, ChosenKernel):
         inner, own = spec.intermediate.size, spec.intermediate.span(group.rank, group.size)
         cut = Place(own, (0, spec.hidden), inner, spec.hidden)
         turned = Place((0, spec.hidden), own, spec.hidden, inner)
-        gate, up, down = spec.parts
-        self.stacks = {"gate_up": ((gate, cut), (up, cut)), "down": ((down, turned),)}
+        *first, down = spec.parts
+        self.stacks = {"gate_up": tuple((one, cut) for one in first), "down": ((down, turned),)}
         # One format serves all experts of a layer, so the first one speaks for them.
         method = ctx.quant_methods.moe_method(self.expert_names(0))
         self.method: LinearMethod = method or UnquantizedLinearMethod(ctx.weight_dtype)

@@ -1,0 +1,60 @@
+"""The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `torch_ops`.
+
+Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone, as in
+`delta_rule.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm.kernels.triton.mamba2_kernels import chunk_kernel, step_kernel
+from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.utils.math_utils import cdiv, next_power_of_2
+
+CHUNK = 64  # tokens that matrix products take at a time
+STEP_BLOCK_P, CHUNK_BLOCK_P = 32, 64  # columns of a state that one program keeps in registers
+_MOST_STATES = 128 * CHUNK_BLOCK_P  # numbers of a state that one program of chunks can keep
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    decay_rate: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    out: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of Mamba2, as `torch_ops.mamba2_scan` defines it.
+
+    Pieces of prompts run in chunks (arXiv 2405.21060, section 6). Factors of products that are not
+    activations have at least the digits of TF32; sums, decays and states are float32.
+    """
+    num_tokens, heads, head_dim = x.shape
+    groups, state_size = b.shape[1:]
+    num_requests = state_slots.shape[0]
+    result = x.new_empty(num_tokens, heads, head_dim) if out is None else out
+    assert all(one.stride(1) == one.shape[2] and one.stride(2) == 1 for one in (x, b, c))
+    assert result.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32
+    assert dt.stride(1) == 1
+    given = (x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens)
+    strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
+    pad = max(16, next_power_of_2(state_size))
+    sizes = {"HEADS": heads, "GROUP": heads // groups, "N": state_size, "N_PAD": pad, "P": head_dim}
+    step_kernel[(cdiv(head_dim, STEP_BLOCK_P), heads, num_requests)](
+        *given, result, *strides, *dt_limits, **sizes, BLOCK_P=STEP_BLOCK_P,
+        **launch_dependent(x.device),
+    )  # fmt: skip
+    if num_tokens > num_requests:
+        block = min(CHUNK_BLOCK_P, max(16, _MOST_STATES // pad))
+        chunk_kernel[(cdiv(head_dim, block), heads, num_requests)](
+            *given, result, *strides, *dt_limits, **sizes, BLOCK_P=block, CHUNK=CHUNK,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return result
