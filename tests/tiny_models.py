@@ -217,6 +217,28 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         },
     ),
     "olmoe": ("olmoe", {"intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    # The first layer is dense.
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     # The second layer is dense; of the others every second slides.
     "qwen2_moe": (
         "qwen2_moe",
@@ -362,6 +384,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         _NEMOTRON_H_MOE | {"moe_latent_size": 24, "n_group": 4, "topk_group": 2},
     ),
 }
+# Heads of these are hidden_size / num_attention_heads wide.
+_WITHOUT_HEAD_DIM = {
+    *("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"),
+    *("olmo2", "olmo3", "ernie4_5_moe"),
+}
 # model_type of a multimodal test model -> of the text model in it.
 _MULTIMODAL = {
     "kimi_k25": "deepseek_v3",
@@ -465,7 +492,7 @@ def build_model(name: str, seed: int = 0, **changes):
     model_type, differences = ARCHITECTURES[name]
     fields = _COMMON | differences | changes
     fields = {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
-    if model_type in ("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"):
+    if model_type in _WITHOUT_HEAD_DIM:
         del fields["head_dim"]
         fields["hidden_size"] = 16 * fields["num_attention_heads"]
     torch.manual_seed(seed)

@@ -218,7 +218,6 @@ CASES = {
     "attention of 128, bf16": lambda: few_heads_to_one_cache_head(),
     "attention of 256, fp8, one head": lambda: all_heads_to_one_cache_head(256, F8),
     "attention of 64, bf16, with sinks": lambda: scores_with_sinks(64, BF16),
-    "attention of 128, fp8, in chunks": lambda: chunks_of_keys(128, F8),
     "attention over latents of 512": lambda: latents(128, 512, BF16),
     "block products": lambda: block_products(4096),
     "recurrence": lambda: recurrence(BF16, 128),
@@ -247,6 +246,7 @@ MORE = {
         for latent in (256, 512)
         for cache in (BF16, F8)
     },
+    "attention of 128, fp8, in chunks": lambda: chunks_of_keys(128, F8),
     "block products of part of a block": lambda: block_products(4160),
     "recurrence of 256 in float32": lambda: recurrence(F32, 256),
     "mamba2 of large states": lambda: mamba(128, 256),

@@ -11,6 +11,7 @@ from tiny_models import VOCAB
 
 from vllm import SamplingParams
 from vllm.errors import CheckpointError
+from vllm.model_executor.quantize import quantize_checkpoint
 
 QWEN = "qwen3_vl_moe-multimodal"
 
@@ -217,5 +218,28 @@ def test_scales_that_are_neither_one_nor_one_for_each_expert_are_refused(checkpo
     for_each = load(write(source, tmp_path / "each", stacked, **quantization))
     assert torch.equal(logprobs(for_each), wanted)
     stacked[name] = stacked[name][:4]
-    with pytest.raises(CheckpointError, match=r"experts\.down_proj_weight_scale"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"down_proj_weight_scale has shape \[4\]: it takes one",
+    ):
         load(write(source, tmp_path / "four", stacked, **quantization))
+
+
+@pytest.mark.parametrize("format_name", ["fp8-block", "nvfp4"])
+def test_a_copy_that_is_quantised_on_disk_has_each_expert_by_itself(
+    checkpoint, tmp_path, format_name
+):
+    source, _ = llama4(checkpoint)
+    quantize_checkpoint(source, tmp_path / "copy", format_name)
+    names = load_file(tmp_path / "copy" / "model.safetensors").keys()
+    assert not any(map(is_stack, names))
+    llm = load(tmp_path / "copy")
+    kinds = {
+        layer: str(d.problem.weight)
+        for layer, d in llm.llm_engine.core.selection.records
+        if d.problem.family in ("moe", "linear")
+    }
+    assert kinds["model.layers.0.feed_forward.experts"].startswith(format_name)
+    assert kinds["model.layers.0.feed_forward.router"] == "fp32"
+    error = (logprobs(llm) - logprobs(load(source))).abs()
+    assert 1e-4 < error.mean() < 0.5

@@ -136,6 +136,7 @@ def _write_weights(
     total_bytes = 0
     last = {file: name for name, file in files.items()}
     for name, tensor in tqdm(checkpoint.tensors(), "Quantising", len(files), unit="tensor"):
+        tensor = tensor.contiguous()  # a part of a transposed stack is not
         try:
             pieces = quantise(name, tensor) if name in wanted else {name: tensor.clone()}
         except ValueError as error:

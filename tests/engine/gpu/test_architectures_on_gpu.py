@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "qwen3_moe": EXPERTS,
     "glm4_moe-normed": {"n_routed_experts": 10, "moe_intermediate_size": 256},
     "minimax_m2": {"num_local_experts": 10, "intermediate_size": 256, "rotary_dim": 64},
+    "llama4": {"num_local_experts": 10, "intermediate_size": 256, "intermediate_size_mlp": 512},
     "qwen3_5": HYBRID,
     "qwen3_5_moe": HYBRID | EXPERTS | {"shared_expert_intermediate_size": 256},
 }

@@ -234,9 +234,8 @@ def _attend_split(
 )
 def decode_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr,
-    partial, partial_lse, num_arrived, num_tokens, table_stride, min_split,
-    q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr, partial, partial_lse,
+    num_arrived, num_tokens, table_stride, min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -264,8 +263,7 @@ def decode_kernel(
     if query_len != 1:
         return
     oldest, first_key, length = _split_keys(
-        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED
-    )
+        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED)  # fmt: skip
     begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
@@ -392,9 +390,8 @@ def _attend_cut_tiles(
 )  # fmt: skip
 def prefill_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr,
-    num_tokens, num_requests, num_tiles, table_stride, min_query_len,
-    q_token, q_head, out_token, out_head,
+    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr, num_tokens,
+    num_requests, num_tiles, table_stride, min_query_len, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -130,10 +130,15 @@ def _scalars(
     """One number for all experts of the stack, or one for each."""
     parent = name.rpartition(".")[0]
     codes = stored.get(f"{parent}.{stack}")
-    count = codes.shape[0] if codes is not None else 0
-    if not count or info.shape not in ((), (1,), (count,)):
+    if codes is None:
         yield name, info
         return
+    count = codes.shape[0]
+    if info.shape not in ((), (1,), (count,)):
+        raise CheckpointError(
+            f"{info.file.name}: {name} has shape {list(info.shape)}: it takes one number, or one "
+            f"for each of {count} experts; fetch the checkpoint again"
+        )
     is_one = info.shape != (count,)
     for expert in range(count):
         index = () if is_one else (expert,)
