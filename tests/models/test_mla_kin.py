@@ -1,6 +1,7 @@
 """Kimi K2.5, Mistral Small 4 and Mistral Large 3 in the layouts of their published checkpoints."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import build_model, save
 from transformers import AutoModelForImageTextToText
 
 from vllm import LLM
+from vllm.config.model import ModelConfig
 from vllm.errors import CheckpointError
 
 # Whole groups of 32 and of 16 in the weights of experts.
@@ -106,6 +108,21 @@ def test_stacks_of_fp8_experts_have_a_scale_for_each_expert(checkpoint, tmp_path
     expected = reference(source, wanted, tmp_path / "wide")
     assert (logprobs(target) - expected).abs().max() < 1e-4
     assert (logprobs(source) - expected).abs().max() > 1e-3
+
+
+def test_an_override_keeps_yarn_from_scaling_scores(checkpoint):
+    """As params.json of some models says it."""
+    folder = checkpoint("mistral4-multimodal")
+    override = {"text_config": {"rope_parameters": {"mscale_all_dim": 0, "attention_factor": 1.0}}}
+    scales, factors = [], []
+    for overrides in ({}, override):
+        config = ModelConfig.load(str(folder), hf_overrides=overrides)
+        assert config.decoder is not None
+        scales.append(config.decoder.layers[0].mixer.attn.scale)
+        factors.append(config.decoder.ropes[""].get("attention_factor"))
+    temperature = 0.1 * math.log(4.0) + 1
+    assert scales == pytest.approx([20**-0.5 * temperature**2, 20**-0.5])
+    assert factors == [None, 1.0]
 
 
 # ---------------------------------------------------------------- Mistral Large 3
