@@ -128,18 +128,9 @@ def test_an_override_keeps_yarn_from_scaling_scores(checkpoint):
 # ---------------------------------------------------------------- Mistral Large 3
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """(folder of a Large 3, log-probabilities of the Small 4 that computes the same)."""
-    folder = tmp_path_factory.mktemp("large")
-    model = build_model(
-        "mistral4-multimodal",
-        **SIZES,
-        rope_parameters=YARN | {"attention_factor": 1.0, "llama_4_scaling_beta": 0.3},
-    )
-    save(model, folder / "small")
-    expected = reference(folder / "small", {}, folder / "wide")
-    config = json.loads((folder / "small" / "config.json").read_text())["text_config"]
+def write_large(small, target) -> None:
+    """Writes the text model of a Small 4 as a Large 3 whose YaRN leaves scores alone."""
+    config = json.loads((small / "config.json").read_text())["text_config"]
     del config["rope_parameters"]
     config |= {
         "model_type": "mistral_large3",
@@ -151,16 +142,30 @@ def large(tmp_path_factory):
         "vision_config": {"model_type": "x"},
         "tie_word_embeddings": True,
     }
-    tensors = load_file(folder / "small" / "model.safetensors")
+    tensors = load_file(small / "model.safetensors")
     named = {
         name.replace("language_model.model.", "model.").replace("language_model.", ""): tensor
         for name, tensor in tensors.items()
         if "vision" not in name and "multi" not in name
     }
     named["vision_encoder.x.weight"] = torch.zeros(2, 2)  # fmt: skip
-    (folder / "large").mkdir()
-    (folder / "large" / "config.json").write_text(json.dumps(config))
-    save_file(named, folder / "large" / "model.safetensors", metadata={"format": "pt"})
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(named, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """(folder of a Large 3, log-probabilities of the Small 4 that computes the same)."""
+    folder = tmp_path_factory.mktemp("large")
+    model = build_model(
+        "mistral4-multimodal",
+        **SIZES,
+        rope_parameters=YARN | {"attention_factor": 1.0, "llama_4_scaling_beta": 0.3},
+    )
+    save(model, folder / "small")
+    expected = reference(folder / "small", {}, folder / "wide")
+    write_large(folder / "small", folder / "large")
     return folder / "large", expected
 
 
