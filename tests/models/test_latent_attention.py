@@ -141,9 +141,15 @@ def _bias_of_too_few_experts(config, tensors):
     tensors[name] = tensors[name][:-1].contiguous()
 
 
+def _bias_that_is_no_number(config, tensors):
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"][3] = float("nan")
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (_bias_that_is_no_number, "e_score_correction_bias: correction biases.* must be finite"),
+        (lambda c, _: c.update(topk_group=9), "bad/config.json: topk_group = 9 of n_group = 4"),
         (lambda c, _: c.update(kv_lora_rank=0), "kv_lora_rank = 0 is out of range"),
         (lambda c, _: c.update(qk_rope_head_dim=7), "qk_rope_head_dim = 7 is odd"),
         (lambda c, _: c.update(v_head_dim=None), "v_head_dim"),

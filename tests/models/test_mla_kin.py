@@ -1,6 +1,7 @@
 """Kimi K2.5, Mistral Small 4 and Mistral Large 3 in the layouts of their published checkpoints."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import build_model, save
 from transformers import AutoModelForImageTextToText
 
 from vllm import LLM
+from vllm.config.model import ModelConfig
 from vllm.errors import CheckpointError
 
 # Whole groups of 32 and of 16 in the weights of experts.
@@ -108,7 +110,48 @@ def test_stacks_of_fp8_experts_have_a_scale_for_each_expert(checkpoint, tmp_path
     assert (logprobs(source) - expected).abs().max() > 1e-3
 
 
+def test_an_override_keeps_yarn_from_scaling_scores(checkpoint):
+    """As params.json of some models says it."""
+    folder = checkpoint("mistral4-multimodal")
+    override = {"text_config": {"rope_parameters": {"mscale_all_dim": 0, "attention_factor": 1.0}}}
+    scales, factors = [], []
+    for overrides in ({}, override):
+        config = ModelConfig.load(str(folder), hf_overrides=overrides)
+        assert config.decoder is not None
+        scales.append(config.decoder.layers[0].mixer.attn.scale)
+        factors.append(config.decoder.ropes[""].get("attention_factor"))
+    temperature = 0.1 * math.log(4.0) + 1
+    assert scales == pytest.approx([20**-0.5 * temperature**2, 20**-0.5])
+    assert factors == [None, 1.0]
+
+
 # ---------------------------------------------------------------- Mistral Large 3
+
+
+def write_large(small, target) -> None:
+    """Writes the text model of a Small 4 as a Large 3 whose YaRN leaves scores alone."""
+    config = json.loads((small / "config.json").read_text())["text_config"]
+    del config["rope_parameters"]
+    config |= {
+        "model_type": "mistral_large3",
+        "architectures": ["MistralLarge3ForCausalLM"],
+        "scoring_func": "softmax",
+        "rope_theta": YARN["rope_theta"],
+        "rope_scaling": YARN | {"apply_scale": False},
+        "llama_4_scaling": {"beta": 0.3, "original_max_position_embeddings": 16},
+        "vision_config": {"model_type": "x"},
+        "tie_word_embeddings": True,
+    }
+    tensors = load_file(small / "model.safetensors")
+    named = {
+        name.replace("language_model.model.", "model.").replace("language_model.", ""): tensor
+        for name, tensor in tensors.items()
+        if "vision" not in name and "multi" not in name
+    }
+    named["vision_encoder.x.weight"] = torch.zeros(2, 2)  # fmt: skip
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(named, target / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -122,28 +165,7 @@ def large(tmp_path_factory):
     )
     save(model, folder / "small")
     expected = reference(folder / "small", {}, folder / "wide")
-    config = json.loads((folder / "small" / "config.json").read_text())["text_config"]
-    del config["rope_parameters"]
-    config |= {
-        "model_type": "mistral_large3",
-        "architectures": ["MistralLarge3ForCausalLM"],
-        "scoring_func": "softmax",
-        "rope_theta": YARN["rope_theta"],
-        "rope_scaling": YARN | {"apply_scale": False},
-        "llama_4_scaling": {"beta": 0.3, "original_max_position_embeddings": 16},
-        "vision_config": {"model_type": "x"},
-        "tie_word_embeddings": True,
-    }
-    tensors = load_file(folder / "small" / "model.safetensors")
-    named = {
-        name.replace("language_model.model.", "model.").replace("language_model.", ""): tensor
-        for name, tensor in tensors.items()
-        if "vision" not in name and "multi" not in name
-    }
-    named["vision_encoder.x.weight"] = torch.zeros(2, 2)  # fmt: skip
-    (folder / "large").mkdir()
-    (folder / "large" / "config.json").write_text(json.dumps(config))
-    save_file(named, folder / "large" / "model.safetensors", metadata={"format": "pt"})
+    write_large(folder / "small", folder / "large")
     return folder / "large", expected
 
 

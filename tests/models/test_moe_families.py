@@ -211,6 +211,8 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
             {"num_experts_per_tok": 7},
             "num_experts_per_tok = 7 is more than num_local_experts = 6",
         ),
+        ("mixtral", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
+        ("mistral", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
         (
             "qwen2_moe",

@@ -23,7 +23,7 @@ from vllm.architectures.decoder import (
 )
 from vllm.architectures.fields import CORRECT_FILE, ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
-from vllm.architectures.router import Router
+from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.errors import CheckpointError
 from vllm.utils.dataclasses import dataclass
@@ -259,7 +259,8 @@ def moe(
     gates: tuple[Part, ...] = (Part(gate.rpartition(".")[2], (count,)),)
     if is_shared_gated:
         gates += (Part("shared_expert_gate", (Dim("shared_expert_gate", 1),)),)
-    chosen, inner = router(count.count, top_k), dim(fields, names.inner)
+    chosen = checked(fields, lambda: router(count.count, top_k))
+    inner = dim(fields, names.inner)
     experts = f"{names.moe}.experts"
     bias = f"{names.moe}.{names.correction_bias}", (count.count,)
     return MoE(

@@ -4,17 +4,9 @@ scores beside a shared one. A layer of multi-token prediction follows and is ski
 from functools import partial
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
-from vllm.architectures.build import (
-    AttentionKind,
-    MoENames,
-    attention,
-    decoder,
-    dim,
-    gated_mlp,
-    moe,
-    shared_experts,
-)
+from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
 from vllm.architectures.decoder import Attention, FeedForward, NormKind
+from vllm.architectures.deepseek_v3 import V3_ROUTER, experts
 from vllm.architectures.fields import Fields
 from vllm.architectures.router import sigmoid_router
 
@@ -28,16 +20,7 @@ def _attention(fields: Fields, layer: int) -> Attention:
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     if layer < fields.optional("first_k_dense_replace", 0, lowest=0):
         return gated_mlp(fields)
-    return fields.once(
-        "moe",
-        lambda: moe(
-            fields,
-            dim(fields, "n_routed_experts"),
-            partial(sigmoid_router, fields),
-            shared_experts(fields, "n_shared_experts"),
-            names=MoENames(correction_bias="gate.e_score_correction_bias"),
-        ),
-    )
+    return experts(fields, partial(sigmoid_router, fields), V3_ROUTER)
 
 
 ARCHITECTURES = (

@@ -9,7 +9,7 @@ from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import AttentionKind, attention, decoder, dim
 from vllm.architectures.decoder import SINKS, SWIGLUOAI, Attention, ExpertsSpec, MoE
 from vllm.architectures.fields import Fields
-from vllm.architectures.router import Router
+from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import linear
 from vllm.errors import CheckpointError
 from vllm.utils.dataclasses import replace
@@ -45,7 +45,7 @@ def _make_moe(fields: Fields) -> MoE:
     experts = ExpertsSpec(
         "mlp.experts",
         count,
-        Router(count.count, top_k, renormalise=True),
+        checked(fields, lambda: Router(count.count, top_k, renormalise=True)),
         hidden.size,
         dim(fields, "intermediate_size"),
         SWIGLUOAI,

@@ -25,7 +25,7 @@ from vllm.utils.dataclasses import replace
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
-    window = fields.optional("sliding_window", 0, lowest=0)
+    window = fields.optional("sliding_window", 0)
     return attention(
         fields, AttentionKind(window=window, query_scaling=_query_scaling(fields.rope()))
     )

@@ -12,7 +12,7 @@ _NAMES = MoENames(moe="block_sparse_moe", parts=("w1", "w3", "w2"), inner="inter
 
 
 def _attention(fields: Fields, layer: int) -> Attention:
-    return attention(fields, AttentionKind(window=fields.optional("sliding_window", 0, lowest=0)))
+    return attention(fields, AttentionKind(window=fields.optional("sliding_window", 0)))
 
 
 def _feed_forward(fields: Fields, layer: int) -> MoE:

@@ -1,5 +1,6 @@
 """How the router of a mixture of experts chooses among them."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from vllm.architectures.fields import Fields
@@ -13,7 +14,7 @@ class Router:
     bias out of the topk_groups best of num_groups equal groups. The weights of a token's experts
     are their scores, divided by their sum (renormalise), times routed_scale. scales_inputs: they
     multiply what an expert reads, not what it gives (one expert a token).
-    CheckpointError for what has no meaning.
+    ValueError for what has no meaning; `checked` makes it the CheckpointError of a config.
     """
 
     num_experts: int
@@ -28,20 +29,19 @@ class Router:
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:
-            raise CheckpointError(
-                f"config.json: num_experts_per_tok = {self.top_k} is more than num_experts = "
-                f"{self.num_experts}"
+            raise ValueError(
+                f"num_experts_per_tok = {self.top_k} is more than num_experts = {self.num_experts}"
             )
         if self.num_experts % self.num_groups or not 1 <= self.topk_groups <= self.num_groups:
-            raise CheckpointError(
-                f"config.json: topk_group = {self.topk_groups} of n_group = {self.num_groups} "
+            raise ValueError(
+                f"topk_group = {self.topk_groups} of n_group = {self.num_groups} "
                 f"groups of {self.num_experts} experts; accepted: an n_group that divides the "
                 f"experts, and from 1 to n_group of them"
             )
         kept = self.num_experts // self.num_groups * self.topk_groups
         if self.top_k > kept:
-            raise CheckpointError(
-                f"config.json: num_experts_per_tok = {self.top_k}, but topk_group = "
+            raise ValueError(
+                f"num_experts_per_tok = {self.top_k}, but topk_group = "
                 f"{self.topk_groups} of n_group = {self.num_groups} groups leave {kept} of "
                 f"{self.num_experts} experts to choose from; accepted: up to {kept}, or a larger "
                 f"topk_group"
@@ -51,6 +51,15 @@ class Router:
         """Of the `route` ops, besides logits and bias."""
         names = ("top_k", "renormalise", "scoring", "num_groups", "topk_groups", "routed_scale")
         return {name: getattr(self, name) for name in names}
+
+
+def checked(fields: Fields, make: Callable[[], Router]) -> Router:
+    """The router that `make` gives; CheckpointError, with the config's path, for one that has no
+    meaning."""
+    try:
+        return make()
+    except ValueError as error:
+        raise CheckpointError(f"{fields.source}: {error}") from error
 
 
 def sigmoid_router(

@@ -11,7 +11,7 @@ from vllm.architectures.decoder import GATED, ExpertsSpec, Item, layer_prefix
 from vllm.architectures.deepseek_v3 import latent_attention
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import MLA
-from vllm.architectures.router import Router
+from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.architectures.unserved_fields import (
     EXPERT_SIZES,
@@ -218,6 +218,7 @@ def _moe(fields: UnservedFields) -> Iterator[Item]:
 
 
 def experts(fields: UnservedFields, name: str, count: Dim, hidden: int, inner: Dim) -> ExpertsSpec:
-    router = Router(count.count, fields.size(fields.first(TOP_K)), renormalise=True)
+    top_k = fields.size(fields.first(TOP_K))
+    router = checked(fields, lambda: Router(count.count, top_k, renormalise=True))
     activation = fields.expert_activation
     return ExpertsSpec(name, count, router, hidden, inner, activation, fields.mlp_parts)

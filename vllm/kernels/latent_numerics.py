@@ -74,7 +74,6 @@ class LatentCase:
         self.problem, self._block_size, self._device = problem, block_size, device
         self._generator = torch.Generator(device).manual_seed(0)
         self.k_scale = _scale(problem.format)
-        self.scale = problem.head_dim**-0.5
         counts = [cdiv(keys, block_size) for _, keys in REQUESTS]
         num_pages = sum(counts) + 1
         self.cache = _poisoned((num_pages, block_size, problem.head_dim), problem.format, device)
@@ -95,9 +94,10 @@ class LatentCase:
         position = torch.arange(num_keys - num_new, device=pages.device)
         places = pages[position // self._block_size], position % self._block_size
         _bits(self.cache)[places] = _bits(stored)[: num_keys - num_new]
-        q = (self._normal(num_new, problem.num_heads, problem.head_dim) * _QUERY_SIZE).to(dtype)
+        size = _QUERY_SIZE * problem.head_dim**-0.5 / problem.softmax_scale
+        q = (self._normal(num_new, problem.num_heads, problem.head_dim) * size).to(dtype)
         wide = stored.float() * self.k_scale
-        expected = latent_attention_reference(q, wide, problem.value_dim, self.scale)
+        expected = latent_attention_reference(q, wide, problem.value_dim, problem.softmax_scale)
         return _Request(q, given[num_keys - num_new :], expected, pages, num_keys)
 
     def batch(self, requests: Sequence[_Request]) -> AttentionBatch:
@@ -108,7 +108,7 @@ class LatentCase:
 
     def error(self, kernel: LatentPagedAttention) -> float:
         """The largest relative error of the kernel, which writes the new latents first."""
-        kernel.k_cache, kernel.k_scale, kernel.scale = self.cache, self.k_scale, self.scale
+        kernel.k_cache, kernel.k_scale = self.cache, self.k_scale
         return max(
             self._step_error(kernel, [self.requests[index] for index in step]) for step in _STEPS
         )

@@ -100,3 +100,14 @@ def copy_into(target: Tensor, name: str = "") -> Callable[[Tensor], None]:
         target.copy_(tensor.reshape(target.shape))
 
     return write
+
+
+def finite_into(target: Tensor, what: str) -> Callable[[Tensor], None]:
+    """The same of numbers that are `what`; ValueError for NaN and infinity."""
+
+    def write(tensor: Tensor) -> None:
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{what} must be finite; the checkpoint is corrupt, fetch it again")
+        target.copy_(tensor)
+
+    return write

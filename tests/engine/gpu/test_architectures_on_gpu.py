@@ -42,6 +42,10 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 512,
 }  # fmt: skip
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
+LATENT = {
+    "head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 256, "q_lora_rank": 256,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 HYBRID = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 ARCHITECTURES = {
     "llama": {},
@@ -50,6 +54,7 @@ ARCHITECTURES = {
     "glm4_moe-normed": {"n_routed_experts": 10, "moe_intermediate_size": 256},
     "minimax_m2": {"num_local_experts": 10, "intermediate_size": 256, "rotary_dim": 64},
     "llama4": {"num_local_experts": 10, "intermediate_size": 256, "intermediate_size_mlp": 512},
+    "mistral4-multimodal": LATENT | {"n_routed_experts": 10, "moe_intermediate_size": 256},
     "qwen3_5": HYBRID,
     "qwen3_5_moe": HYBRID | EXPERTS | {"shared_expert_intermediate_size": 256},
 }

@@ -65,7 +65,7 @@ def test_splits_change_a_result_by_rounding_alone(monkeypatch):
         monkeypatch.setattr(kernels, "plan_splits", lambda *_, n=splits: (n, 16))
         case = LatentCase(problem_of(6), 16, torch.device(DEVICE))
         kernel = Bounded(kernels.paged_latent_attention, kernels.write_latents, case.problem)
-        kernel.k_cache, kernel.k_scale, kernel.scale = case.cache, case.k_scale, case.scale
+        kernel.k_cache, kernel.k_scale = case.cache, case.k_scale
         decodes = case.requests[2:]
         q = torch.cat([one.q for one in decodes])
         latents = torch.cat([one.latents for one in decodes])
@@ -91,7 +91,7 @@ def test_a_captured_graph_serves_longer_requests_within_its_bounds():
     case = LatentCase(problem_of(16), 16, torch.device(DEVICE))
     problem = case.problem
     kernel = Bounded(kernels.paged_latent_attention, kernels.write_latents, problem)
-    kernel.k_cache, kernel.scale = case.cache, case.scale
+    kernel.k_cache = case.cache
     decodes = case.requests[2:]
     batch = case.batch(decodes)
     batch.max_seq_len = 4096

@@ -1,6 +1,5 @@
 """The attention of one layer: the kernel the selector chose, with its part of the KV cache."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +11,7 @@ from vllm.kernels.problems import attention_problems
 from vllm.logger import get_logger
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.quantization.kv_cache import Fp8KVCacheMethod
-from vllm.model_executor.weights import FLOATS, Slot, empty_parameter
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter, finite_into
 from vllm.ops.paged_attention import CacheTarget, GraphPlanner, PagedAttention
 from vllm.utils.torch_utils import SHORT_NAMES
 
@@ -47,7 +46,7 @@ class Attention(nn.Module):
         slots = self.cache_method.slots(self.prefix)
         if self.sinks is None:
             return slots
-        write = _finite_into(self.sinks.data)
+        write = finite_into(self.sinks.data, "sinks")
         own = Slot((self.num_heads,), FLOATS, write, (self.own_heads,))
         return slots | {f"{self.prefix.rpartition('.')[0]}.sinks": own}
 
@@ -67,17 +66,6 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         return self.kernel(q, k, v, batch.attention).flatten(1)
-
-
-def _finite_into(target: Tensor) -> Callable[[Tensor], None]:
-    """A writer that refuses NaN and infinity."""
-
-    def write(tensor: Tensor) -> None:
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError("sinks must be finite; the checkpoint is corrupt, fetch it again")
-        target.copy_(tensor)
-
-    return write
 
 
 def planners(model: nn.Module) -> list[GraphPlanner]:

@@ -14,7 +14,7 @@ from vllm.kernels.activations import Activation, InputQuant, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear, linear_layer
-from vllm.model_executor.weights import FLOATS, Slot, copy_into, empty_parameter
+from vllm.model_executor.weights import FLOATS, Slot, empty_parameter, finite_into
 from vllm.platforms.streams import beside
 
 
@@ -108,8 +108,8 @@ class SparseMoE(nn.Module):
     def slots(self) -> dict[str, Slot]:
         if self.correction_bias is None:
             return {}
-        slot = Slot(self.bias_shape, FLOATS, copy_into(self.correction_bias.data))
-        return {self.bias_name: slot}
+        write = finite_into(self.correction_bias.data, "correction biases of a router")
+        return {self.bias_name: Slot(self.bias_shape, FLOATS, write)}
 
     @property
     def reader(self) -> "FusedMoE | SparseMoE":
