@@ -85,7 +85,7 @@ class BeamSearch:
         self._done.append((self._score(total, self._num_steps - 1), ended))
 
     def _score(self, total: float, length: int) -> float:
-        return total / max(length, 1) ** self._params.length_penalty
+        return float(total / max(length, 1) ** self._params.length_penalty)
 
     def _is_decided(self) -> bool:
         """Whether no live beam can become one of the best: its sum never rises."""
