@@ -188,11 +188,11 @@ def test_a_kind_of_layer_that_is_not_known_is_named(checkpoint):
     from vllm.architectures.registry import describe
 
     config = json.loads((checkpoint("nemotron_h") / "config.json").read_text())
-    pattern = {"layers_block_type": None, "hybrid_override_pattern": "MX*M"}
+    pattern = {"layers_block_type": None, "hybrid_override_pattern": "MX*M-"}
     with pytest.raises(CheckpointError, match="hybrid_override_pattern holds 'X': it takes M"):
         describe(config | pattern)
-    with pytest.raises(CheckpointError, match=r"is of 4 layers, but num_hidden_layers = 5"):
-        describe(config | {"num_hidden_layers": 5})
+    with pytest.raises(CheckpointError, match=r"is of 5 layers, but num_hidden_layers = 6"):
+        describe(config | {"num_hidden_layers": 6})
 
 
 @pytest.mark.parametrize("part", ["D", "conv1d.bias", "norm.weight", "A_log"])

@@ -11,6 +11,7 @@ from selection_cases import (
     ask,
     attention,
     delta_rule,
+    mamba2,
     kv_quant,
     linear,
     moe,
@@ -460,6 +461,16 @@ _ATTENTION_SECTIONS = [
             "device": DEVICES,
         },
         lambda dtype, libs, device: ask(delta_rule(dtype=dtype), device, libs),
+    ),
+    Section(
+        "Mamba2: chips, libraries and dtypes",
+        "mamba2",
+        {
+            "dtype": ("bf16", "fp32"),
+            "libs": ("all", "broken"),
+            "device": DEVICES,
+        },
+        lambda dtype, libs, device: ask(mamba2(dtype=dtype), device, libs),
     ),
 ]
 SECTIONS = [
