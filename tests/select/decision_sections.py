@@ -18,6 +18,7 @@ from selection_cases import (
     timed,
 )
 
+from vllm.architectures.decoder import RELU2
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.select.decision import Decision
@@ -370,6 +371,12 @@ _MOE_SECTIONS = [
         "moe",
         {"format": FORMATS, "experts": tuple(_EXPERTS), "device": _CHIPS},
         lambda form, experts, device: ask(moe(form, **_EXPERTS[experts]), device),
+    ),
+    Section(
+        "MoE: experts without a gate (all libraries)",
+        "moe",
+        {"format": FORMATS, "device": DEVICES},
+        lambda form, device: ask(moe(form, activation=RELU2), device),
     ),
     Section(
         "MoE: the model rule",
