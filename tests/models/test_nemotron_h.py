@@ -47,8 +47,8 @@ def write(source: Path, target: Path, tensors=None, **changes) -> Path:
 
 
 def quantised(source: Path, is_stored, folder: Path, **quantization) -> tuple[Path, Path]:
-    """(checkpoint as ModelOpt writes FP8 with a scale for each weight, that of the weights it stands
-    for). is_stored: of a weight's name."""
+    """(checkpoint as ModelOpt writes FP8 with a scale for each weight, that of the weights it
+    stands for). is_stored: of a weight's name."""
     stored, wide = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         stored[name] = wide[name] = weight
@@ -94,7 +94,9 @@ def test_states_that_are_kept_change_no_token(checkpoint):
 
 
 def test_activations_of_16_bits_follow_the_reference_closely(checkpoint):
-    folder = checkpoint("nemotron_h")  # without experts, which another rounding may choose otherwise
+    folder = checkpoint(
+        "nemotron_h"
+    )  # without experts, which another rounding may choose otherwise
     wanted = reference(folder)
     for dtype, tolerance in (("bfloat16", 0.25), ("float16", 0.03)):
         assert (logprobs(load(folder, dtype=dtype)) - wanted).abs().max() < tolerance

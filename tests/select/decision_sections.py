@@ -11,9 +11,9 @@ from selection_cases import (
     ask,
     attention,
     delta_rule,
-    mamba2,
     kv_quant,
     linear,
+    mamba2,
     moe,
     timed,
 )

@@ -9,9 +9,9 @@ from selection_cases import (
     MODELS,
     attention,
     delta_rule,
-    mamba2,
     kv_quant,
     linear,
+    mamba2,
     moe,
 )
 

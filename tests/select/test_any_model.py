@@ -126,7 +126,9 @@ def test_layers_have_the_sizes_and_formats_of_the_config(name, tp):
     for layer, (kind, *sizes) in expected.items():
         problem = problems[layer]
         if tp > 1 and kind == "fp8-tensor" and layer.endswith("in_proj"):
-            kind = "fp8-channel"  # A rank has pieces of one weight, and each piece brings its scale.
+            kind = (
+                "fp8-channel"  # A rank has pieces of one weight, and each piece brings its scale.
+            )
         assert problem.format == kind, layer
         if isinstance(problem, MoEProblem):
             inner = problem.intermediate * problem.cut

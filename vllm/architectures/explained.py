@@ -63,7 +63,10 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
     name, is_known = str(text["model_type"]), is_described(text)
     try:
         if is_known:
-            name, source = str(config["model_type"]), f"its layers are those of its {name} text model"
+            name, source = (
+                str(config["model_type"]),
+                f"its layers are those of its {name} text model",
+            )
             items, left_out = list(describe(text).items()), []
         elif tensors:
             source = "its layers are those of its safetensors headers"

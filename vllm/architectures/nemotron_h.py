@@ -2,7 +2,6 @@
 alone, all with squared ReLU. The experts of Nemotron 3 Super read latents of tokens."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import (
@@ -28,7 +27,7 @@ from vllm.architectures.decoder import (
 from vllm.architectures.fields import MAX_LAYERS, Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
 from vllm.architectures.router import sigmoid_router
-from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
+from vllm.architectures.sharding import LinearSpec, Part, linear
 from vllm.errors import CheckpointError, did_you_mean
 from vllm.utils.dataclasses import replace
 
@@ -211,6 +210,6 @@ ARCHITECTURES = (
             for parent in ("backbone", "model")
             for stored, ours in _RENAMED
         ),
-        family="Nemotron-H, Nemotron 3 Nano and Super, without the layers of multi-token prediction",
+        family="Nemotron-H, Nemotron 3 Nano and Super, without layers of multi-token prediction",
     ),
 )

@@ -132,7 +132,8 @@ def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem
 def mamba2_problem(spec: Mamba2Scan, tp: int, dtype: str) -> Mamba2Problem:
     states, (groups, heads) = spec.states, spec.per_rank(tp)
     sizes = heads, groups, states.value_dim, states.key_dim
-    return Mamba2Problem(*sizes, dtype, spec.dt_limits)
+    least, most = spec.dt_limits
+    return Mamba2Problem(*sizes, dtype, least, None if most == float("inf") else most)
 
 
 # ---------------------------------------------------------------- all layers

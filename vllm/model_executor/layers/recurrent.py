@@ -62,7 +62,9 @@ class RecurrentLayer(nn.Module):
             f"{self.prefix}.dt_bias": self._head_slot(self.dt_bias),
         }
 
-    def _conv_slot(self, columns: tuple[int, ...], write: Callable[[slice, Tensor], object]) -> Slot:
+    def _conv_slot(
+        self, columns: tuple[int, ...], write: Callable[[slice, Tensor], object]
+    ) -> Slot:
         """[channels, *columns] in the checkpoint, cut like the rows of the projection. write: rows
         of this rank's, [channels, size of columns] or [channels]."""
         whole, start = None, 0
