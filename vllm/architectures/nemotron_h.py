@@ -121,20 +121,16 @@ def _dt_limits(fields: Fields) -> tuple[float, float]:
     """time_step_limit, as the model is trained; not time_step_min, to which transformers raises the
     steps of prompts but not those of decodes."""
     given = fields.get("time_step_limit")
-    limits = list(given) if isinstance(given, list | tuple) else [given]
+    limits = list(given) if isinstance(given, list | tuple) else []
     # JSON of transformers 5 has no infinity.
     numbers = [one.get("__float__") if isinstance(one, Mapping) else one for one in limits]
-    numbers = [float("inf") if one == "Infinity" else one for one in numbers]
-    if (
-        len(numbers) != 2
-        or any(type(one) not in (int, float) for one in numbers)
-        or not 0 <= numbers[0] <= numbers[1]
-    ):
+    found = [float(one) for one in numbers if type(one) in (int, float) or one == "Infinity"]
+    if not len(found) == len(limits) == 2 or not 0 <= found[0] <= found[1]:
         raise CheckpointError(
             f"{fields.source}: time_step_limit = {given!r}: it takes two numbers from 0 on, the "
             f"smaller one first"
         )
-    return float(numbers[0]), float(numbers[1])
+    return found[0], found[1]
 
 
 def _moe(fields: Fields) -> MoE:

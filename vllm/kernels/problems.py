@@ -124,6 +124,14 @@ def attention_problems(
     )
 
 
+def recurrence_problem(
+    spec: DeltaRule | Mamba2Scan, tp: int, dtype: str
+) -> DeltaRuleProblem | Mamba2Problem:
+    if isinstance(spec, DeltaRule):
+        return delta_rule_problem(spec, tp, dtype)
+    return mamba2_problem(spec, tp, dtype)
+
+
 def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem:
     states = spec.states
     return DeltaRuleProblem(*spec.per_rank(tp), states.key_dim, states.value_dim, dtype)
@@ -181,11 +189,9 @@ def layer_problems(
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
-        if isinstance(item, DeltaRule):
-            return (delta_rule_problem(item, tp, dtype),)
-        if isinstance(item, Mamba2Scan):
-            return (mamba2_problem(item, tp, dtype),)
-        return attention_problems(item, tp, kv_format, dtype)
+        if isinstance(item, CachedAttention):
+            return attention_problems(item, tp, kv_format, dtype)
+        return (recurrence_problem(item, tp, dtype),)
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
     found = []

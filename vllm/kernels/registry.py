@@ -8,7 +8,8 @@ built on is imported when its kernels are made. A backend is named `provider` or
 
 The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`,
 `delta_rule`, `mamba2`), and optionally MAKES (formats that a maker takes, by backend and family or
-by family) and BEFORE (by family, the built-in backend that it is preferred to; without it, it comes last).
+by family) and BEFORE (by family, the built-in backend that it is preferred to; without it, it comes
+last).
 """
 
 import json

@@ -33,8 +33,8 @@ def mamba2_scan(
     """The recurrence of Mamba2 over the tokens of each request: -> [tokens, heads, head_dim].
 
     `x` [tokens, heads, head_dim]; `dt` [tokens, heads]; `b`, `c` [tokens, groups, state_size], of
-    which group h // (heads / groups) goes with head h; `decay_rate` (exp of A_log), `dt_bias`, `skip` (D)
-    float32 [heads]. Per token and head, in float32:
+    which group h // (heads / groups) goes with head h; `decay_rate` (exp of A_log), `dt_bias`,
+    `skip` (D) float32 [heads]. Per token and head, in float32:
 
         d = clamp(softplus(dt + dt_bias), dt_limits)
         S = exp(-decay_rate * d) * S + b (outer product) d * x     S [state_size, head_dim]
