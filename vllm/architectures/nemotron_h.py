@@ -123,7 +123,9 @@ def _dt_limits(fields: Fields) -> tuple[float, float]:
     given = fields.get("time_step_limit")
     limits = list(given) if isinstance(given, list | tuple) else []
     # JSON of transformers 5 has no infinity.
-    numbers = [one.get("__float__") if isinstance(one, Mapping) else one for one in limits]
+    numbers: list[Any] = [
+        one.get("__float__") if isinstance(one, Mapping) else one for one in limits
+    ]
     found = [float(one) for one in numbers if type(one) in (int, float) or one == "Infinity"]
     if not len(found) == len(limits) == 2 or not 0 <= found[0] <= found[1]:
         raise CheckpointError(
