@@ -26,6 +26,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -57,6 +58,7 @@ CUT_EXPERTS = EXPERTS | {"intermediate": 704, "cut": 2}
 WHOLE_EXPERTS = EXPERTS | {"intermediate": 384, "cut_experts": 2}
 HEADS = (28, 4, 128)
 RULE_HEADS = (4, 8, 128, 128)
+MAMBA2_HEADS = 6, 2, 40, 72
 WINDOW = 70
 BLOCK_SIZE = 16
 
@@ -112,6 +114,9 @@ class Kernel:
         elif self.spec.family == "delta_rule":
             for own in sorted(self.spec.dtypes):
                 yield [DeltaRuleProblem(*RULE_HEADS, own)]
+        elif self.spec.family == "mamba2":
+            for own in sorted(self.spec.dtypes):
+                yield [Mamba2Problem(*MAMBA2_HEADS, own)]
         else:
             size = "[128]" if self.format.endswith("-group") else ""
             weight = WeightFormat.parse(self.format + size)
@@ -221,4 +226,5 @@ WRONG = {
     "attention": _wrong_attention,
     "kv_quant": _wrong_writer,
     "delta_rule": _wrong_product,
+    "mamba2": _wrong_product,
 }

@@ -132,7 +132,7 @@ _MLA = {
 
 # Mamba2 layers of two groups of heads, one layer of attention, and MLPs.
 _NEMOTRON_H = {
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
     "layer_norm_epsilon": 1e-3,
     "ssm_state_size": 12,
     "mamba_num_heads": 4,

@@ -180,6 +180,11 @@ def test_sigmoid_routers_choose_alike_on_two_ranks(checkpoint, monkeypatch, name
     check(folder, tensor_parallel_size=2, enable_expert_parallel=whole)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-latent"])
+def test_mamba2_heads_and_experts_of_latents_on_two_ranks(checkpoint, name):
+    check(checkpoint(name), tensor_parallel_size=2)
+
+
 @pytest.mark.slow
 def test_two_stages_of_two_ranks_with_whole_experts(checkpoint):
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}

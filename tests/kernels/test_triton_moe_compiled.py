@@ -124,3 +124,8 @@ def loads_around_the_wait(kernel, types, constants) -> tuple[list[str], list[str
     early, late = ([line for line in part.splitlines() if "ld.global" in line]
                    for part in ptx.split("griddepcontrol.wait", 1))  # fmt: skip
     return early, late
+
+
+def test_experts_without_a_gate_have_one_product():
+    one, both = (ptx_of(gate_up_kernel, PLAIN, NUM_PARTS=parts) for parts in (1, 2))
+    assert 0 < one.count("mma.") < both.count("mma.")

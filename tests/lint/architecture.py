@@ -65,6 +65,7 @@ TAKES_TORCH = (
     "vllm/kernels/cache_numerics.py",
     "vllm/kernels/cuda_ops.py",
     "vllm/kernels/delta_numerics.py",
+    "vllm/kernels/mamba2_numerics.py",
     "vllm/kernels/flashinfer/",
     "vllm/kernels/interface.py",
     "vllm/kernels/latent_numerics.py",

@@ -24,14 +24,14 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 class Seen:
-    """What passes through the model of `llm`: rows of logits, and by step how many rows the feed-
-    forward parts of the first and of the last layer got."""
+    """What passes through the model of `llm`: rows of logits, and by step how many rows the first
+    and the last feed-forward part got."""
 
     def __init__(self, llm: LLM, reads_all: bool = False):
         self.logits, self.first, self.last = [], [], []
         model = llm.llm_engine.core.runner.model
         model.lm_head.register_forward_hook(lambda _m, _i, out: self.logits.append(out.clone()))
-        layers = model.model.layers
+        layers = [layer for layer in model.model.layers if layer.mlp is not None]
         for layer, counts in ((layers[0], self.first), (layers[-1], self.last)):
             layer.mlp.register_forward_pre_hook(
                 lambda _m, inputs, counts=counts: counts.append(inputs[0].shape[0])

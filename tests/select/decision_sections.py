@@ -13,10 +13,12 @@ from selection_cases import (
     delta_rule,
     kv_quant,
     linear,
+    mamba2,
     moe,
     timed,
 )
 
+from vllm.architectures.decoder import RELU2
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
 from vllm.kernels.select.decision import Decision
@@ -371,6 +373,12 @@ _MOE_SECTIONS = [
         lambda form, experts, device: ask(moe(form, **_EXPERTS[experts]), device),
     ),
     Section(
+        "MoE: experts without a gate (all libraries)",
+        "moe",
+        {"format": FORMATS, "device": DEVICES},
+        lambda form, device: ask(moe(form, activation=RELU2), device),
+    ),
+    Section(
         "MoE: the model rule",
         "moe",
         {
@@ -460,6 +468,16 @@ _ATTENTION_SECTIONS = [
             "device": DEVICES,
         },
         lambda dtype, libs, device: ask(delta_rule(dtype=dtype), device, libs),
+    ),
+    Section(
+        "Mamba2: chips, libraries and dtypes",
+        "mamba2",
+        {
+            "dtype": ("bf16", "fp32"),
+            "libs": ("all", "broken"),
+            "device": DEVICES,
+        },
+        lambda dtype, libs, device: ask(mamba2(dtype=dtype), device, libs),
     ),
 ]
 SECTIONS = [

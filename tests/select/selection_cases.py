@@ -20,6 +20,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -89,6 +90,10 @@ def moe(weight: str = "fp8-block", **changes: Any) -> MoEProblem:
 
 def attention(cache: str = "bf16", **changes: Any) -> AttentionProblem:
     return replace(AttentionProblem(16, 2, 128, cache), **changes)
+
+
+def mamba2(**changes: Any) -> Mamba2Problem:
+    return replace(Mamba2Problem(64, 8, 64, 128), **changes)
 
 
 def delta_rule(**changes: Any) -> DeltaRuleProblem:

@@ -11,6 +11,7 @@ from selection_cases import (
     delta_rule,
     kv_quant,
     linear,
+    mamba2,
     moe,
 )
 
@@ -74,7 +75,8 @@ kv_quants = st.builds(
 delta_rules = st.builds(
     lambda dtype, key_dim: delta_rule(dtype=dtype, key_dim=key_dim), _DTYPES, _HEADS
 )
-problems = st.one_of(linears(), moes(), attentions, kv_quants, delta_rules)
+mamba2s = st.builds(lambda dtype, size: mamba2(dtype=dtype, state_size=size), _DTYPES, _HEADS)
+problems = st.one_of(linears(), moes(), attentions, kv_quants, delta_rules, mamba2s)
 
 _ARCHS = {
     "deep_gemm": ["sm120"],

@@ -15,6 +15,7 @@ from selection_cases import (
     delta_rule,
     kv_quant,
     linear,
+    mamba2,
     moe,
     parse_device,
 )
@@ -64,7 +65,9 @@ def questions():
     layers += [attention(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache) for cache in ("bf16", "fp8", "fp32")]
     layers += [kv_quant(cache, dtype=cache) for cache in ("fp16", "fp32")]
-    layers += [delta_rule(dtype=dtype) for dtype in ("bf16", "fp32")]
+    layers += [
+        ask_for(dtype=dtype) for ask_for in (delta_rule, mamba2) for dtype in ("bf16", "fp32")
+    ]
     # FlashInfer comes with its binaries.
     groups = [
         [lib for lib in LIBS["all"].libs if lib.name.partition("_")[0] == name.partition("_")[0]]

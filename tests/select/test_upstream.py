@@ -96,11 +96,14 @@ def test_an_entry_has_settings_or_says_what_upstream_does_instead(entry):
         assert re.fullmatch(r"--[\w-]+ [\w]+|(VLLM|SGLANG)_[A-Z0-9_]+=\w+", setting)
 
 
+RECURRENCES = ("delta_rule", "mamba2")
+
+
 def kernels() -> Iterator[tuple[str, str, str, str]]:
-    """(family, backend, format, form of scales) of every declared kernel, but those of the delta
-    rule: of the choice of its kernel nothing is documented."""
+    """(family, backend, format, form of scales) of every declared kernel, but those of
+    recurrences: of the choice of their kernels nothing is documented."""
     for spec in registry.all_specs():
-        if spec.family == "delta_rule":
+        if spec.family in RECURRENCES:
             continue
         forms = {str(form) for _, form in spec.scales} or {""}
         for weight_format, form in product(spec.formats, forms):
@@ -191,7 +194,7 @@ def test_every_layer_of_a_model_has_flags_or_is_said_to_have_none(
             assert answer.text == "no kernel serves these layers here"
         else:
             assert answer.text.startswith(refusal) and len(answer.text) > len(refusal)
-        is_documented = answer.backend != "(none)" and answer.family != "delta_rule"
+        is_documented = answer.backend != "(none)" and answer.family not in RECURRENCES
         assert (answer.entry is not None) == is_documented
     page = " ".join(upstream_report.page(found, 100).split())
     assert all(answer.text in page for answer in found.answers)

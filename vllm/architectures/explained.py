@@ -67,7 +67,7 @@ def _unserved(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> 
                 str(config["model_type"]),
                 f"its layers are those of its {name} text model",
             )
-            items, left_out = list(describe(text).items()), []
+            items, left_out = list(describe(text).items()), list[str]()
         elif tensors:
             source = "its layers are those of its safetensors headers"
             items, left_out = stored_layers.layers_of(

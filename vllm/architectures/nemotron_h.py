@@ -2,7 +2,6 @@
 alone, all with squared ReLU. The experts of Nemotron 3 Super read latents of tokens."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import (
@@ -28,7 +27,7 @@ from vllm.architectures.decoder import (
 from vllm.architectures.fields import MAX_LAYERS, Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
 from vllm.architectures.router import sigmoid_router
-from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
+from vllm.architectures.sharding import LinearSpec, Part, linear
 from vllm.errors import CheckpointError, did_you_mean
 from vllm.utils.dataclasses import replace
 
@@ -122,20 +121,18 @@ def _dt_limits(fields: Fields) -> tuple[float, float]:
     """time_step_limit, as the model is trained; not time_step_min, to which transformers raises the
     steps of prompts but not those of decodes."""
     given = fields.get("time_step_limit")
-    limits = list(given) if isinstance(given, list | tuple) else [given]
+    limits = list(given) if isinstance(given, list | tuple) else []
     # JSON of transformers 5 has no infinity.
-    numbers = [one.get("__float__") if isinstance(one, Mapping) else one for one in limits]
-    numbers = [float("inf") if one == "Infinity" else one for one in numbers]
-    if (
-        len(numbers) != 2
-        or any(type(one) not in (int, float) for one in numbers)
-        or not 0 <= numbers[0] <= numbers[1]
-    ):
+    numbers: list[Any] = [
+        one.get("__float__") if isinstance(one, Mapping) else one for one in limits
+    ]
+    found = [float(one) for one in numbers if type(one) in (int, float) or one == "Infinity"]
+    if not len(found) == len(limits) == 2 or not 0 <= found[0] <= found[1]:
         raise CheckpointError(
             f"{fields.source}: time_step_limit = {given!r}: it takes two numbers from 0 on, the "
             f"smaller one first"
         )
-    return float(numbers[0]), float(numbers[1])
+    return found[0], found[1]
 
 
 def _moe(fields: Fields) -> MoE:
@@ -211,6 +208,6 @@ ARCHITECTURES = (
             for parent in ("backbone", "model")
             for stored, ours in _RENAMED
         ),
-        family="Nemotron-H, Nemotron 3 Nano and Super, without the layers of multi-token prediction",
+        family="Nemotron-H, Nemotron 3 Nano and Super, without layers of multi-token prediction",
     ),
 )

@@ -174,10 +174,11 @@ class MoETensors:
     """The experts of one layer as loaded, stacked, before a backend lays them out.
 
     gate_up: [E, 2 * intermediate, hidden], of each expert its gate rows and then its up rows, or of
-    experts without a gate [E, intermediate, hidden]; down: [E, hidden, intermediate]; both in their stored dtype. Their scales: float32
-    [E, scale rows, K blocks], for each expert as in LinearTensors, with gate and up as shards; None
-    for weights without. Their input scales, of a static activation scheme, and global scales:
-    float32 [E, shards]. Packed formats and zero points: as in LinearTensors.
+    experts without a gate [E, intermediate, hidden]; down: [E, hidden, intermediate]; both in their
+    stored dtype. Their scales: float32 [E, scale rows, K blocks], for each expert as in
+    LinearTensors, with gate and up as shards; None for weights without. Their input scales, of a
+    static activation scheme, and global scales: float32 [E, shards]. Packed formats and zero
+    points: as in LinearTensors.
 
     A rank's part of larger experts may begin inside a scale block: gate and up by row_offset rows,
     down by column_offset columns.

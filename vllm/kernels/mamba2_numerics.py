@@ -1,6 +1,7 @@
 """Whether the recurrence of Mamba2 computes what it should, as `delta_numerics` compares one."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,15 +23,12 @@ def mamba2_comparison(
         b, c = (one.unflatten(1, (groups, problem.state_size)) for one in (b, c))
         return x.unflatten(1, (heads, problem.head_dim)), dt, b, c
 
-    def definition(*given: Tensor) -> tuple[Tensor, Tensor]:
-        return recurrence(*given, limits=problem.dt_limits)
-
     given = Recurrence(
         (sum(sizes), heads),
         views,
         lambda normal: (0.2 * normal(heads).abs(), normal(heads), normal(heads)),
         (heads, problem.state_size, problem.head_dim),
-        definition,
+        partial(recurrence, limits=problem.dt_limits),
     )
     return comparison(given, problem, backend, device)
 

@@ -123,6 +123,14 @@ def attention_problems(
     )
 
 
+def recurrence_problem(
+    spec: DeltaRule | Mamba2Scan, tp: int, dtype: str
+) -> DeltaRuleProblem | Mamba2Problem:
+    if isinstance(spec, DeltaRule):
+        return delta_rule_problem(spec, tp, dtype)
+    return mamba2_problem(spec, tp, dtype)
+
+
 def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem:
     states = spec.states
     return DeltaRuleProblem(*spec.per_rank(tp), states.key_dim, states.value_dim, dtype)
@@ -131,7 +139,8 @@ def delta_rule_problem(spec: DeltaRule, tp: int, dtype: str) -> DeltaRuleProblem
 def mamba2_problem(spec: Mamba2Scan, tp: int, dtype: str) -> Mamba2Problem:
     states, (groups, heads) = spec.states, spec.per_rank(tp)
     sizes = heads, groups, states.value_dim, states.key_dim
-    return Mamba2Problem(*sizes, dtype, spec.dt_limits)
+    least, most = spec.dt_limits
+    return Mamba2Problem(*sizes, dtype, least, None if most == float("inf") else most)
 
 
 # ---------------------------------------------------------------- all layers
@@ -179,11 +188,9 @@ def layer_problems(
             return (linear_problem(item, name, regions, tp, *layer_format, dtype, error),)
         if isinstance(item, ExpertsSpec):
             return (moe_problem(item, tp, ep, *layer_format, dtype, error),)
-        if isinstance(item, DeltaRule):
-            return (delta_rule_problem(item, tp, dtype),)
-        if isinstance(item, Mamba2Scan):
-            return (mamba2_problem(item, tp, dtype),)
-        return attention_problems(item, tp, kv_format, dtype)
+        if isinstance(item, CachedAttention):
+            return attention_problems(item, tp, kv_format, dtype)
+        return (recurrence_problem(item, tp, dtype),)
 
     made: dict[Any, tuple[Problem, ...]] = {}  # layers that are alike share their specs
     found = []

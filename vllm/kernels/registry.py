@@ -7,8 +7,9 @@ built on is imported when its kernels are made. A backend is named `provider` or
 (flashinfer-cutlass); its module or entry point is named after the provider.
 
 The module has SPECS, a maker per family it has code for (`linear`, `moe`, `attention`, `kv_quant`,
-`delta_rule`, `mamba2`), and optionally MAKES (formats that a maker takes, by backend and family or by family)
-and BEFORE (by family, the built-in backend that it is preferred to; without it, it comes last).
+`delta_rule`, `mamba2`), and optionally MAKES (formats that a maker takes, by backend and family or
+by family) and BEFORE (by family, the built-in backend that it is preferred to; without it, it comes
+last).
 """
 
 import json

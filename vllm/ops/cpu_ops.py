@@ -276,11 +276,12 @@ def causal_conv1d(
     """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
 
     out[t, c] = silu(bias[c] + sum over j of weight[j, c] * x[t - taps + 1 + j, c]), `weight`
-    float32 [taps, channels], up to 8 taps, `bias` float32 [channels] or None. Where that reaches back before this step it reads `state` [slots,
-    taps - 1, channels] in x's type, the last inputs of the request in slot `state_slots[r]`
-    (int32 [requests]), and then leaves its own last inputs there. Requests are given as for
-    `paged_attention`, each with at least one token; one with seq_lens[r] tokens in this step
-    starts from zeros, whatever its slot holds. Slots of requests must differ.
+    float32 [taps, channels], up to 8 taps, `bias` float32 [channels] or None. Where that reaches
+    back before this step it reads `state` [slots, taps - 1, channels] in x's type, the last inputs
+    of the request in slot `state_slots[r]` (int32 [requests]), and then leaves its own last inputs
+    there. Requests are given as for `paged_attention`, each with at least one token; one with
+    seq_lens[r] tokens in this step starts from zeros, whatever its slot holds. Slots of requests
+    must differ.
     """
     if out is None:
         out = x.new_empty(x.shape)

@@ -32,16 +32,16 @@ def mamba2_scan(
 ) -> Tensor:
     """The recurrence of Mamba2 over the tokens of each request: -> [tokens, heads, head_dim].
 
-    `x` [tokens, heads, head_dim]; `dt` [tokens, heads]; `b`, `c` [tokens, groups, state_size], whose
-    group h // (heads / groups) goes with head h; `decay_rate` (exp of A_log), `dt_bias`, `skip` (D)
-    float32 [heads]. Per token and head, in float32:
+    `x` [tokens, heads, head_dim]; `dt` [tokens, heads]; `b`, `c` [tokens, groups, state_size], of
+    which group h // (heads / groups) goes with head h; `decay_rate` (exp of A_log), `dt_bias`,
+    `skip` (D) float32 [heads]. Per token and head, in float32:
 
         d = clamp(softplus(dt + dt_bias), dt_limits)
         S = exp(-decay_rate * d) * S + b (outer product) d * x     S [state_size, head_dim]
         out = S.T c + skip * x
 
-    S is `state[state_slots[r], h]` (float32 [slots, heads, state_size, head_dim]), taken and left as
-    `causal_conv1d` does with its own (`cpu_ops`), where requests are explained too.
+    S is `state[state_slots[r], h]` (float32 [slots, heads, state_size, head_dim]), taken and left
+    as `cpu_ops.causal_conv1d` does with its own, where requests are explained too.
     """
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_groups = b.shape[1]
@@ -98,8 +98,8 @@ def _chunked(
 def silu_mul_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and gate
-    [tokens, groups, columns], weight float32 [groups, columns]."""
+    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and
+    gate [tokens, groups, columns], weight float32 [groups, columns]."""
     gated = x.float() * silu(gate.float())
     scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
     result = (gated * scale * weight).to(x.dtype)

@@ -2,8 +2,8 @@
 
 Linear layers and experts: the sizes of a layer modulo 256 rows and 512 columns, so that odd sizes
 and alignments of shards stay. A linear kernel that is compiled at run time has the layer's own
-sizes: others would be compiled for the probe alone. Attention and recurrences: the layer's own heads,
-of attention its window and pages, and short requests.
+sizes: others would be compiled for the probe alone. Attention and recurrences: the layer's own
+heads, of attention its window and pages, and short requests.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -17,7 +17,7 @@ class LayerNames:
     match whole names; or `re:` and a regular expression, which matches from the start of a name.
 
     Multimodal checkpoints list `model.language_model.layers.0.mlp` (or `language_model.model...`)
-    for what the text model calls `model.layers.0.mlp`.
+    for what the text model calls `model.layers.0.mlp`, and others begin with `backbone` instead.
     """
 
     def __init__(self, entries: Sequence[str]):
@@ -56,7 +56,10 @@ class LayerNames:
 
 
 def _text_model_name(entry: str) -> str:
-    return ".".join(part for part in entry.split(".") if part != "language_model") or "model"
+    parts = [part for part in entry.split(".") if part != "language_model"] or ["model"]
+    if parts[0] == "backbone":
+        parts[0] = "model"
+    return ".".join(parts)
 
 
 def _compiled(pattern: str) -> "re.Pattern[str]":

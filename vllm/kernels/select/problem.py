@@ -299,7 +299,8 @@ class Mamba2Problem(_CacheProblem):
     """The recurrence of Mamba2 over a state of each request, sizes per rank; `format` is the
     element type of the states.
 
-    num_groups: of heads that share B and C of state_size. dt_limits: bounds of the steps.
+    num_groups: of heads that share B and C of state_size. dt_min, dt_max: bounds of the steps, None
+    for no upper one.
     """
 
     family: ClassVar[str] = "mamba2"
@@ -310,7 +311,12 @@ class Mamba2Problem(_CacheProblem):
     head_dim: int
     state_size: int
     dtype: str = "bf16"
-    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    dt_min: float = 0.0
+    dt_max: float | None = None
+
+    @property
+    def dt_limits(self) -> tuple[float, float]:
+        return self.dt_min, float("inf") if self.dt_max is None else self.dt_max
 
     def __str__(self) -> str:
         least, most = self.dt_limits

@@ -152,8 +152,8 @@ def rms_norm_gated(
 def silu_mul_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and gate
-    [T, groups, columns], weight float32 [groups, columns]."""
+    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and
+    gate [T, groups, columns], weight float32 [groups, columns]."""
     num_tokens, groups, columns = x.shape
     result = x.new_empty(x.shape) if out is None else out
     assert x.is_contiguous() and result.is_contiguous() and weight.is_contiguous()

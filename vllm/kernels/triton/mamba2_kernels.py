@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Device code of `mamba2.py`: names in capitals are compile-time constants. Requests are given as in
-`delta_rule_kernels.py`."""
+"""Device code of `mamba2.py`: names in capitals are compile-time constants. Requests are given as
+in `delta_rule_kernels.py`."""
 
 import triton
 import triton.language as tl

@@ -201,10 +201,7 @@ def gate_up_kernel(
         gate += tl.load(own, mask=n < INNER, other=0.0)[:, None]
         if NUM_PARTS == 2:
             up += tl.load(own + INNER, mask=n < INNER, other=0.0)[:, None]
-    if NUM_PARTS == 2:
-        inner = activate(gate, up, LIMIT)
-    else:
-        inner = tl.where(gate < 0.0, 0.0, gate * gate)
+    inner = tl.where(gate < 0.0, 0.0, gate * gate) if NUM_PARTS == 1 else activate(gate, up, LIMIT)
     is_stored = (n < INNER)[:, None] & is_row[None, :]
     target = out + rows.to(tl.int64)[None, :] * INNER + n[:, None]
     if QUANTISES:
