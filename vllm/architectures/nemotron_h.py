@@ -2,6 +2,7 @@
 alone, all with squared ReLU. The experts of Nemotron 3 Super read latents of tokens."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import (
