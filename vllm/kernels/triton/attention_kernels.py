@@ -267,7 +267,6 @@ def decode_kernel(
     begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
-
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
     is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
     pointers = q + token.to(tl.int64) * q_token + (first_head + rows)[:, None] * q_head
