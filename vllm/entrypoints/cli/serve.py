@@ -45,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_server_flags(group: Any) -> None:
     _add_flags_of_variables(group)
+    _add_certificate_flags(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
@@ -90,12 +91,6 @@ def add_server_flags(group: Any) -> None:
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
     text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
-    text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
-    text("--ssl-certfile", help="Certificate file.")
-    text("--ssl-ca-certs", help="Certificates of authorities that clients' are signed by.")
-    text("--ssl-cert-reqs", type=_number(int, 0, 2, "0, 1 or 2"), default=0,
-         help="Certificates of clients: 0 none, 1 checked, 2 required (default: 0).")  # fmt: skip
-    text("--ssl-ciphers", help="Ciphers of TLS 1.2 and before, as OpenSSL lists them.")
     text("--disable-fastapi-docs", action=_SWITCH, default=False,
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
@@ -107,6 +102,16 @@ def add_server_flags(group: Any) -> None:
     text("--strict-requests", action="store_true",
          help="Refuse fields of requests that have no effect or are not known; default: ignore "
          "them, with a Warning header.")  # fmt: skip
+
+
+def _add_certificate_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--ssl-keyfile", help="Key of the certificate; with --ssl-certfile, serve HTTPS.")
+    text("--ssl-certfile", help="Certificate file.")
+    text("--ssl-ca-certs", help="Certificates of authorities that clients' are signed by.")
+    text("--ssl-cert-reqs", type=_number(int, 0, 2, "0, 1 or 2"), default=0,
+         help="Certificates of clients: 0 none, 1 checked, 2 required (default: 0).")  # fmt: skip
+    text("--ssl-ciphers", help="Ciphers of TLS 1.2 and before, as OpenSSL lists them.")
 
 
 def _add_flags_of_variables(group: Any) -> None:

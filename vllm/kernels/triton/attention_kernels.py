@@ -288,9 +288,8 @@ def decode_kernel(
     _store_split(
         _normalise(acc, row_sum, v_scale), row_max + tl.log2(row_sum), split,
         tl.cdiv(seq_len - first_key, length), partial + slot * num_splits * (GROUP * DIM),
-        partial_lse + slot * num_splits * GROUP,
-        num_arrived + slot, start, out_head, own_sinks, GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD,
-        AT_ONCE,
+        partial_lse + slot * num_splits * GROUP, num_arrived + slot, start, out_head, own_sinks,
+        GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
     )  # fmt: skip
 
 
