@@ -100,10 +100,9 @@ void check_requests(const cpu::AttentionArgs& args, int64_t num_tokens,
                "block_tables: given " << blocks_per_request << " blocks per request; request " << r
                                       << " needs " << num_blocks << " for " << seq_len
                                       << " tokens");
-    const int64_t first = num_blocks == 0
-                              ? 0
-                              : cpu::first_visible_key(seq_len - query_len, args) /
-                                    args.cache.block_size;
+    const int64_t first =
+        num_blocks == 0 ? 0
+                        : cpu::first_visible_key(seq_len - query_len, args) / args.cache.block_size;
     const int32_t* table = args.block_tables + r * args.block_table_stride;
     for (int64_t b = first; b < num_blocks; ++b) {
       VLLM_CHECK(table[b] >= 0 && table[b] < args.cache.num_blocks,
@@ -136,8 +135,7 @@ void clear_rows_without_keys(const cpu::AttentionArgs& args, TensorView out) {
 void paged_attention(TensorView query, TensorView k_cache, TensorView v_cache,
                      TensorView block_tables, TensorView query_start_loc, TensorView seq_lens,
                      TensorView out, double scale, int64_t sliding_window, double k_scale,
-                     double v_scale, Optional<TensorView> sinks, double softcap,
-                     bool is_chunked) {
+                     double v_scale, Optional<TensorView> sinks, double softcap, bool is_chunked) {
   cpu::AttentionArgs args;
   args.cache = cache_of(k_cache, v_cache, k_scale, v_scale);
   args.query = heads_of(query, "query");
