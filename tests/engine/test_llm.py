@@ -325,7 +325,7 @@ def test_engine_arguments_may_be_numbers_of_numpy_types_of_torch_paths_and_none(
         dtype=torch.bfloat16, seed=None,
     )  # fmt: skip
     taken = (args.model, args.max_num_seqs, args.gpu_memory_utilization, args.dtype, args.seed)
-    assert taken == (str(text_checkpoint), 3, 1.0, "torch.bfloat16", 0)
+    assert taken == (str(text_checkpoint), 3, 1.0, "bfloat16", 0)
     assert type(args.max_num_seqs) is int
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from .serving import COMMAND, environment
+from .serving import COMMAND, environment, wait_until
 
 pytest.importorskip("prompt_toolkit")
 
@@ -150,7 +150,7 @@ def test_a_conversation_in_a_terminal(server: ThreadingHTTPServer, tmp_path: Pat
     screen.until("hi there")
     stopped = Scripted.requests[-1]["messages"][-2]
     assert stopped["role"] == "assistant" and stopped["content"].startswith("part 0 part 1 ")
-    assert Scripted.num_left == 1, "the server is told that nobody waits"
+    wait_until(lambda: Scripted.num_left == 1, 5)  # The server is told that nobody waits.
 
     screen.ask("nothing")
     screen.until("error: .*no nothing")

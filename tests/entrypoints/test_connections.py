@@ -13,6 +13,7 @@ from slowness import slowness
 from .serving import RunningServer, wait_until
 
 NUM_SILENT = 600
+ABORTED = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}'
 
 
 def is_idle(server: RunningServer) -> bool:
@@ -32,7 +33,7 @@ def vanish(connection: socket.socket) -> None:
                                     {"prompt": ["ban", "mest", "tu"]}])  # fmt: skip
 def test_a_request_ends_when_its_client_goes_away(server: RunningServer, fields: Any) -> None:
     wait_until(lambda: is_idle(server))
-    before = server.metric('vllm:request_success_total{finished_reason="abort",model_name="tiny"}')
+    before = server.metric(ABORTED)
     connection = server.connect()
     server.send_completion(connection, temperature=1.0, **fields)
     wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
@@ -42,8 +43,7 @@ def test_a_request_ends_when_its_client_goes_away(server: RunningServer, fields:
     start = time.monotonic()
     wait_until(lambda: is_idle(server), 20)
     assert time.monotonic() - start < 1.5 * slowness()
-    after = server.metric('vllm:request_success_total{finished_reason="abort",model_name="tiny"}')
-    assert after > before
+    assert server.metric(ABORTED) > before
 
 
 def test_a_request_that_waits_leaves_the_queue_with_its_client(server: RunningServer) -> None:

@@ -134,7 +134,7 @@ def test_sparse_latent_attention_and_its_cache_have_no_kernel(run, device):
     for family in ("attention", "kv_quant"):
         for candidate in candidates(out, family):
             texts = [reason["text"] for reason in candidate["reasons"]]
-            assert "computes plain attention, not sparse MLA" in texts
+            assert any("computes plain attention, not sparse MLA" in text for text in texts)
     notes = json.loads(out)["model"]["notes"]
     assert "there is no kernel for attention with sparse MLA here" in notes
 

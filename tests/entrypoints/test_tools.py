@@ -213,7 +213,7 @@ def test_without_a_call_tools_change_nothing_of_the_answer(server: RunningServer
         ({"tools": None, "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "nix"}}}, "'nix'; tools offers"),
         ({"tool_choice": "always"}, "tool_choice"),
-        ({"functions": [{"name": "x"}]}, "give them as tools"),
+        ({"functions": [{"name": "x"}]}, "give the functions as tools"),
         (
             {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
                 {"function": {"name": "now", "arguments": "{broken"}}]}]},

@@ -304,7 +304,7 @@ def test_a_stream_that_its_client_cuts_ends_the_request(server: RunningServer, p
     body = json.dumps(data).encode()
     head = (f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n")  # fmt: skip
-    aborted = 'vllm:request_success_total{finished_reason="abort",model_name="tiny"}'
+    aborted = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}'
     before = server.metric(aborted)
     with socket.create_connection(("127.0.0.1", server.port), 30) as connection:
         connection.sendall(head.encode() + body)
