@@ -299,6 +299,8 @@ def _made_up(rng: Random) -> dict[str, Any]:
         del text["num_key_value_heads"]
     if rng.random() < 0.2 and (kinds := _LAYER_TYPES.get(text["model_type"])):
         text["layer_types"] = rng.choices(kinds, k=layers)
+    if text["model_type"] == "nemotron_h":
+        text["hybrid_override_pattern"] = "".join(rng.choices("MM*-E", k=layers))
     if rng.random() < 0.04:
         text["auto_map"] = {}  # a config that transformers reads
     name = rng.choice(("dtype", "torch_dtype"))
@@ -384,8 +386,24 @@ def _qwen3_5_moe(rng: Random) -> dict[str, Any]:
     return _qwen3_5(rng) | name | experts | {"shared_expert_intermediate_size": 512}
 
 
+def _nemotron_h(rng: Random) -> dict[str, Any]:
+    """The kinds of its layers go by their number."""
+    count, top_k, inner = rng.choice(_EXPERTS)
+    return {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "n_routed_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": 512,
+    }
+
+
 def _deepseek(rng: Random) -> dict[str, Any]:
-    """Which the engine refuses."""
     return {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -411,7 +429,7 @@ _TEXT_MODELS = (
     _qwen3_5,
     _qwen3_5_moe,
 ) * 3
-_TEXT_MODELS += (_qwen3_moe, _qwen3_5_moe, _deepseek)
+_TEXT_MODELS += (_qwen3_moe, _qwen3_5_moe, _deepseek, _nemotron_h)
 _LAYER_TYPES = {
     "qwen2": ("full_attention", "sliding_attention"),
     "qwen3": ("full_attention", "sliding_attention"),

@@ -108,6 +108,6 @@ def finite_into(target: Tensor, what: str) -> Callable[[Tensor], None]:
     def write(tensor: Tensor) -> None:
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{what} must be finite; the checkpoint is corrupt, fetch it again")
-        target.copy_(tensor)
+        target.copy_(tensor.reshape(target.shape))
 
     return write
