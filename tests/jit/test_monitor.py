@@ -146,6 +146,6 @@ def test_a_step_that_compiled_is_seen_in_the_metrics(tmp_path):
         llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
         stats = core.stats()
         assert stats.num_compiled == number
-        metrics.record_step(stats)
-    counted = 'vllm:num_kernels_compiled_total{model_name="tiny"} 3.0'
+        metrics.engines[0].record_step(stats)
+    counted = 'vllm:num_kernels_compiled_total{engine="0",model_name="tiny"} 3.0'
     assert counted in metrics.render().decode()
