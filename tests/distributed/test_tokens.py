@@ -33,7 +33,7 @@ OPTIONS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 40,
     "max_model_len": 128,
-    "num_gpu_blocks_override": 9,
+    "num_gpu_blocks_override": 8,
     "skip_tokenizer_init": True,
 }
 

@@ -40,7 +40,7 @@ LAYERS = {"qwen3_moe": 2, "qwen3_5_moe": 4}
 # What such checkpoints keep of Qwen3.5: all but the routed experts.
 KEPT = ["lm_head", "*linear_attn*", "*self_attn*", "*shared_expert*", "*mlp.gate"]
 IGNORED = {"modelopt": "ignore", "compressed-tensors": "ignore", "awq": "modules_to_not_convert",
-           "gptq": "modules_to_not_convert"}  # fmt: skip
+           "gptq": "modules_to_not_convert", "quark": "exclude"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
