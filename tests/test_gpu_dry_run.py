@@ -60,6 +60,7 @@ def test_every_gpu_test_finds_its_fixtures_and_comes_to_its_first_use_of_a_gpu()
     assert done.returncode == 0, "\n".join(told) or done.stderr
 
 
+@pytest.mark.slow
 def test_the_first_use_ends_a_test_wherever_it_is(tmp_path: Path):
     file = tmp_path / "test_sound.py"
     file.write_text(SOUND)
@@ -79,6 +80,7 @@ def broken_runs(tmp_path_factory) -> "subprocess.CompletedProcess[str]":
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(BROKEN)))
 def test_what_is_broken_before_the_first_use_fails(broken_runs, index: int):
     told = [line for line in broken_runs.stdout.splitlines() if f"_{index}.py" in line]

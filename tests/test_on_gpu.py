@@ -62,6 +62,7 @@ def test_a_part_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
     assert outcome(tmp_path, "pass").startswith("ok, ")
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '99']).pid, flush=True); "
     seconds = math.ceil(2 * slowness())  # until Python has started

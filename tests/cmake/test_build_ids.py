@@ -68,6 +68,7 @@ def finish(configured: Configured) -> dict:
     return json.loads((folder / "lib" / "arch_manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_each_kernel_of_the_manifest_has_an_id_whatever_it_is_compiled_for(nvcc, tmp_path):
     one, many = (
         Configured(tmp_path / name, TORCH_CUDA_ARCH_LIST=archs)

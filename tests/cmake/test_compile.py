@@ -64,6 +64,7 @@ def opcodes(text: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(NATIVE, QUICK[:1]))
 def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])
@@ -73,6 +74,7 @@ def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
         assert not ARITHMETIC & set(kernels[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(SOFTWARE, QUICK[1:]))
 def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])

@@ -43,6 +43,7 @@ def test_what_cannot_be_built_is_listed_last_and_in_the_manifest(nvcc, tmp_path)
         assert skipped["*", arch]["reason"].startswith(reason)
 
 
+@pytest.mark.slow
 def test_strict_makes_what_cannot_be_built_an_error_and_only_that(nvcc, tmp_path):
     strict = "-DVLLM_STRICT_ARCHS=ON"
     refused = Configured(tmp_path / "a", strict, "-DTORCH_CUDA_ARCH_LIST=9.0a;99.0")
@@ -52,6 +53,7 @@ def test_strict_makes_what_cannot_be_built_an_error_and_only_that(nvcc, tmp_path
     assert cpu.succeeded, cpu.text
 
 
+@pytest.mark.slow
 def test_an_option_wins_over_a_variable_and_cmakes_spelling_is_taken(nvcc, tmp_path):
     option = "-DCMAKE_CUDA_ARCHITECTURES=90a-real;121f"
     configured = Configured(tmp_path, option, TORCH_CUDA_ARCH_LIST="8.0", CUDAARCHS="80")
@@ -62,6 +64,7 @@ def test_an_option_wins_over_a_variable_and_cmakes_spelling_is_taken(nvcc, tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_native_means_the_chips_of_this_machine_with_the_suffix_that_loses_nothing(nvcc, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()

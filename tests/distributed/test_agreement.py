@@ -99,6 +99,7 @@ def refusal(folder, **options) -> str:
 # ---------------------------------------------------------------- facts
 
 
+@pytest.mark.slow
 def test_another_variable_is_named_with_its_rank(checkpoint, of_ranks):
     of_ranks("", "os.environ['VLLM_USE_DEEP_GEMM'] = '0'")
     text = refusal(checkpoint("llama"))
@@ -107,6 +108,7 @@ def test_another_variable_is_named_with_its_rank(checkpoint, of_ranks):
     )
 
 
+@pytest.mark.slow
 def test_another_version_of_a_library_is_named_with_its_rank(checkpoint, of_ranks, tmp_path):
     for folder, version in (("first", "0.1.3"), ("second", "0.1.5")):
         write_package(tmp_path / folder, "deep_gemm")
@@ -118,6 +120,7 @@ def test_another_version_of_a_library_is_named_with_its_rank(checkpoint, of_rank
     assert text.count("deep_gemm") == 2, "what is equal is not told"
 
 
+@pytest.mark.slow
 def test_a_table_that_only_one_rank_has_is_named_with_it(checkpoint, caches):
     chip = probe_chip()
     rows = {"fp32:8x8 fp32 none": {"cpu": Entry("torch 0", "2026-11-24", ((1, 5.0),))}}
@@ -136,6 +139,7 @@ def test_a_table_that_only_one_rank_has_is_named_with_it(checkpoint, caches):
 # ---------------------------------------------------------------- decisions
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_chosen_on_one_rank_alone_is_named_with_its_layer(
     checkpoint, of_ranks, tmp_path
 ):
@@ -189,6 +193,7 @@ def blocks(weight: np.ndarray):
     return stored, codes.float().numpy() * np.repeat(scales, 128, 0)[:rows, :1]
 
 
+@pytest.mark.slow
 def test_a_weight_that_loses_too_much_on_one_rank_has_another_kernel_on_all(checkpoint, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from entrypoints.serving import wait_until
+from slow import quick
 
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
@@ -58,12 +59,13 @@ def ranks_of(pid: int) -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_its_folder_hides_no_module_of_python(checkpoint, tmp_path):
     (tmp_path / "queue.py").write_text("raise RuntimeError('this is a file of the user')")
     assert start_script(checkpoint("llama"), tmp_path).wait(60) == 0
 
 
-@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("cause", quick([signal.SIGKILL, signal.SIGINT], [signal.SIGINT]))
 def test_ranks_end_with_their_engine_while_they_load(cause, checkpoint, tmp_path):
     modules = tmp_path / "modules"
     modules.mkdir()
@@ -79,6 +81,7 @@ def test_ranks_end_with_their_engine_while_they_load(cause, checkpoint, tmp_path
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_an_engine_goes_on_after_ctrl_c(checkpoint):
     llm = LLM(checkpoint("llama"), tensor_parallel_size=2, skip_tokenizer_init=True)
     inputs = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [7, 8]}]

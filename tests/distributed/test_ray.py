@@ -50,6 +50,7 @@ def test_several_engines_do_not_start_a_cluster_each():
         _connect(NoCluster(), 2)
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint, cluster):
     folder = checkpoint("llama")
     llm = load(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
@@ -62,6 +63,7 @@ def test_two_nodes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint, c
         tokens(llm)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_cluster_has_are_refused(checkpoint, cluster):
     with pytest.raises(ConfigError, match=r"the cluster has 2 CPUs, but .* make 3 ranks"):
         load(checkpoint("llama"), pipeline_parallel_size=3, distributed_executor_backend="ray")

@@ -160,6 +160,7 @@ def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):
         assert f"vllm: error: {error}" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_two_engines_on_their_own_and_a_rank_of_one_is_killed(experts, wanted, tmp_path):
     with started_server(
         experts, tmp_path / "log", *FLAGS, "-dp", "2", "-pp", "2", VLLM_LOGGING_LEVEL="warning"

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from slow import quick
 
 from vllm import LLM, SamplingParams
 from vllm.core.outputs import SchedulerOutput
@@ -83,6 +84,7 @@ def test_two_tensor_parallel_ranks_and_one_that_is_killed(checkpoint):
     assert executor._handles[0].process.end(0) != "it closed its connection", "the others end too"
 
 
+@pytest.mark.slow
 def test_scale_blocks_that_shards_cut_and_a_rank_that_hangs(checkpoint):
     folder, seconds = checkpoint("qwen3", **UNEVEN), 4.0
     options = {"tensor_parallel_size": 2, "distributed_timeout_seconds": seconds}
@@ -135,6 +137,7 @@ def test_merged_weights_are_cut_head_by_head(checkpoint):
     assert llm.llm_engine.core.executor.kernels()["device"]
 
 
+@pytest.mark.slow
 def test_norms_before_the_residual_follow_the_sum_over_the_ranks(checkpoint):
     check(checkpoint("gemma3"), tensor_parallel_size=2)
 
@@ -162,6 +165,7 @@ def test_experts_whose_input_the_router_scales(checkpoint, monkeypatch, is_whole
     check(checkpoint("llama4"), tensor_parallel_size=2, enable_expert_parallel=is_whole)
 
 
+@pytest.mark.slow
 def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
     folder = checkpoint("qwen3_moe", **EXPERTS)
@@ -169,7 +173,7 @@ def test_whole_experts_on_each_rank_by_all_to_all(checkpoint, monkeypatch):
     check(folder, alone={"quantization": "fp8"}, **options)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe-normed", "minimax_m2"])
+@pytest.mark.parametrize("name", quick(["glm4_moe-normed", "minimax_m2"], ["minimax_m2"]))
 @pytest.mark.parametrize("shares", ["parts of experts", "whole experts"])
 def test_sigmoid_routers_choose_alike_on_two_ranks(checkpoint, monkeypatch, name, shares):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
@@ -180,7 +184,7 @@ def test_sigmoid_routers_choose_alike_on_two_ranks(checkpoint, monkeypatch, name
     check(folder, tensor_parallel_size=2, enable_expert_parallel=whole)
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-latent"])
+@pytest.mark.parametrize("name", quick(["nemotron_h", "nemotron_h-latent"], ["nemotron_h-latent"]))
 def test_mamba2_heads_and_experts_of_latents_on_two_ranks(checkpoint, name):
     check(checkpoint(name), tensor_parallel_size=2)
 
@@ -198,6 +202,7 @@ def test_delta_net_heads_and_a_shared_expert_with_scale_blocks_that_shards_cut(c
     check(folder, alone={"quantization": "fp8"}, tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_two_stages_follow_a_grammar(text_checkpoint):
     llm = check(text_checkpoint, {"skip_tokenizer_init": False}, pipeline_parallel_size=2)
     grammar = StructuredOutputsParams(regex="(ab){3,9}c")

@@ -86,6 +86,7 @@ def test_a_backend_of_another_package_serves_the_layers_that_ask_for_it(model, t
     assert down and {layer for layer in chosen if chosen[layer] == "example"} == down
 
 
+@pytest.mark.slow
 def test_a_backend_of_a_file_serves_the_layers_that_ask_for_it(model, tmp_path):
     title, script = "Add a kernel in a file", ""
     for block in blocks_of(title):
@@ -109,6 +110,7 @@ def test_a_backend_of_a_file_serves_the_layers_that_ask_for_it(model, tmp_path):
     assert any(" mine torch" in name for name in passed)
 
 
+@pytest.mark.slow
 def test_a_model_of_another_package_is_explained_and_served(model, tmp_path):
     """With a window longer than the text it writes what Llama does with the same weights; with a
     window of one key it does not."""
@@ -151,6 +153,7 @@ def write_as_int8(model: Path, folder: Path) -> tuple[Path, Path]:
     return quantised, same_values
 
 
+@pytest.mark.slow
 def test_a_weight_format_of_another_package_is_explained_and_served(model, tmp_path):
     """The model in int8 writes what a float32 model of the same values writes."""
     title = "Add a weight format"

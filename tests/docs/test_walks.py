@@ -43,6 +43,7 @@ def test_functions_of_the_walks_exist(name):
         assert has_function(import_module(module), path)
 
 
+@pytest.mark.slow
 def test_a_request_takes_the_way_that_is_written(fp8_model, tmp_path):
     folder = tmp_path / "calls"
     variables = environment(folder, REQUEST)

@@ -85,6 +85,7 @@ def test_a_request_that_ends_while_its_prompt_is_read_is_answered_once(checkpoin
     served(checkpoint, body)
 
 
+@pytest.mark.slow
 def test_who_takes_outputs_slowly_makes_no_engine_seem_to_hang(checkpoint):
     async def body(llm: AsyncLLM) -> None:
         watch = asyncio.create_task(llm._watch_silence(1.5))
@@ -101,6 +102,7 @@ def test_who_takes_outputs_slowly_makes_no_engine_seem_to_hang(checkpoint):
     served(checkpoint, body)
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_frozen_goes_on(checkpoint):
     async def body(llm: AsyncLLM) -> None:
         watch = asyncio.create_task(llm._watch_silence(1.0))

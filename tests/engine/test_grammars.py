@@ -120,6 +120,7 @@ def own_grammars(text_checkpoint):
     own.close()
 
 
+@pytest.mark.slow
 def test_grammars_that_passed_are_forgotten_before_they_are_too_many(own_grammars, monkeypatch):
     monkeypatch.setattr(structured_output, "_MAX_PASSED", 2)
     for number in range(5):

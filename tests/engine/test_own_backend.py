@@ -128,6 +128,7 @@ def test_every_rank_loads_the_file(checkpoint, file):
         llm.llm_engine.core.shutdown()
 
 
+@pytest.mark.slow
 def test_all_ranks_end_when_it_is_wrong_on_them(checkpoint, file):
     file.write_text(FILE.replace("FACTOR = 1.0", "FACTOR = 1.03"))
     kernel = [f"{DOWN}={file}:mine"]

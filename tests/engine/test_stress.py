@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from slow import quick
 from tiny_models import VOCAB
 
 from vllm import LLM, SamplingParams
@@ -21,7 +22,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", quick([False, True], [True]))
 def test_2000_requests_with_cancellations_in_a_cache_ten_times_too_small(
     checkpoint, async_scheduling
 ):

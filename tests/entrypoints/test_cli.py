@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow import quick
 from slowness import slowness
 
 import vllm
@@ -278,7 +279,7 @@ def test_failed_requests_count_as_failed_alone() -> None:
     assert result["request_throughput"] == 0.5
 
 
-@pytest.mark.parametrize("kind", ["latency", "throughput"])
+@pytest.mark.parametrize("kind", quick(["latency", "throughput"], ["throughput"]))
 def test_bench_measures_the_engine_in_its_own_process(
     tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_request_that_waits_leaves_the_queue_with_its_client(server: RunningSe
     wait_until(lambda: is_idle(server), 30)
 
 
+@pytest.mark.slow
 def test_hundreds_of_clients_that_never_read_stall_nobody(server: RunningServer) -> None:
     """Each is sent more than it takes; what it does not take must not pile up here."""
     server.complete()

@@ -151,6 +151,7 @@ sys.meta_path.insert(0, Find)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_without_memory_says_which_option_helps(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
     with started_server(tiny_model, tmp_path / "log", PYTHONPATH=str(tmp_path)) as server:
@@ -201,6 +202,7 @@ def test_a_server_whose_kernels_fail_starts_again_with_others(
     assert len({*failed}) == len(failed)
 
 
+@pytest.mark.slow
 def test_kernels_that_fail_at_every_start_end_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path
         assert "vllm: error: the engine process died" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(tiny_model: Path, tmp_path: Path) -> None:
     with started_server(tiny_model, tmp_path / "log", "--shutdown-timeout", "60") as server:
         running = Background(server, **{**LONG, "n": 32, "temperature": 1.0})

@@ -17,6 +17,7 @@ from .serving import RunningServer, run_cli, started_server
 PROMPT = [5] * 100
 
 
+@pytest.mark.slow
 def test_what_a_server_lacks_is_tuned_and_measured_at_its_next_start(
     tiny_model: Path, tmp_path: Path
 ) -> None:

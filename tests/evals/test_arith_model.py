@@ -36,6 +36,7 @@ def test_the_harness_reads_them_as_gsm8k(tmp_path):
     assert all(1 <= item.label <= 9999 for item in items)
 
 
+@pytest.mark.slow
 def test_no_training_stream_has_a_held_out_problem():
     questions = {problem.question for problem in problems.held_out()}
     for seed in range(3):
@@ -64,6 +65,7 @@ def test_every_number_of_a_question_is_needed_and_told():
         assert told <= used
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_model_is_the_one_that_the_code_learns():
     learnt, stored = tokenizer.build(), texts.load_tokenizer()
     assert stored.get_vocab() == learnt.get_vocab()
@@ -74,6 +76,7 @@ def test_the_tokenizer_of_the_model_is_the_one_that_the_code_learns():
     assert [stored.decode(i) for i in stored("5071")["input_ids"]] == ["5", "0", "7", "1"]
 
 
+@pytest.mark.slow
 def test_a_row_of_training_data_marks_answers_alone(monkeypatch):
     monkeypatch.setattr(train, "ROWS_PER_SHARD", 2)
     ids, is_answer = train.shard(3)

@@ -112,6 +112,7 @@ def test_on_sm_100_the_model_rule_keeps_the_numbers_of_float32_scales(
         assert gate(server, tmp_path_factory.getbasetemp()) == []
 
 
+@pytest.mark.slow
 def test_the_gate_fails_where_a_variable_overrides_the_rule(tmp_path, tmp_path_factory):
     with emulated("emulate:sm_100", tmp_path / "log", VLLM_USE_DEEP_GEMM="1") as server:
         assert fp8_choices(server, "linear") == {"deep_gemm": {3}}
@@ -129,6 +130,7 @@ def test_the_gate_fails_where_the_rule_forgets_the_model_type(tmp_path, tmp_path
         assert len(gate(server, tmp_path_factory.getbasetemp())) == 1
 
 
+@pytest.mark.slow
 def test_answers_until_the_server_is_killed_are_saved(data, tmp_path):
     results = tmp_path / "results.json"
     command = [

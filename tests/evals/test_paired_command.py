@@ -22,6 +22,7 @@ def run_paired(a: str, b: str, *words: str):
     return run_cli("eval", "paired", "--a", a, "--b", b, *words, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_model_agrees_with_itself_whatever_its_folder_is_called(
     text_checkpoint, prompts, tmp_path
 ):
@@ -39,6 +40,7 @@ def test_a_model_agrees_with_itself_whatever_its_folder_is_called(
     assert result["over_budget"] == []
 
 
+@pytest.mark.slow
 def test_another_model_is_over_budget_and_exits_with_1(text_checkpoint, prompts):
     done = run_paired(
         str(text_checkpoint),
@@ -96,6 +98,7 @@ def test_prompts_that_are_none_are_named(text_checkpoint, tmp_path, capsys, text
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_side_that_does_not_load_ends_with_its_own_message(text_checkpoint, prompts):
     done = run_paired(
         str(text_checkpoint),

@@ -51,14 +51,17 @@ def test_every_token_but_the_first_of_a_text_is_compared():
     assert against_default("emulation").num_positions == num_tokens > 1000
 
 
+@pytest.mark.slow
 def test_float32_scales_keep_the_budget():
     assert against_default("emulation").over_budget(BUDGET) == []
 
 
+@pytest.mark.slow
 def test_ue8m0_scales_break_the_same_budget_in_both_figures():
     assert len(against_default("emulation-ue8m0").over_budget(BUDGET)) == 2
 
 
+@pytest.mark.slow
 def test_a_second_run_has_exactly_the_same_figures():
     args = EngineArgs(model=str(demo_model_path()), skip_tokenizer_init=True)
     assert measure(Configuration("again", args), job()) == measured(None)

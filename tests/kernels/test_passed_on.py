@@ -95,6 +95,7 @@ def broken_run(names: list[str], seconds: float) -> dict[str, Outcome]:
     return run(names, probe_device(), probe_libs(), 1, end, serve)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_its_process_or_is_wrong_leaves_the_others_a_new_one():
     others = ["moe/cpu/bf16", "moe/cpu/fp16"]
     found = broken_run([ENDS, OTHER, *others], 60)
@@ -104,6 +105,7 @@ def test_a_kernel_that_ends_its_process_or_is_wrong_leaves_the_others_a_new_one(
     assert entry(found, probe_libs())["kernels"] == others
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_and_what_comes_after_it_are_not_run():
     found = broken_run([HANGS, OTHER], 5)
     assert {outcome.kind for outcome in found.values()} == {"not run"}

@@ -49,6 +49,7 @@ def test_operands_of_products_with_the_state_are_read_where_they_are_loaded():
     assert "cp.async" in ptx and "ld.shared.b16" not in ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("*bf16", "*fp32"))
 def test_three_programs_that_solve_fit_a_multiprocessor(dtype):
     options = {"num_stages": 1, "maxnreg": SOLVE_REGISTERS}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slow import quick
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -228,6 +229,7 @@ CASES = {
     "routers": routers,
     "gated outputs": gated_outputs,
 }
+QUICK = ("attention of 128, bf16", "block products", "mamba2 of Nemotron-H", "routers")
 MORE = {
     **{
         f"attention of {dim}, {cache}, {name.__name__}": lambda d=dim, c=cache, f=name: f(d, c)
@@ -298,7 +300,7 @@ def check(capability: int, launch) -> None:
     assert not too_large
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, QUICK))
 def test_kernels_fit_a_chip_of_little_shared_memory(case):
     check(120, CASES[case])
 

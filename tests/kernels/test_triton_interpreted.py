@@ -13,21 +13,10 @@ from slow import quick
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "gpu"
 FILES = sorted(f.name for f in FOLDER.glob("test_*.py") if "triton_device" in f.read_text())
-SLOW = {
-    "test_deep_gemm_blocks.py",
-    "test_expert_bias.py",
-    "test_experts_of_one_weight.py",
-    "test_triton_latent_attention.py",
-    "test_triton_moe.py",
-    "test_skinny.py",
-    "test_delta_rule.py",
-    "test_mamba2.py",
-    "test_moe_router.py",
-    "test_triton_attention.py",
-}
+QUICK = {"test_nvfp4_skinny.py"}
 
 
-@pytest.mark.parametrize("file", quick(FILES, {*FILES} - SLOW))
+@pytest.mark.parametrize("file", quick(FILES, QUICK))
 def test_kernels_compute_in_the_interpreter_what_they_should(file: str):
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", FOLDER / file]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

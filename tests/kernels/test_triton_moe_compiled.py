@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from slow import quick
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -44,7 +45,7 @@ def ptx_of(kernel, form, is_sorted=True, **options) -> str:
     return triton.compile(source, target=target, options=launch).asm["ptx"]
 
 
-@pytest.mark.parametrize("rows", (64, 256), ids=("a scale of all rows", "several"))
+@pytest.mark.parametrize("rows", quick((64, 256), [256]), ids=("a scale of all rows", "several"))
 @pytest.mark.parametrize("form", (PLAIN, TO_QUANTISE, QUANTISED), ids=lambda form: str(form.value))
 @pytest.mark.parametrize("kernel", (gate_up_kernel, down_kernel), ids=lambda k: k.__name__)
 def test_tokens_of_every_form_compile(kernel, form, rows):

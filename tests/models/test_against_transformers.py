@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from slow import quick
 from tiny_models import ARCHITECTURES, VOCAB, one_thread
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -91,20 +92,24 @@ def test_logits_at_every_prompt_position_match(checkpoint, name):
         assert wanted.std() > 0.3, "the logits must differ enough for the comparison to mean much"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# One of each mechanism that steps of one token have to themselves.
+STEPS = ("llama", "qwen2-window", "qwen3_moe", "minimax_m2", "mixtral", "gemma2", "gemma3",
+         "gpt_oss", "deepseek_v3", "qwen3_5", "qwen3_next", "nemotron_h", "llama4",
+         "exaone4")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, STEPS))
 def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     assert generate(load(checkpoint(name)), prompts()) == expected(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
-        *("glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"),
-        *("deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_vl_moe-multimodal", "llama4", "olmo3"),
-        *("nemotron_h", "nemotron_h-latent"),
-    ],
-)
+CHUNKED = ("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe",
+           "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2",
+           "deepseek_v3", "qwen3_next", "qwen3_vl_moe-multimodal", "llama4", "olmo3", "nemotron_h",
+           "nemotron_h-latent")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(CHUNKED, {*CHUNKED} & {*STEPS}))
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
     llm = load(checkpoint(name), max_num_batched_tokens=13)
     assert generate(llm, prompts()) == expected(name)
@@ -112,10 +117,13 @@ def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"),
-        *("qwen3_vl_moe-multimodal", "llama4"),
-    ],
+    quick(
+        [
+            *("llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"),
+            *("qwen3_vl_moe-multimodal", "llama4"),
+        ],
+        ["mistral-window", "deepseek_v3", "gpt_oss", "llama4"],
+    ),
 )
 def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     llm = load(checkpoint(name))
@@ -126,21 +134,11 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     assert [o.outputs[0].token_ids for o in again] == expected(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"),
-        *(
-            "glm4_moe",
-            "minimax_m2",
-            "deepseek_v3",
-            "gpt_oss",
-            "qwen3_next",
-            "llama4",
-            "nemotron_h-moe",
-        ),
-    ],
-)
+PREEMPTED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "minimax_m2",
+             "deepseek_v3", "gpt_oss", "qwen3_next", "llama4", "nemotron_h-moe")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(PREEMPTED, {*PREEMPTED} & {*STEPS}))
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)

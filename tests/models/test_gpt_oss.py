@@ -62,7 +62,8 @@ def published(source, tensors, tmp_path_factory):
     {},
     {"max_num_batched_tokens": 13},
     {"tensor_parallel_size": 2},
-    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True},
+                 marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_mxfp4_checkpoints_have_the_logits_of_their_weights(published, options):
     folder, wide = published
@@ -72,7 +73,8 @@ def test_mxfp4_checkpoints_have_the_logits_of_their_weights(published, options):
 @pytest.mark.parametrize("options", [
     {"moe_backend": "torch", "attention_backend": "torch"},
     {"tensor_parallel_size": 2},
-    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True},
+                 marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_ranks_and_reference_kernels_give_the_logits_of_transformers(source, options):
     assert (logprobs(source, **options) - reference_logprobs(source)).abs().max() < 1e-4

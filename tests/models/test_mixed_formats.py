@@ -174,6 +174,7 @@ def test_blocks_may_have_deepseeks_names_and_shape(stored, tmp_path):
     assert (logprobs(tmp_path) - reference_logprobs(wide)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_logits_of_one(stored):
     """Each part of the model is cut in its own format."""
     _, folder, wide = stored("qwen3_moe")

@@ -155,6 +155,7 @@ def test_explain_tells_its_kernel(source, tmp_path, capsys, device, chosen):
     assert found == {("linear", chosen), ("moe", chosen)}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_logits_of_dense_layers(checkpoint, tmp_path):
     dense = checkpoint("qwen3", **SHAPE)
     weights = store(dense, tmp_path, *LAYOUTS["ct-mxfp4"])

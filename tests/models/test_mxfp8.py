@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoint_layouts import LAYOUTS, SHAPE, mxfp8, store
 from safetensors.torch import load_file
+from slow import quick
 from test_qwen3_moe import (
     BLOCK_CONFIG,
     load,
@@ -140,7 +141,7 @@ def test_a_weight_of_no_whole_groups_is_not_written(checkpoint, tmp_path):
 # ---------------------------------------------------------------- FP8 blocks of 32 columns
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", quick([1, 2], [1]))
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_fp8_blocks_of_32x32_have_the_logits_of_their_weights(checkpoint, tmp_path, model, ranks):
     shape = SHAPE | {"moe_intermediate_size": 80} if model == "qwen3_moe" else SHAPE

@@ -54,6 +54,7 @@ def test_logits_match(llm, reference):
     hook.remove()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_match_over_64_steps(llm, reference):
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for output in llm.generate(PROMPTS, params, use_tqdm=False):

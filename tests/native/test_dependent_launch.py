@@ -37,6 +37,7 @@ def test_files_of_such_kernels_are_known():
     assert {"layers/norm.cu", "layers/sampling.cu", "quantization/w8a8/row_quant.cu"} <= {*SOURCES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", quick(SOURCES, QUICK))
 def test_a_kernel_waits_before_it_touches_memory_and_before_it_lets_the_next_one_start(
     source, tmp_path

@@ -123,7 +123,13 @@ SHAPES = [(64, 64), (128, 128), (256, 256), (256, 64), (80, 80), (64, 32)]
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("cache_type", ["own", "e4m3"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), SHAPES)
-@pytest.mark.parametrize(("dtype", "num_tokens"), [(torch.bfloat16, 3), (torch.float16, 257)])
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"),
+    [
+        (torch.bfloat16, 3),
+        pytest.param(torch.float16, 257, marks=pytest.mark.slow),
+    ],
+)
 def test_k_and_v_are_in_the_cache_as_a_write_after_the_rotation_leaves_them(
     program, dtype, num_tokens, head_dim, rotary_dim, cache_type, has_norm, is_vector
 ):

@@ -51,6 +51,7 @@ def assert_same(program, x: torch.Tensor, global_scale: torch.Tensor):
     return codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_activations_of_the_demo_model_get_the_same_codes_and_scales(program, dtype):
     llm = LLM(demo_model_path(), max_model_len=256, max_num_seqs=4, dtype=dtype)

@@ -62,6 +62,7 @@ def test_a_child_that_ends_says_how_and_its_last_line(name, arguments, how):
     assert str(error.value).startswith(how)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_killed_with_what_it_started(tmp_path):
     marker = f"marker-{os.getpid()}-hangs"
     with pytest.raises(TimeoutError):

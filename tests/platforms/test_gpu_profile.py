@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -68,6 +69,7 @@ def test_the_profiler_has_the_clock_of_the_system():
     assert begin - slack <= made.start_ns() <= made.end_ns() <= end + slack
 
 
+@pytest.mark.slow
 def test_a_rank_records_the_steps_that_it_is_asked_for(checkpoint):
     """On the CPU without kernels, so that all of the run is waiting."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

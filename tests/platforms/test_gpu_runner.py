@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from gpu_tests import PARTS, ROOT, Job, gpu_files, in_turn, jobs_of
 
 RUNNER = ROOT / "tests" / "gpu_tests.py"
@@ -27,6 +28,7 @@ def run_all(file: Path, count: int, folder: Path):
     return [job.run(folder, time.monotonic() + 60) for job in jobs]
 
 
+@pytest.mark.slow
 def test_parts_of_a_file_are_all_of_it(tmp_path: Path):
     file = tmp_path / "test_sample.py"
     file.write_text(TESTS)
@@ -40,6 +42,7 @@ def test_parts_of_a_file_are_all_of_it(tmp_path: Path):
     assert starts == {"test_n[4]": 1.5}
 
 
+@pytest.mark.slow
 def test_what_cannot_run_or_runs_out_of_time_is_told(tmp_path: Path):
     broken = tmp_path / "test_broken.py"
     broken.write_text("import nothing_of_this_name")
@@ -57,6 +60,7 @@ def test_what_cannot_run_or_runs_out_of_time_is_told(tmp_path: Path):
     assert any("out of time" in reason for reason in reasons.values())
 
 
+@pytest.mark.slow
 def test_results_are_written_when_it_is_stopped_and_the_rest_is_run_with_them(tmp_path: Path):
     quick, slow = tmp_path / "test_quick.py", tmp_path / "test_slow.py"
     quick.write_text(TESTS)

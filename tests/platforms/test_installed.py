@@ -35,6 +35,7 @@ def run(driver, code: str, *paths) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is not for CPUs")
 def test_a_torch_for_cpus_serves_on_the_cpu_and_says_that_there_is_a_gpu(driver):
     code = (

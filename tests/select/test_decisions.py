@@ -68,6 +68,7 @@ def test_its_rows_say_what_is_decided_for_every_question_once(section):
         assert sorted(said(f"Rejected: {section.family} {backend}")) == sorted(found)
 
 
+@pytest.mark.slow
 def test_the_command_checks_it_without_torch():
     code = "import sys; sys.path.insert(0, 'tests/select'); import decisions; decisions.table();"
     code += "assert not {'torch', 'numpy'} & set(sys.modules)"
@@ -104,6 +105,7 @@ def added_backend(tmp_path, monkeypatch):
         cache.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_backend_changes_only_the_rows_in_which_it_could_run(request):
     def rows() -> dict[tuple, str]:
         answers = ((s.title, decisions.answers(s, decisions.Book())[0]) for s in SECTIONS)

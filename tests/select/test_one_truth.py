@@ -43,7 +43,7 @@ from vllm.model_executor.model_loader import build_model
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.platforms.probe import installed_kernel_libs, probe_chip, probe_libs
 
-NUM_QUESTIONS, SHARE = 2000, 500
+NUM_QUESTIONS, SHARE = 2000, 250
 
 
 class Answer(NamedTuple):

@@ -56,6 +56,7 @@ def table(problem, noise=0.001, **us: float) -> Table:
 # ---------------------------------------------------------------- on this machine
 
 
+@pytest.mark.slow
 def test_on_this_machine_choices_are_compared_with_fresh_times(tmp_path):
     words = ["choice", "--layer", "fp8-block:128x128", "--tokens", "1,2",
              "--seconds-per-kernel", "2", "--seconds", "60", "--out", str(tmp_path)]  # fmt: skip

@@ -389,6 +389,7 @@ def test_without_pyarrow_the_extra_is_named(refused, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- --check
 
 
+@pytest.mark.slow
 def test_the_check_prints_what_choosing_costs(run):
     code, out, err = run("--check", "--system", "b300_sxm")
     assert code == 0, err

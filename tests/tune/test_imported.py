@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from selection_cases import linear, moe
+from slow import quick
 from slowness import slowness
 
 from vllm.errors import ConfigError
@@ -206,7 +207,7 @@ def test_both_backends_are_estimated_from_the_same_sizes():
 
 
 @pytest.mark.parametrize("routing", [BALANCED, SKEWED])
-@pytest.mark.parametrize("chip", [B200, B300], ids=str)
+@pytest.mark.parametrize("chip", quick([B200, B300], [B200]), ids=str)
 def test_what_is_chosen_for_experts_costs_little(chip, routing):
     """Of the fastest, for sizes that were measured, for others and for models that nobody did."""
     libs = libs_of("all", chip.device)
@@ -233,6 +234,7 @@ def test_a_chosen_kernel_that_nobody_measured_is_named():
     assert all("always" in one.how or "up to" in one.how for one in fixed)
 
 
+@pytest.mark.slow
 def test_a_check_says_whether_the_goal_is_reached():
     libs = libs_of("all", B200.device)
     lines = list(check_lines(table(B200), (), libs))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selection_cases import LIBS, ask, linear, moe
+from slow import quick
 
 from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
@@ -332,8 +333,10 @@ def test_a_kernel_is_timed_for_as_long_as_it_may_take(tmp_path):
     assert any("token counts were left out" in line for line in lines)
 
 
-@pytest.mark.parametrize("weight", ["fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "bf16",
-                                    "int4-group[128]"])  # fmt: skip
+@pytest.mark.parametrize("weight", quick(
+    ["fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "bf16", "int4-group[128]"],
+    ["fp8-block", "nvfp4"],
+))  # fmt: skip
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_our_cpu_kernels_pass_the_gate(weight, backend, tmp_path):
     problem = linear(weight, n=160, k=256, dtype="fp32")

@@ -49,6 +49,7 @@ def test_what_is_measured_is_what_explain_chooses_by(vllm, tmp_path):
     assert "over the fastest measured" in out and "cpu for M =" in out
 
 
+@pytest.mark.slow
 def test_a_second_run_has_nothing_left_to_do_and_again_does_it(vllm, tmp_path):
     assert vllm("tune", *SMALL)[0] == 0
     before = tables(tmp_path)[0].read_text()
@@ -153,6 +154,7 @@ def test_a_budget_is_a_time(given, seconds):
     assert parser.parse_args(["--budget", given]).budget == seconds
 
 
+@pytest.mark.slow
 def test_a_table_of_another_build_is_measured_again_and_that_is_told(vllm, tmp_path):
     assert vllm("tune", *SMALL)[0] == 0
     (path,) = tables(tmp_path)
@@ -165,6 +167,7 @@ def test_a_table_of_another_build_is_measured_again_and_that_is_told(vllm, tmp_p
     assert "1 kernels to measure, 1 are in" in out
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_ends_the_run_with_its_name(vllm, tmp_path):
     (tmp_path / "file").touch()
     code, _, err = vllm("tune", *SMALL, "--output", str(tmp_path / "file" / "t.json"))

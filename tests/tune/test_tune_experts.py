@@ -202,6 +202,7 @@ def vllm(tmp_path, *words: str) -> tuple[int, str, str]:
 EXPERTS = "fp8-block[128x128]:8{}x{}x128x2 fp32 dynamic-group128,none"
 
 
+@pytest.mark.slow
 def test_experts_of_a_model_over_ranks_are_measured_and_chosen_by(model, tmp_path):
     words = ("tune", model, "--tp", "1,2", "--ep", "1,2", "--tokens", "1,256")
     code, out, err = vllm(tmp_path, *words)
@@ -243,6 +244,7 @@ def moe(problem, tensors, winner):
 """
 
 
+@pytest.mark.slow
 def test_experts_that_are_wrong_by_3_percent_or_hang_are_rejected(model, tmp_path):
     (tmp_path / "off_kernels.py").write_text(OFF)
     info = tmp_path / "off_kernels-1.0.dist-info"

@@ -95,6 +95,7 @@ def test_in_turns_is_timed_what_any_of_the_kernels_lacks():
     assert sorted(turns.tokens) == [1, 16, 64, 4096]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("faults", "SIGSEGV"), ("exits", "exit code 3"), ("hangs", "hung for 3 s")],
