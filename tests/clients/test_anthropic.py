@@ -47,6 +47,7 @@ def test_a_message_and_its_tokens(client: Any) -> None:
     assert message._request_id
 
 
+@pytest.mark.slow
 def test_a_tool_loop_streamed_and_not(client: Any) -> None:
     fields = {"model": "tiny", "max_tokens": 300, "tools": CUSTOM, "tool_choice": ONE}
     with client.messages.stream(messages=[USER], **fields) as stream:

@@ -84,6 +84,7 @@ def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
         assert ARITHMETIC & set(kernels[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(NATIVE + SOFTWARE, QUICK))
 def test_the_fp4_quantisers_convert_as_their_target_can(ptx, arch):
     assert FP4, "csrc/quantization/fp4 holds no kernels"

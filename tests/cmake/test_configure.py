@@ -29,6 +29,7 @@ def test_suffixes_reach_nvcc_and_the_manifest(nvcc, tmp_path):
     assert "12.0 without a suffix: E2M1 in software there" in configured.text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_is_listed_last_and_in_the_manifest(nvcc, tmp_path):
     configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST="9.0a 99.0 Hopper 7.5")
     assert configured.succeeded, configured.text

@@ -144,6 +144,7 @@ def test_an_engine_that_hangs_is_noticed_while_it_has_requests(experts):
     asyncio.run(hang())
 
 
+@pytest.mark.slow
 def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):
     flags = ("--data-parallel-size", "2", "--enable-expert-parallel")
     with started_server(experts, tmp_path / "log", *FLAGS, *flags) as server:

@@ -119,7 +119,7 @@ def run(llm: LLM, count: int = 40):
     return found
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", quick([False, True], [True]))
 @pytest.mark.parametrize(
     "name", quick(["llama", "qwen2-window", "qwen3_moe", "qwen3_5"], ["llama", "qwen3_5"])
 )

@@ -46,6 +46,7 @@ def test_an_engine_runs_without_transformers_and_without_torchs_compilers(name, 
     assert not modules & ({"transformers", "huggingface_hub"} | COMPILERS | SERVER | LAZY)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_brings_no_more_of_torch(text_checkpoint):
     modules = imported_by(
         f"from vllm import LLM\n"

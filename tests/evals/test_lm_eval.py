@@ -54,12 +54,20 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def run_lm_eval(tasks, output, model: str, model_args: str, **more: str) -> dict[str, list[dict]]:
-    """Samples by task."""
+def run_lm_eval(
+    tasks,
+    output,
+    model: str,
+    model_args: str,
+    *flags: str,
+    names="tiny_choice,tiny_generate",
+    **more,
+) -> dict[str, list[dict]]:
+    """Samples by task. more: variables of its environment."""
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", model, "--model_args", model_args),
-        *("--tasks", "tiny_choice,tiny_generate", "--include_path", str(tasks)),
-        *("--output_path", str(output), "--log_samples", "--batch_size", "4"),
+        *("--tasks", names, "--include_path", str(tasks)),
+        *("--output_path", str(output), "--log_samples", "--batch_size", "4", *flags),
     ]
     caches = {"HF_HOME": str(output / "hf"), "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     caches |= more
@@ -124,6 +132,29 @@ def test_the_library_and_the_server_get_the_same_scores(tasks, text_checkpoint, 
         assert row["acc"] == other["acc"] and row["acc_norm"] == other["acc_norm"]
     for row, other in zip(library["tiny_generate"], served["tiny_generate"], strict=True):
         assert _without_marks(row["filtered_resps"][0]) == other["filtered_resps"][0]
+
+
+@pytest.mark.slow
+def test_chats_equal_those_of_transformers(tasks, text_checkpoint, tmp_path):
+    """Chats have no log-likelihoods of their prompts: generated texts only."""
+    with started_server(text_checkpoint, tmp_path / "log") as server:
+        args = f"model=tiny,base_url={server.url}/v1/chat/completions,num_concurrent=2"
+        name = "local-chat-completions"
+        ours = run_lm_eval(
+            *(tasks, tmp_path / "ours", name, args, "--apply_chat_template", "--batch_size", "1"),
+            names="tiny_generate",
+        )
+    theirs = run_lm_eval(
+        *(tasks, tmp_path / "theirs", "hf", f"pretrained={text_checkpoint},dtype=float32"),
+        *("--apply_chat_template", "--batch_size", "1"),
+        names="tiny_generate",
+    )
+    texts, others = (
+        [_without_marks(row["filtered_resps"][0]) for row in side["tiny_generate"]]
+        for side in (ours, theirs)
+    )
+    assert texts == others
+    assert len(set(texts)) > 3, "texts must vary for their equality to mean anything"
 
 
 def _without_marks(text: str) -> str:

@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow import quick
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent / "gpu"
 FILES = sorted(f.name for f in FOLDER.glob("test_*.py") if "triton_device" in f.read_text())
-QUICK = {"test_nvfp4_skinny.py"}
 
 
-@pytest.mark.parametrize("file", quick(FILES, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
 def test_kernels_compute_in_the_interpreter_what_they_should(file: str):
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", FOLDER / file]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -75,6 +75,7 @@ def test_activations_of_the_demo_model_get_the_same_codes_and_scales(program, dt
     assert bool((seen > 0).all()), "every code must occur for this to test them all"
 
 
+@pytest.mark.slow
 def test_values_at_the_limits_get_the_same_codes_and_scales(program):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (4096, 64), generator=generator).int()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from native import emulated
 from native.emulated import compiled
+from slow import quick
 
 from vllm.ops.nvfp4 import (
     max_grouped_scale_rows,
@@ -77,7 +78,7 @@ def routed(counts):
     return divisors, torch.tensor([0, *counts[:-1]]).cumsum(0).int()
 
 
-@pytest.mark.parametrize("num_sms", [MANY_SMS, ONE_SM])
+@pytest.mark.parametrize("num_sms", quick([MANY_SMS, ONE_SM], [MANY_SMS]))
 @pytest.mark.parametrize("counts", ROUTINGS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
 def test_a_token_is_quantised_in_the_row_of_each_of_its_pairs(program, counts, num_sms):
     torch.manual_seed(0)

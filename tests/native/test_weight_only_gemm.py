@@ -161,10 +161,10 @@ def test_chips_without_clusters_split_nothing(program):
 
 @pytest.mark.parametrize("name", [*FORMATS, W4A8[0]])
 @pytest.mark.parametrize(
-    ("m", "k"),
-    quick([(3, 2832), (12, 2832), (20, 1168), (40, 1168), (100, 1168)], [(12, 2832), (20, 1168)]),
+    "size", quick([(3, 2832), (12, 2832), (20, 1168), (40, 1168), (100, 1168)], [(20, 1168)])
 )
-def test_more_tiles_of_columns_than_are_in_flight_are_exact(program, name, m, k):
+def test_more_tiles_of_columns_than_are_in_flight_are_exact(program, name, size):
+    m, k = size
     check_products(program, name, (24,), k, m, torch.bfloat16, row_tiles=2, splits=1)
 
 

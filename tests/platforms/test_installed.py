@@ -78,6 +78,7 @@ def test_a_gpu_that_torch_with_cuda_cannot_use_is_an_error_that_says_what_to_do(
     assert "CUDA_VISIBLE_DEVICES=" in error and "2.13.0 with CUDA 13.0" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [None, "portable"])
 def test_the_instruction_set_is_known_without_torch(isa):
     code = (

@@ -231,9 +231,10 @@ def test_a_stopped_worker_takes_what_its_kernel_started_along():
     worker = Worker(BROKEN, "cpu", timeout=3)
     with pytest.raises(JobError):
         worker.run(job("hangs"))
-    time.sleep(0.2)
-    mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and _starts_sleep(pid)]
-    assert not mine
+    end = time.monotonic() + 20  # a killed process needs its turn to go
+    while mine := [pid for pid in os.listdir("/proc") if pid.isdigit() and _starts_sleep(pid)]:
+        assert time.monotonic() < end, mine
+        time.sleep(0.1)
 
 
 def _starts_sleep(pid: str) -> bool:
@@ -337,7 +338,7 @@ def test_a_kernel_is_timed_for_as_long_as_it_may_take(tmp_path):
     ["fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "bf16", "int4-group[128]"],
     ["fp8-block", "nvfp4"],
 ))  # fmt: skip
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", quick(["cpu", "torch"], ["cpu"]))
 def test_our_cpu_kernels_pass_the_gate(weight, backend, tmp_path):
     problem = linear(weight, n=160, k=256, dtype="fp32")
     one = replace(job(backend), problem=problem, tokens=(1, 40), gate=(1, 2, 31, 32, 33, 40))
