@@ -375,3 +375,100 @@ def test_a_prompt_alone_ends_by_length_whatever_would_come_next():
     s.add(r)
     assert advance(s, lambda r: STOP) == [r]
     assert (r.finish_reason, r.stop_reason) == (FinishReason.LENGTH, None)
+
+
+# ---------------------------------------------------------------- short prompts beside long ones
+
+
+def steps_to_first_token(s: Scheduler, r: Request, most: int = 100) -> int:
+    for count in range(1, most):
+        advance(s)
+        if r.num_output_tokens:
+            return count
+    raise AssertionError(f"{r.request_id} has no token after {most} steps")
+
+
+def long_prompt(name: str, start: int) -> Request:
+    return request(name, [start + i % 50 for i in range(400)])
+
+
+def test_a_short_prompt_is_answered_beside_long_ones():
+    s = scheduler(num_blocks=512, max_model_len=512)
+    longs = [long_prompt(f"long {i}", 100 * i) for i in range(3)]
+    for r in longs[:2]:
+        s.add(r)
+    advance(s)
+    s.add(longs[2])  # waits in front of the short one
+    short = request("short", [1] * 12)
+    s.add(short)
+    assert steps_to_first_token(s, short) == 1
+    wide = request("as wide as a step", [2] * 32)
+    s.add(wide)
+    assert steps_to_first_token(s, wide) <= 3
+    while s.has_requests:
+        advance(s)
+    s.pool.check_idle()
+
+
+def test_requests_that_generate_do_so_beside_a_long_prompt_that_came_before():
+    s = scheduler(num_blocks=512, max_model_len=512)
+    s.add(long_prompt("long", 0))
+    advance(s)
+    small = request("small", [1] * 4, max_tokens=5)
+    s.add(small)
+    for count in range(1, 5):
+        advance(s)
+        assert small.num_output_tokens == count
+
+
+def test_short_prompts_without_end_leave_a_long_one_half_of_each_step():
+    s = scheduler(num_blocks=512, max_model_len=512)
+    r = long_prompt("long", 0)
+    s.add(r)
+    for count in range(30):
+        for part in range(3):
+            s.add(request(f"{count} {part}", [count, part] * 10, max_tokens=1))
+        advance(s)
+        if r.num_output_tokens:
+            break
+    assert r.num_output_tokens and count <= -(-400 // 16)
+
+
+def test_nothing_is_left_where_nobody_behind_a_long_prompt_can_use_it():
+    s = scheduler(num_blocks=110, max_model_len=440)
+    s.add(long_prompt("long", 0))
+    s.add(request("no block is free for it", [1] * 40))
+    for step in range(1, 12):
+        assert s.schedule().num_scheduled_tokens["long"] == 32, step
+        # ends the step
+        r = s.requests["long"]
+        r.num_computed_tokens += r.num_scheduled_tokens
+        r.num_scheduled_tokens = 0
+
+
+def test_a_short_prompt_takes_no_block_that_a_long_one_waits_for():
+    s = scheduler(num_blocks=210, max_model_len=512)
+    s.add(request("once", [1] * 17, max_tokens=1))
+    advance(s)
+    first, second = long_prompt("first", 0), long_prompt("second", 300)
+    s.add(first)
+    advance(s)
+    s.add(second)  # its 100 blocks are free, and few more
+    # Most of its tokens are cached, so that the step has room for more.
+    small, large = request("small", [1] * 17), request("large", [2] * 30)
+    s.add(small)
+    s.add(large)
+    advance(s)
+    assert small.num_output_tokens == 1 and not large.block_ids and not second.block_ids
+
+
+def test_a_long_prompt_that_is_cached_is_a_short_one():
+    s = scheduler(num_blocks=512, max_model_len=512)
+    known = long_prompt("known", 0)
+    s.add(known)
+    while s.has_requests:
+        advance(s)
+    s.add(long_prompt("long", 300))
+    again = long_prompt("again", 0)
+    s.add(again)
+    assert steps_to_first_token(s, again) == 1

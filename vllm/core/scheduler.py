@@ -3,6 +3,7 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from vllm.config.scheduler import SchedulerConfig
 from vllm.core.block_pool import BlockPool
@@ -10,6 +11,9 @@ from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
 from vllm.core.request import FinishReason, Request
 from vllm.core.state_snapshots import StateSnapshots
+
+# Requests that wait behind a long prompt, as far as a step looks for shorter ones.
+LOOKAHEAD = 16
 
 
 def _rank(request: Request) -> tuple[int, float]:
@@ -24,6 +28,10 @@ class Scheduler:
     blocks for all its known tokens. When a running request gets no block, the request admitted
     last is preempted: its blocks are released and it is recomputed later. With priorities, both
     queues are in their order: the request that is preempted is the one of the least priority.
+
+    A prompt that needs several steps by itself is long. The first of them in a step leaves as much
+    of the budget as shorter requests behind it need, up to half of it; further ones take what is
+    left. So short requests are answered beside long prompts, and neither starves the other.
 
     Draft tokens that a step does not accept are taken back: they do not count as computed, and the
     next tokens reuse their KV slots.
@@ -53,6 +61,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._has_long = False  # whether a long prompt has tokens of this step
         self._removed_ids: list[str] = []
 
     @property
@@ -110,6 +119,7 @@ class Scheduler:
         return output
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        self._has_long = False
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -120,12 +130,17 @@ class Scheduler:
             ):
                 index += 1
                 continue
-            num_tokens = self._num_tokens_now(request, budget)
+            num_tokens = 1  # as of most requests, most of the time
+            if request.num_unscheduled_tokens > 1:
+                num_tokens = self._num_tokens_now(request, budget, index + 1)
+            if num_tokens <= 0:
+                index += 1
+                continue
             if request.spec_token_ids:
                 num_tokens += self._trim_drafts(request, num_tokens, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
-            num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
-            if num_new > 0:
+            if start + num_tokens > len(request.block_ids) * self.block_size:
+                num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
                 while self.pool.num_free < num_new and self.running[-1] is not request:
                     self._preempt_last()
                 if self.pool.num_free < num_new:
@@ -140,20 +155,56 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            new = self._admit(request)
+        passed, num_held = 0, 0  # long ones that get no token in this step, and their blocks
+        while passed < min(len(self.waiting), LOOKAHEAD) and budget > 0:
+            if len(self.running) >= self.config.max_num_seqs:
+                break
+            request = self.waiting[passed]
+            if self._is_long(request) and budget <= self._left_to_shorter(
+                budget, passed=passed + 1
+            ):
+                num_held += self._num_blocks_for(len(request.all_token_ids))
+                passed += 1
+                continue
+            new = self._admit(request, num_held)
             if new is None:
                 break
-            self.waiting.popleft()
+            num_tokens = self._num_tokens_now(request, budget, passed=passed + 1)
+            del self.waiting[passed]
             if self.config.policy == "priority":
                 insort(self.running, request, key=_rank)
             else:
                 self.running.append(request)
             output.scheduled_new_reqs.append(new)
-            num_tokens = self._num_tokens_now(request, budget)
             self._add(output, request, num_tokens)
             budget -= num_tokens
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens that no step computes yet; of a long prompt that waits, those not cached."""
+        left = request.num_unscheduled_tokens
+        if left > self.config.max_num_batched_tokens and not request.block_ids:
+            left -= len(self.prefix_cache.match(request)) * self.block_size
+        return left
+
+    def _is_long(self, request: Request) -> bool:
+        return self._num_left(request) > self.config.max_num_batched_tokens
+
+    def _left_to_shorter(self, budget: int, first: int | None = None, passed: int = 0) -> int:
+        """Tokens of the budget that a long prompt leaves to shorter requests behind it: those that
+        run from the `first` on, and those that wait from the one after `passed` on."""
+        most = budget if self._has_long else budget // 2
+        running = self.running[first:] if first is not None else ()
+        need = sum(r.num_unscheduled_tokens for r in running if not self._is_long(r))
+        num_blocks = self.pool.num_free - len(self.running)
+        room = self.config.max_num_seqs - len(self.running)
+        for request in islice(self.waiting, passed, passed + LOOKAHEAD):
+            num_blocks -= self._num_blocks_for(len(request.all_token_ids))
+            if need >= most or room <= 0 or num_blocks < 0:
+                break
+            if not self._is_long(request):
+                need += self._num_left(request)
+                room -= 1
+        return min(need, most)
 
     def _trim_drafts(self, request: Request, num_tokens: int, budget: int) -> int:
         """Cuts the draft tokens to those that the step can verify; returns how many."""
@@ -181,8 +232,14 @@ class Scheduler:
             if slot is not None:
                 output.state_snapshots[request_id] = slot
 
-    def _num_tokens_now(self, request: Request, budget: int) -> int:
-        """Tokens to compute in this step: at most up to the next state snapshot."""
+    def _num_tokens_now(
+        self, request: Request, budget: int, first: int | None = None, passed: int = 0
+    ) -> int:
+        """Tokens to compute in this step: at most up to the next state snapshot. first, passed:
+        where the requests behind it begin, as in `_left_to_shorter`."""
+        if self._is_long(request):
+            budget -= self._left_to_shorter(budget, first, passed)
+            self._has_long = True
         num_tokens = min(request.num_unscheduled_tokens, budget)
         if not request.states_kept_after:
             return num_tokens
@@ -207,14 +264,15 @@ class Scheduler:
         request.states_kept_after = tuple(sorted(end for end in ends if end >= least))
         return cached[:num_blocks], slot
 
-    def _admit(self, request: Request) -> NewRequestData | None:
-        """Allocates the blocks of the request; None if it must wait."""
+    def _admit(self, request: Request, num_held: int) -> NewRequestData | None:
+        """Allocates the blocks of the request; None if it must wait. num_held: blocks that stay
+        free for those it passes."""
         known = len(request.all_token_ids)
         cached, state_slot = self._find_state(request, self.prefix_cache.match(request))
         num_new = self._num_blocks_for(known) - len(cached)
         # A block for the next token of each running request stays free: otherwise a request
         # admitted into the last blocks is preempted at once.
-        reserve = len(self.running)
+        reserve = len(self.running) + num_held
         if self.pool.num_free - sum(map(self.pool.is_free, cached)) < num_new + reserve:
             return None
         for block in cached:
