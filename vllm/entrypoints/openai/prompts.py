@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vllm.entrypoints.openai.protocol import TemplateFields
+from vllm.entrypoints.openai.segment_cache import SegmentCache
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import get_logger
 
@@ -52,6 +53,7 @@ class Prompts:
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+        self._segments = SegmentCache(self.tokenizer, self.chat_template)
 
     def check_chat_template(self) -> None:
         """Raises ConfigError if --chat-template is not a Jinja template, or its arguments are not
@@ -85,7 +87,9 @@ class Prompts:
                 f"the context holds {self.max_model_len}",
                 "prompt",
             )
-        return await self._in_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if not add_special_tokens:
+            return await self._in_thread(self._segments.encode, text)
+        return await self._in_thread(tokenizer.encode, text, add_special_tokens=True)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
