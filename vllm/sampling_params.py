@@ -9,6 +9,7 @@ import msgspec
 from vllm.errors import CheckpointError, RequestError, did_you_mean
 
 MAX_LOGPROBS = 100
+MAX_BEAMS = MAX_LOGPROBS // 2
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
@@ -261,7 +262,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        for name, high in (("beam_width", MAX_LOGPROBS // 2), ("max_tokens", 2**31 - 1)):
+        for name, high in (("beam_width", MAX_BEAMS), ("max_tokens", 2**31 - 1)):
             value = getattr(self, name)
             if not _is_integer(value) or not 1 <= value <= high:
                 raise RequestError(f"{name} must be an integer from 1 to {high}", name)

@@ -44,7 +44,7 @@ def test_fields_without_effect_are_named_in_a_header_and_counted(server: Running
 @pytest.mark.parametrize(
     ("field", "value"),
     [("kv_transfer_params", {"do_remote_decode": True}), ("vllm_xargs", {"a": 1}),
-     ("use_beam_search", True)],
+     ("ec_transfer_params", {"a": 1})],
 )  # fmt: skip
 def test_fields_that_would_change_the_answer_are_refused_by_name(
     server: RunningServer, path: str, field: str, value: Any

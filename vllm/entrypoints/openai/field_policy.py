@@ -26,15 +26,13 @@ IGNORED_FIELDS = {
     "verbosity": "no model here knows it",
     "prediction": "it could only change the speed",
     "guided_decoding_backend": "xgrammar holds every grammar",
-    "length_penalty": "it belongs to beam search",
-    "early_stopping": "it belongs to beam search",
+    "early_stopping": "a beam search ends when no beam can become better",
     "mm_processor_kwargs": "messages are text",
     "media_io_kwargs": "messages are text",
 }
 """Fields of a request that cannot change its answer here, and why."""
 
 REFUSED_FIELDS = {
-    "use_beam_search": "ask for n samples and take the best",
     "vllm_xargs": "nothing here takes arguments of extensions; leave it out",
     "kv_transfer_params": "prompts are computed where they are answered; leave it out",
     "ec_transfer_params": "prompts are computed where they are answered; leave it out",

@@ -1,6 +1,5 @@
 """What completions and chat completions share: the served model, outputs, responses."""
 
-import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -15,12 +14,14 @@ from fastapi import Response
 from vllm.engine.async_llm import AsyncLLM
 from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.answer_format import AnswerFormats
+from vllm.entrypoints.openai.beams import Beams
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
 from vllm.entrypoints.openai.response_store import ResponseStore
+from vllm.entrypoints.openai.streams import merged
 from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
@@ -155,21 +156,28 @@ class Answer(ABC):
         engine = self.service.engine
         params = self.request.sampling_params(self.service.sampling_defaults)
         engine.check_queue(len(self.token_ids) * params.n)
-        # Clients may send the same id twice; the engine's ids are unique.
         streams = [
-            engine.generate(
-                self._prompt(prompt),
-                self.params_of(prompt, params),
-                f"{self.request_id}-{next(self.service.numbers)}",
-                priority=self.request.priority or 0,
-            )
-            for prompt in self.token_ids
+            self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
         ]
-        async with aclosing(_merged(streams)) as outputs:
+        async with aclosing(merged(streams)) as outputs:
             async for index, output in outputs:
                 self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
                 self.cached_tokens[index] = output.num_cached_tokens
                 yield index, output
+
+    def _stream(
+        self, token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        service, request = self.service, self.request
+        # Clients may send the same id twice; the engine's ids are unique.
+        request_id = f"{self.request_id}-{next(service.numbers)}"
+        prompt, priority = self._prompt(token_ids), request.priority or 0
+        if not request.use_beam_search:
+            return service.engine.generate(prompt, params, request_id, priority=priority)
+        penalty = 1.0 if request.length_penalty is None else request.length_penalty
+        search = Beams(service.engine, service.prompts, prompt, token_ids, params, penalty,
+                       request_id, priority)  # fmt: skip
+        return search.outputs()
 
     def _prompt(self, token_ids: list[int]) -> Prompt:
         salt = self.request.cache_salt
@@ -212,46 +220,3 @@ async def built(
 
 def json_response(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-_Item = tuple[int, RequestOutput | Exception | None]
-
-
-async def _merged(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Items of all streams in order of arrival; the first error ends and closes them all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    # Bounded: while nobody takes items, the streams stand still too.
-    queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
-    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
-    try:
-        num_running = len(tasks)
-        while num_running:
-            index, item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    index: int, stream: AsyncGenerator[RequestOutput, None], queue: "asyncio.Queue[_Item]"
-) -> None:
-    try:
-        async with aclosing(stream) as items:
-            async for item in items:
-                await queue.put((index, item))
-        await queue.put((index, None))
-    except Exception as error:
-        await queue.put((index, error))

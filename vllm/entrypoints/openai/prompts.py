@@ -91,8 +91,7 @@ class Prompts:
             return await self._in_thread(self._segments.encode, text)
         return await self._in_thread(tokenizer.encode, text, add_special_tokens=True)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         tokenizer = self._needed("text of token ids")
         size = len(tokenizer)
         for token_id in token_ids:
@@ -101,7 +100,9 @@ class Prompts:
                     f"token id {token_id} is out of range: the vocabulary has {size} tokens",
                     "tokens",
                 )
-        return await self._in_thread(tokenizer.decode, list(token_ids), skip_special_tokens=False)
+        return await self._in_thread(
+            tokenizer.decode, list(token_ids), skip_special_tokens=skip_special_tokens
+        )
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""

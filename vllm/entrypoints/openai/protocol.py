@@ -24,7 +24,12 @@ from vllm.entrypoints.openai.output_format import (
     _Strict,
 )
 from vllm.errors import RequestError
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import (
+    MAX_BEAMS,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from vllm.tool_parsers.schemas import Tool
 
 MAX_PROMPTS = 2048
@@ -96,6 +101,13 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")
+_NOT_OF_BEAMS = (
+    *("stream", "stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids"),
+)
+
+
 class GenerationRequest(_Strict):
     """What completions and chat completions have in common."""
 
@@ -139,6 +151,8 @@ class GenerationRequest(_Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
     @property
@@ -173,6 +187,21 @@ class GenerationRequest(_Strict):
                 "context's length",
                 "truncate_prompt_tokens",
             )
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty is not None:
+            self.warnings.append("length_penalty has no effect without use_beam_search")
+
+    def _check_beams(self) -> None:
+        """Beams are no samples: what edits or filters logits, or stops a text, is not for them."""
+        for name in _NOT_OF_BEAMS:
+            value = getattr(self, name)
+            if value and not (name == "repetition_penalty" and value == 1):
+                raise RequestError(f"use_beam_search does not heed {name}; leave it out", name)
+        if self.num_choices > MAX_BEAMS:
+            raise RequestError(f"n is the number of beams: at most {MAX_BEAMS}", "n")
+        no_effect = [name for name in _SAMPLED if getattr(self, name) is not None]
+        self.warnings.extend(f"{name} has no effect in a beam search" for name in no_effect)
 
     def own_params(self) -> dict[str, Any]:
         """Of SamplingParams, max_tokens and what concerns logprobs."""
@@ -188,6 +217,8 @@ class GenerationRequest(_Strict):
             "structured_outputs": self._structured_outputs(),
             "output_kind": RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         }
+        if self.use_beam_search:
+            own["temperature"] = 1.0  # any one that lets choices differ
         return SamplingParams(**{**defaults, **given, **own})
 
     def _logit_bias(self) -> dict[int, float] | None:
