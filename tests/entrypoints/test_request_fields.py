@@ -73,6 +73,23 @@ def test_tools_that_the_template_does_not_know_get_a_plain_answer_with_a_warning
     assert forced.status == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "ban fick", "max_output_tokens": 16,
+                           "tools": [{"type": "function", "name": "now", "parameters": {}}]}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 8, "model": "tiny",
+                          "tools": [{"name": "now", "input_schema": {"type": "object"}}]}),
+    ],
+)  # fmt: skip
+def test_what_chat_warns_of_is_told_by_the_other_apis_too(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.post(path, body)
+    assert answer.status == 200, answer.body
+    assert "chat template does not tell the model of the tools" in answer.headers["warning"]
+
+
 def test_allowed_tokens_and_bad_words_hold_the_answer(server: RunningServer) -> None:
     fields = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
     allowed = server.complete(**fields, allowed_token_ids=[40, 41])["choices"][0]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from vllm.entrypoints.openai.blocks import Blocks, Delta, Step
 from vllm.entrypoints.openai.chat import ChatAnswer
@@ -48,6 +48,12 @@ class TranslatedRequest(_Strict):
 
     chat_names: ClassVar[Mapping[str, str]] = {}
     unserved: ClassVar[Mapping[str, str]] = {}
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the request for chat."""
+        return self._warnings
 
     def check(self) -> None:
         """What no single field can tell; raises RequestError."""
@@ -65,6 +71,7 @@ class TranslatedRequest(_Strict):
             raise self.own_error(invalid_fields(error, ChatCompletionRequest)) from None
         except RequestError as error:
             raise self.own_error(error) from None
+        self._warnings = request.warnings
         return request
 
     async def told(self, work: Coroutine[Any, Any, T]) -> T:
