@@ -350,8 +350,8 @@ def test_a_request_that_a_step_leaves_out_goes_on_with_its_own_token(checkpoint)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     alone = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     s, count = core.scheduler, core.scheduler._num_tokens_now
-    s._num_tokens_now = lambda r, budget: min(
-        count(r, budget), 20 if r.request_id == "long" else 99
+    s._num_tokens_now = lambda r, budget, *behind, **waiting: min(
+        count(r, budget, *behind, **waiting), 20 if r.request_id == "long" else 99
     )
     core.add(EngineRequest("long", list(range(9, 49)), params, 0, [], 6))
     core.add(EngineRequest("short", [5, 6, 7], params, 0, [], 6))

@@ -32,8 +32,11 @@ def weights(tmp_path):
 
 
 def test_weights_are_in_memory_after_reading_ahead(weights):
-    prefetch.read_ahead(weights.parent)
-    assert all(is_cached(weights, offset) for offset in (0, SIZE // 2, SIZE - 1))
+    for _ in range(5):  # the kernel may have taken the memory back
+        prefetch.read_ahead(weights.parent)
+        if all(is_cached(weights, offset) for offset in (0, SIZE // 2, SIZE - 1)):
+            return
+    pytest.fail("weights that were read are not in memory")
 
 
 def test_weights_that_memory_does_not_hold_are_left_on_the_disk(weights, monkeypatch):
