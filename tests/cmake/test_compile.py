@@ -13,6 +13,8 @@ import pytest
 from build_tools import output_of
 from slow import quick
 
+pytestmark = pytest.mark.slow
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 DRIVER = Path(__file__).with_name("e2m1_driver.cu")
 FP4 = sorted((CSRC / "quantization/fp4").glob("*.cu"))
@@ -64,7 +66,6 @@ def opcodes(text: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(NATIVE, QUICK[:1]))
 def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])
@@ -74,7 +75,6 @@ def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
         assert not ARITHMETIC & set(kernels[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(SOFTWARE, QUICK[1:]))
 def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])
@@ -84,7 +84,6 @@ def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
         assert ARITHMETIC & set(kernels[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(NATIVE + SOFTWARE, QUICK))
 def test_the_fp4_quantisers_convert_as_their_target_can(ptx, arch):
     assert FP4, "csrc/quantization/fp4 holds no kernels"
