@@ -10,6 +10,7 @@ from vllm.errors import CheckpointError, RequestError, did_you_mean
 
 MAX_LOGPROBS = 100
 MAX_BEAMS = MAX_LOGPROBS // 2
+MAX_LENGTH_PENALTY = 10  # an exponent of a length
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
@@ -270,6 +271,11 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             if not (_is_integer(value) or isinstance(value, float)):
                 raise RequestError(f"{name} must be a number, not {value!r}", name)
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise RequestError(
+                f"length_penalty must be from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}",
+                "length_penalty",
+            )
         for name in ("ignore_eos", "include_stop_str_in_output"):
             _check_bool(name, getattr(self, name))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from build_tools import output_of
-from slow import quick
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +21,6 @@ FP8 = sorted((CSRC / "quantization/w8a8").glob("*.cu"))
 
 NATIVE = ("100a", "100f", "103a", "120a", "120f", "121a")
 SOFTWARE = ("90a", "120", "121")
-QUICK = ("100f", "90a")
 INSTRUCTION = "cvt.rn.satfinite.e2m1x2.f32"
 # The selector with which the software alone moves signs (nvfp4_utils.cuh).
 SOFTWARE_SELECTOR = "0xFDB9"
@@ -66,7 +64,7 @@ def opcodes(text: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("arch", quick(NATIVE, QUICK[:1]))
+@pytest.mark.parametrize("arch", NATIVE)
 def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])
     assert "SOFTWARE_E2M1_CONVERT" not in ptx(arch)[DRIVER]
@@ -75,7 +73,7 @@ def test_a_target_with_the_instruction_uses_it_and_no_arithmetic(ptx, arch):
         assert not ARITHMETIC & set(kernels[name])
 
 
-@pytest.mark.parametrize("arch", quick(SOFTWARE, QUICK[1:]))
+@pytest.mark.parametrize("arch", SOFTWARE)
 def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
     kernels = opcodes(ptx(arch)[DRIVER])
     assert "e2m1x2" not in ptx(arch)[DRIVER]
@@ -84,7 +82,7 @@ def test_a_target_without_the_instruction_compiles_to_software(ptx, arch):
         assert ARITHMETIC & set(kernels[name])
 
 
-@pytest.mark.parametrize("arch", quick(NATIVE + SOFTWARE, QUICK))
+@pytest.mark.parametrize("arch", NATIVE + SOFTWARE)
 def test_the_fp4_quantisers_convert_as_their_target_can(ptx, arch):
     assert FP4, "csrc/quantization/fp4 holds no kernels"
     converting = [text for file, text in ptx(arch).items() if file in FP4]
@@ -92,7 +90,7 @@ def test_the_fp4_quantisers_convert_as_their_target_can(ptx, arch):
     assert any(SOFTWARE_SELECTOR in text for text in converting) == (arch in SOFTWARE)
 
 
-@pytest.mark.parametrize("arch", quick(NATIVE + SOFTWARE, QUICK))
+@pytest.mark.parametrize("arch", NATIVE + SOFTWARE)
 def test_machine_code_keeps_what_the_ptx_says(nvcc, nvdisasm, tmp_path, arch):
     sass = output_of(nvdisasm, compile_for(nvcc, arch, DRIVER, tmp_path, "cubin"))
     conversions = re.findall(r"\bF2FP\.\S*E2M1\S*", sass)
@@ -100,7 +98,7 @@ def test_machine_code_keeps_what_the_ptx_says(nvcc, nvdisasm, tmp_path, arch):
     assert (len(conversions), len(roundings)) == ((16, 0) if arch in NATIVE else (0, 16))
 
 
-@pytest.mark.parametrize("arch", quick(NATIVE + SOFTWARE, QUICK))
+@pytest.mark.parametrize("arch", NATIVE + SOFTWARE)
 def test_the_fp8_quantisers_compile_for_every_kind_of_target(ptx, arch):
     assert FP8, "csrc/quantization/w8a8 holds no kernels"
     for file in FP8:

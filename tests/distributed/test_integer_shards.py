@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_layouts import LAYOUTS, gptq, gptq_config, store
-from slow import quick
 from test_shards import EVEN, loaded
 from test_tokens import load, outputs
 
@@ -47,7 +46,7 @@ def test_ranks_cannot_share_columns_in_activation_order(checkpoint, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", quick(["gptq-32-zeros", "ct-int8"], ["ct-int8"]))
+@pytest.mark.parametrize("layout", ["gptq-32-zeros", "ct-int8"])
 def test_two_ranks_give_the_tokens_of_one(checkpoint, tmp_path, layout):
     """Weight-only: ranks that share the columns of x scale their parts of a token each."""
     store(checkpoint("llama", vocab_size=97, **EVEN), tmp_path, *LAYOUTS[layout])

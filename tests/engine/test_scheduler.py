@@ -10,6 +10,7 @@ from vllm.config import SchedulerConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
 from vllm.core.scheduler import Scheduler
+from vllm.core.state_snapshots import StateSnapshots
 from vllm.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -472,3 +473,19 @@ def test_a_long_prompt_that_is_cached_is_a_short_one():
     again = long_prompt("again", 0)
     s.add(again)
     assert steps_to_first_token(s, again) == 1
+
+
+def test_a_long_prompt_whose_state_is_not_kept_has_a_token_of_the_step_that_admits_it():
+    """Its blocks are cached, so it seems short until the snapshot of its state is looked for."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
+    s = Scheduler(config, 512, BLOCK, 512, True, StateSnapshots(range(1, 5), BLOCK))
+    s.add(long_prompt("known", 0))
+    while s.has_requests:
+        advance(s)
+    s.snapshots.forget_all()
+    s.add(long_prompt("long", 300))
+    s.add(long_prompt("again", 0))
+    for number in range(4):
+        s.add(request(f"short {number}", [number] * 12, max_tokens=1))
+    step = s.schedule()
+    assert min(step.num_scheduled_tokens.values()) > 0

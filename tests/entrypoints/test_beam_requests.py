@@ -67,6 +67,8 @@ def test_a_chat_has_its_best_beam_first(server: RunningServer) -> None:
         ({"prompt_logprobs": 0}, "use_beam_search"),
         ({"guided_regex": "a+"}, "use_beam_search"),
         ({"length_penalty": "long"}, "length_penalty"),
+        ({"length_penalty": 1e308}, "length_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_what_beams_do_not_heed_is_refused(

@@ -169,7 +169,8 @@ class Scheduler:
             new = self._admit(request, num_held)
             if new is None:
                 break
-            num_tokens = self._num_tokens_now(request, budget, passed=passed + 1)
+            # One at least: it proves to be long where its blocks are cached and its state is not.
+            num_tokens = max(1, self._num_tokens_now(request, budget, passed=passed + 1))
             del self.waiting[passed]
             if self.config.policy == "priority":
                 insort(self.running, request, key=_rank)

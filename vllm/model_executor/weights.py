@@ -104,10 +104,11 @@ def copy_into(target: Tensor, name: str = "") -> Callable[[Tensor], None]:
 
 def finite_into(target: Tensor, what: str) -> Callable[[Tensor], None]:
     """The same of numbers that are `what`; ValueError for NaN and infinity."""
+    copy = copy_into(target)
 
     def write(tensor: Tensor) -> None:
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{what} must be finite; the checkpoint is corrupt, fetch it again")
-        target.copy_(tensor.reshape(target.shape))
+        copy(tensor)
 
     return write

@@ -35,11 +35,12 @@ class Beams:
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """The best beams as choices of one output, the best first."""
-        params, room = self.params, self.engine.model_config.max_model_len - len(self.token_ids)
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = self.params
+        # Where there is no room the engine says that the prompt is too long.
+        room = max(1, self.engine.model_config.max_model_len - len(self.token_ids))
         wanted = BeamSearchParams(
             beam_width=params.n,
-            max_tokens=max(most, 1),  # the engine says that a prompt is too long
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             ignore_eos=params.ignore_eos,
             length_penalty=self.length_penalty,
             include_stop_str_in_output=params.include_stop_str_in_output,

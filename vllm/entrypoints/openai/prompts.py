@@ -92,6 +92,7 @@ class Prompts:
         return await self._in_thread(tokenizer.encode, text, add_special_tokens=True)
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`."""
         tokenizer = self._needed("text of token ids")
         size = len(tokenizer)
         for token_id in token_ids:

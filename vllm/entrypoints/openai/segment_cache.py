@@ -17,6 +17,8 @@ from typing import Any
 # Shorter texts are tokenised in less time than their parts are looked up.
 LEAST_CHARS = 2048
 MAX_CACHED_CHARS = 32 << 20  # about as much again in ids
+# What an entry costs besides, so that many short parts do not take more memory than long ones.
+ENTRY_CHARS = 256
 # What is around a special token where a tokenizer that looks beyond it gives other ids.
 _PROBES = ("a{}b", " {} x", "x \n{}\n\n y", "\n\n{} \t", "é{}中文 ", "{}{}1 23", "'{}'s")
 NUM_PROBED = 16  # a tokenizer treats its special tokens alike
@@ -83,10 +85,10 @@ class SegmentCache:
             for segment, (start, end) in zip(segments, pairwise(bounds)):
                 if segment not in self._ids:
                     self._ids[segment] = array("I", ids[start:end])
-                    self._num_chars += len(segment)
+                    self._num_chars += len(segment) + ENTRY_CHARS
             while self._num_chars > MAX_CACHED_CHARS:
                 segment, _ = self._ids.popitem(last=False)
-                self._num_chars -= len(segment)
+                self._num_chars -= len(segment) + ENTRY_CHARS
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
