@@ -31,6 +31,8 @@ STRICT = KernelSpec(
 ALL_WRONG = linear("bf16", n=100, k=200, dtype="fp32", bias=True)
 MILD = replace(STRICT, check=None, takes_bias=True)
 
+MILD_ACT = (ActScheme.DYNAMIC_GROUP128,)
+
 
 def kinds(spec, problem, device="90", libs=LIBS["all"]) -> list[str]:
     decision = select(problem, parse_device(device), libs, Policy(), [spec])
@@ -38,10 +40,19 @@ def kinds(spec, problem, device="90", libs=LIBS["all"]) -> list[str]:
 
 
 def test_every_unmet_requirement_is_listed():
-    found = kinds(STRICT, ALL_WRONG, "cpu", LIBS["none"])
-    assert sorted(found) == sorted(
-        ["device", "library", "format", "dtype", "numerics", *["shape"] * 4]
+    wrong = linear("fp8-block[64x64]", n=100, k=200, dtype="fp32", bias=True)
+    found = kinds(replace(STRICT, blocks=frozenset({(128, 128)})), wrong, "90", LIBS["none"])
+    assert sorted(found) == sorted(["library", "dtype", "format", *["shape"] * 4])
+    weight_only = replace(linear(), act=(ActScheme.NONE,))
+    assert kinds(MILD, weight_only) == ["numerics"]
+
+
+def test_sizes_do_not_matter_on_another_chip_or_in_another_format():
+    assert kinds(STRICT, ALL_WRONG, "cpu", LIBS["none"]) == (
+        ["device", "library", "dtype", "numerics", "format"]
     )
+    assert kinds(MILD, linear(n=100), "cpu") == ["device"]
+    assert kinds(MILD, linear("bf16", n=100, act=MILD_ACT)) == ["format"]
 
 
 def test_a_kernel_that_meets_everything_has_no_reason():

@@ -14,10 +14,15 @@ from vllm.machine import BUILD, NATIVE, Device, Libs
 from vllm.utils.versions import version_key
 
 
+def is_meant(spec: KernelSpec, device: Device) -> bool:
+    """Whether the kernel was written for this chip."""
+    return device.family in spec.devices or device.arch in spec.devices
+
+
 def machine_reasons(spec: KernelSpec, device: Device, libs: Libs) -> list[Reason]:
     """What the chip and the libraries say against `spec`, whatever the problem."""
     reasons = []
-    if device.family not in spec.devices and device.arch not in spec.devices:
+    if not is_meant(spec, device):
         reasons.append(Reason(Why.DEVICE, f"runs on {names(spec.devices)}, not on {device}"))
     build = libs.get(BUILD)
     made = {f"{spec.family}/{spec.backend}/{weight_format}" for weight_format in spec.formats}

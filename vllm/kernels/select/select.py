@@ -90,8 +90,9 @@ class _Kernel(NamedTuple):
 
     specs: all of the backend. scales: the form of scales that it would take, and whether that is
     another than the stored one. refines: as of the spec. has_run: its results were compared on this
-    chip in this format. Reasons come in one order: `before` those of sizes, then these, then
-    `after`.
+    chip in this format. reasons: come before those of sizes. ruled_out: the candidate that it is of
+    any problem, where it does not run on the chip or does not take the format; sizes are then no
+    matter.
     """
 
     spec: KernelSpec
@@ -101,8 +102,8 @@ class _Kernel(NamedTuple):
     rescales: bool
     refines: bool
     has_run: bool
-    before: tuple[Reason, ...]
-    after: tuple[Reason, ...]
+    reasons: tuple[Reason, ...]
+    ruled_out: Candidate | None
 
 
 class _Kernels(NamedTuple):
@@ -132,21 +133,24 @@ def _kernels(
     for backend, own in by_backend.items():
         spec = next((other for other in own if weight_format in other.formats), own[0])
         act = next((scheme for scheme in acts if scheme in spec.act), None)
-        before = eligibility.machine_reasons(spec, device, libs)
+        reasons = eligibility.machine_reasons(spec, device, libs)
         if dtype not in spec.dtypes:
-            before.append(Reason(Why.DTYPE, f"computes in {names(spec.dtypes)}, not {dtype}"))
+            reasons.append(Reason(Why.DTYPE, f"computes in {names(spec.dtypes)}, not {dtype}"))
         if act is None:
             text = f"quantises activations as {names(spec.act)}; allowed: {names(acts)}"
-            before.append(Reason(Why.NUMERICS, text))
-        after: tuple[Reason, ...] = ()
+            reasons.append(Reason(Why.NUMERICS, text))
         if weight_format not in spec.formats:
             taken = frozenset().union(*(other.formats for other in own))
-            after = (Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"),)
+            reasons.append(Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"))
         scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
         rescales = scales not in ("", Scales.FLOAT32)
         has_run = ran_on(device, weight_format) in spec.ran_on
+        out = None
+        if weight_format not in spec.formats or not eligibility.is_meant(spec, device):
+            grade = Grade.RUN if has_run else Grade.COMPILED
+            out = Candidate(backend, act, reasons=tuple(reasons), grade=grade)
         found[backend] = _Kernel(
-            *(spec, own, act, scales, rescales, spec.refines, has_run, tuple(before), after)
+            *(spec, own, act, scales, rescales, spec.refines, has_run, tuple(reasons), out)
         )
     used = [kernel.spec for kernel in found.values()]
     costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in used if spec.compiles}
@@ -155,9 +159,11 @@ def _kernels(
 
 
 def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
+    if kernel.ruled_out is not None:
+        return kernel.ruled_out
     problem, policy, spec, scales = case.problem, case.policy, kernel.spec, kernel.scales
     fit = case.fits[kernel.refines]
-    reasons = [*kernel.before, *eligibility.size_reasons(spec, problem, fit), *kernel.after]
+    reasons = [*kernel.reasons, *eligibility.size_reasons(spec, problem, fit)]
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
     requant = None
