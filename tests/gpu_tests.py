@@ -43,6 +43,7 @@ PARTS = {
     "test_architectures_on_gpu.py": 6,
     "test_choices_on_gpu.py": 3,
     "test_cuda_ops.py": 3,
+    "test_first_calls_on_gpu.py": 4,
     "test_formats_on_gpu.py": 8,
     "test_fp8_quant.py": 2,
     "test_humming.py": 6,

@@ -190,6 +190,16 @@ def test_queries_see_the_keys_of_their_own_chunk(chunk: int, requests: list) -> 
     assert_close(batch.attend(), batch.expected())
 
 
+@pytest.mark.parametrize("is_chunked", (False, True))
+def test_padding_reads_nothing_before_its_block_table(is_chunked: bool) -> None:
+    batch = Batch([(40, 60), (300, 0)], window=20)
+    batch.is_chunked = is_chunked
+    wide = torch.full((2, 64 + batch.tables.shape[1]), 1 << 30, dtype=torch.int32, device=DEVICE)
+    wide[:, 64:] = batch.tables
+    batch.tables = wide[:, 64:]
+    assert_close(batch.attend(), batch.expected())
+
+
 @pytest.mark.parametrize("requests", (DECODES, PROMPTS, CHUNKS), ids=("decode", "prompt", "mixed"))
 @pytest.mark.parametrize("window", (0, 64))
 def test_scores_are_soft_capped(window: int, requests: list) -> None:

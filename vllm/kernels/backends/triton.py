@@ -69,7 +69,7 @@ def _heads(problem: Problem) -> list[Reason]:
     )
 
 
-def _columns_per_scale(problem: Problem) -> list[Reason]:
+def columns_per_scale(problem: Problem) -> list[Reason]:
     assert isinstance(problem, WeightProblem)
     columns = problem.weight.block[1]
     if columns and isinstance(problem, MoEProblem):  # by a finer grid, where blocks are partial
@@ -82,8 +82,8 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
 _VARIANTS = shared.CHUNKED | shared.SINKS | shared.SOFTCAP | _LATENTS
 _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS)
 SPECS = (
-    _Block(family="linear", pads=True, check=_columns_per_scale),
-    _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=_columns_per_scale),
+    _Block(family="linear", pads=True, check=columns_per_scale),
+    _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),

@@ -124,10 +124,9 @@ def _zero_padding(
 
 @triton.jit
 def _first_seen(position, window, CHUNKED: tl.constexpr):
-    """The first key that a query at `position` sees."""
-    if CHUNKED:
-        return position // window * window
-    return tl.maximum(position - window + 1, 0)
+    """The first key that a query at `position` sees; 0 before all keys, where padding is."""
+    first = position // window * window if CHUNKED else position - window + 1
+    return tl.maximum(first, 0)
 
 
 @triton.jit
