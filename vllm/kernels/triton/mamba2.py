@@ -11,9 +11,11 @@ from vllm.kernels.triton.mamba2_kernels import chunk_kernel, step_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
-CHUNK = 64  # tokens that matrix products take at a time
-STEP_BLOCK_P, CHUNK_BLOCK_P = 32, 64  # columns of a state that one program keeps in registers
-_MOST_STATES = 128 * CHUNK_BLOCK_P  # numbers of a state that one program of chunks can keep
+STEP_BLOCK_P = 32  # columns of a state that one program keeps in registers
+_MOST_ROWS = 128  # of a state, of which a program of chunks keeps 64 columns
+# Tokens that matrix products take at a time, and columns of a state that one program keeps. Triton
+# 3.6 computes wrong products of 64 tokens and 32 columns on SM90.
+CHUNK, CHUNK_OF_MANY_ROWS = 64, 32
 
 
 def mamba2_scan(
@@ -52,9 +54,9 @@ def mamba2_scan(
         **launch_dependent(x.device),
     )  # fmt: skip
     if num_tokens > num_requests:
-        block = min(CHUNK_BLOCK_P, max(16, _MOST_STATES // pad))
-        chunk_kernel[(cdiv(head_dim, block), heads, num_requests)](
-            *given, result, *strides, *dt_limits, **sizes, BLOCK_P=block, CHUNK=CHUNK,
+        size = CHUNK if pad <= _MOST_ROWS else CHUNK_OF_MANY_ROWS
+        chunk_kernel[(cdiv(head_dim, size), heads, num_requests)](
+            *given, result, *strides, *dt_limits, **sizes, BLOCK_P=size, CHUNK=size,
             num_warps=4, num_stages=1,
         )  # fmt: skip
     return result
