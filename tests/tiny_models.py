@@ -29,6 +29,7 @@ def _mistral3_config(text: dict):
     return CONFIG_MAPPING["mistral3"](
         text_config={"model_type": "mistral", "sliding_window": None} | text,
         vision_config=vision | {"model_type": "pixtral"},
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
         image_token_index=5,
     )
 

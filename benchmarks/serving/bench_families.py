@@ -34,7 +34,10 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "kernels"))
 
 START_SECONDS, ANSWER_SECONDS = 240, 120
 # Fields of a config whose entries are one for each layer.
-PER_LAYER = ("layer_types", "mlp_layer_types", "moe_layers_enum", "attn_type_list")
+PER_LAYER = (
+    "layer_types", "mlp_layer_types", "moe_layers_enum", "attn_type_list", "layers_block_type",
+    "hybrid_override_pattern", "no_rope_layers",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -87,7 +90,10 @@ def with_first_layers(config: Mapping[str, Any], least: int) -> dict[str, Any]:
     from vllm.architectures.registry import describe
 
     layers = describe(config).layers
-    kinds = [(type(one.mixer), type(one.mixer.cache), type(one.feed_forward)) for one in layers]
+    kinds = [
+        tuple(map(type, (one.mixer, getattr(one.mixer, "cache", None), one.feed_forward)))
+        for one in layers
+    ]
     needed = 1 + max(kinds.index(kind) for kind in set(kinds))
     count = min(len(layers), max(least, needed))
 
@@ -96,7 +102,7 @@ def with_first_layers(config: Mapping[str, Any], least: int) -> dict[str, Any]:
         if "num_hidden_layers" in own:
             own["num_hidden_layers"] = count
         for name in PER_LAYER:
-            if isinstance(own.get(name), list):
+            if isinstance(own.get(name), list | str):
                 own[name] = own[name][:count]
         if isinstance(own.get("text_config"), Mapping):
             own["text_config"] = reduced(own["text_config"])
@@ -136,8 +142,12 @@ def num_layers(config: Mapping[str, Any]) -> int:
 
 
 def kernels_by_layer(report: Mapping[str, Any]) -> dict[str, str]:
-    """By the first of the layers that share a decision."""
-    return {decision["layers"][0]: str(decision["chosen"]) for decision in report["decisions"]}
+    """By the first of the layers that share a decision; of attention also what writes its cache."""
+    found: dict[str, str] = {}
+    for decision in report["decisions"]:
+        name, chosen = decision["layers"][0], str(decision["chosen"])
+        found[name] = f"{found[name]}, {chosen}" if name in found else chosen
+    return found
 
 
 def write_tokenizer(folder: Path) -> None:

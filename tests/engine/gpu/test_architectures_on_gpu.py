@@ -62,8 +62,9 @@ NUM_TOKENS = 24
 # Requests of 1 to 200 tokens, more than one graph holds; some span chunks and blocks of the cache.
 LENGTHS = (1, 2, 7, 16, 33, 64, 65, 129, 200, 3, 20, 5)
 # On the CPU other orders of sums change the error by a tenth and the share by 0.02, and a scale of
-# one layer that is a quarter too large triples the error. Kernels round in some more places.
-MOST_TIMES = 2.0
+# one layer that is a quarter too large triples the error. Kernels round in some more places. The
+# share of 288 tokens is known to 0.01 (one standard deviation).
+MOST_TIMES, MOST_SHARE = 2.0, 0.03
 HOPPER = Device.parse("sm_90")
 EMULATED = {"linear_backend": "emulate:sm_90", "moe_backend": "emulate:sm_90"}
 Text = tuple[list[int], list[float]]
@@ -186,7 +187,7 @@ def check(folder: Path, options: dict, reader_options: dict, file: Path) -> None
     assert readings.keys() == texts.keys()
     for name, reading in readings.items():
         assert 0 < reading.error <= MOST_TIMES * rounded.error, name
-        assert 1 - reading.share <= MOST_TIMES * (1 - rounded.share) + 0.02, name
+        assert 1 - reading.share <= MOST_TIMES * (1 - rounded.share) + MOST_SHARE, name
         assert reading.regret <= 2 * reading.error, name  # the likeliest by its own numbers
 
 
