@@ -86,6 +86,13 @@ def add_server_flags(group: Any) -> None:
     text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
+    text("--dead-after", type=_number(float, 5, 1e9, "a number of seconds of 5 or more"),
+         default=60.0, metavar="SECONDS",
+         help="An engine with a process that is stopped or stuck for so long is killed and started "
+         "again (default: 60).")  # fmt: skip
+    text("--restarts", type=_number(int, 0, 2**31, "a count of 0 or more"), default=3, metavar="N",
+         help="How often an engine that ended or was killed is started again within an hour; then "
+         "the server ends (default: 3).")  # fmt: skip
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
