@@ -73,7 +73,7 @@ class Engines:
         close(self.all)
         self._began = time.monotonic()
         self.all = start_engines(self._args)
-        self._watches = self._new_watches()
+        self._watches, self.troubles = self._new_watches(), {}
 
     @property
     def seconds_to_ready(self) -> int:
@@ -108,7 +108,8 @@ class Engines:
                 self._kill(watch, troubles)
         for name in found.keys() - self.troubles.keys():
             logger.error("%s", found[name])
-        for name in self.troubles.keys() - found.keys():
+        well = {p.name for watch in self._watches for p in watch.processes if p.is_well}
+        for name in (self.troubles.keys() - found.keys()) & well:
             logger.info("%s is back", name)
         self.troubles = found
 

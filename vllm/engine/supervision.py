@@ -11,8 +11,9 @@ from vllm.utils.heartbeat import Activity, Page, Sign
 TICK_SECONDS = 0.5
 # A watch that is late was suspended or starved itself: more than this counts against nobody.
 _MAX_TICK_SECONDS = 1.0
-# Silence or lack of progress that is told.
-_NOTICE_SECONDS = 5.0
+# Silence or lack of progress that is told. With beats and ticks of half a second, a process that
+# stops is told after about 5 s.
+_NOTICE_SECONDS = 4.5
 # Imports and compilers may hold Python's lock, and with it the beats, for long.
 _START_NOTICE_SECONDS = 30.0
 _START_DEAD_SECONDS = 300.0
@@ -79,6 +80,10 @@ class Watched:
     @property
     def is_there(self) -> bool:
         return self.sign.pid != 0
+
+    @property
+    def is_well(self) -> bool:
+        return self.is_there and not self.is_silent and _exists(self.sign.pid)
 
     @property
     def is_silent(self) -> bool:
