@@ -88,8 +88,6 @@ class AsyncLLM(EngineCalls):
             raise
         self.metrics = Metrics(model.served_model_name[0], model.max_model_len, len(self._engines))
         self.metrics.on_render = self._record_requests
-        self.is_dead = False
-        self.dead_reason = ""
         self._is_ready = False
         self._is_stopping = False
         self._restart: asyncio.Task[None] | None = None
@@ -184,12 +182,6 @@ class AsyncLLM(EngineCalls):
     async def get_vllm_config(self) -> VllmConfig:
         return self.vllm_config
 
-    async def is_tracing_enabled(self) -> bool:
-        return False
-
-    async def do_log_stats(self) -> None:
-        """Nothing is logged: statistics are in `metrics`."""
-
     async def check_health(self) -> None:
         """Raises EngineDeadError where the engine has died, is being started again, is stopped or
         stuck."""
@@ -206,14 +198,6 @@ class AsyncLLM(EngineCalls):
         if self._restart is not None:
             return self._restart_reason
         return "; ".join(self._processes.troubles.values())
-
-    @property
-    def is_running(self) -> bool:
-        return not self.is_dead
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.is_dead
 
     @property
     def errored(self) -> bool:

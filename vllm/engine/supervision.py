@@ -43,10 +43,10 @@ _STATES = {
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """dead_after_s: how long a process may give no sign of life until its engine is killed.
-    restarts: how often engines are started again within an hour; then the server ends."""
+    restarts: how often engines are started again within an hour; then they are dead."""
 
     dead_after_s: float = 60.0
-    restarts: int = 3
+    restarts: int = 0
 
 
 class RestartBudget:
@@ -156,7 +156,7 @@ class Watch:
             return {p.name: p.told("gives no sign of life", p.silent_s) for p in silent}
         if self.stuck_s <= self.step_bound_s + _NOTICE_SECONDS:
             return {}
-        in_step = [p for p in self.processes if p.sign.activity == Activity.STEP and p.is_there]
+        in_step = [p for p in self.processes if p.sign.activity == Activity.STEP and p.is_well]
         ranks = [p for p in in_step if p.slot > 0]  # the engine itself waits for its ranks
         return {p.name: p.told("makes no progress", self.stuck_s) for p in ranks or in_step}
 
