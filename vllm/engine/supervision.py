@@ -129,12 +129,11 @@ class Watch:
             cpu_seconds = (sign.cpu_ms - before.cpu_ms) / 1000
             works = not self.is_gpu and cpu_seconds > _WORKING_SHARE * seconds
             moved |= sign.steps != before.steps or sign.activity != before.activity or works
-        if not moved and self.is_stepping:
-            self.stuck_s += seconds
-            return
-        if self.stuck_s <= self.step_bound_s:
+        if moved or not self.is_stepping:
             self._longest_s = max(self._longest_s, self.stuck_s)
-        self.stuck_s = 0.0
+            self.stuck_s = 0.0
+        elif not any(process.is_silent for process in self.processes):  # they would explain it
+            self.stuck_s += seconds
 
     @property
     def is_stepping(self) -> bool:
