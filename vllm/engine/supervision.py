@@ -20,8 +20,8 @@ _START_DEAD_SECONDS = 300.0
 # A step on a GPU that takes longer than its bound is stuck. The bound follows the longest one seen.
 _MIN_STEP_BOUND_SECONDS = 10.0
 _STEP_BOUND_FACTOR = 4.0
-# On the CPU a step may take any time, but whoever computes uses this share of a core, also on a machine
-# that others keep busy.
+# On the CPU a step may take any time, but whoever computes uses this share of a core, also where
+# others keep the machine busy.
 _WORKING_SHARE = 0.02
 _RESTART_WINDOW_SECONDS = 3600.0
 
