@@ -114,6 +114,14 @@ class StoppingError(EngineDeadError):
     """The engine was told to end before this request was finished; another may take it."""
 
 
+class RestartingError(EngineDeadError):
+    """The engine is being started again; the caller may try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class QueueFullError(VllmError):
     """Too many requests wait already; the caller may try again after `retry_after_s` seconds."""
 

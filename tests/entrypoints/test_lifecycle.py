@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from slowness import slowness
 
-from vllm.engine import async_llm
+from vllm.engine import engines
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm import AsyncLLM
 from vllm.errors import KernelFailedError
@@ -154,7 +154,8 @@ sys.meta_path.insert(0, Find)
 @pytest.mark.slow
 def test_an_engine_without_memory_says_which_option_helps(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
-    with started_server(tiny_model, tmp_path / "log", PYTHONPATH=str(tmp_path)) as server:
+    variables = {"PYTHONPATH": str(tmp_path)}
+    with started_server(tiny_model, tmp_path / "log", "--restarts", "0", **variables) as server:
         answer = server.post("/v1/completions", {"prompt": "ban"})
         assert answer.status == 500
         assert "out of memory" in answer.error and "--gpu-memory-utilization" in answer.error
@@ -211,11 +212,11 @@ def test_kernels_that_fail_at_every_start_end_it(
     code = _FAULTS.replace("cpu.linear", f"{forget}\n        cpu.linear")
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, REPOSITORY))))
-    monkeypatch.setattr(async_llm, "_MAX_RESTARTS", 1)
+    monkeypatch.setattr(engines, "MAX_KERNEL_FAILURES", 1)
     started = []
-    start = async_llm.start_engines
+    start = engines.start_engines
     monkeypatch.setattr(
-        async_llm, "start_engines", lambda args: started.append(start(args)) or started[-1]
+        engines, "start_engines", lambda args: started.append(start(args)) or started[-1]
     )
 
     async def serve() -> None:
@@ -228,11 +229,11 @@ def test_kernels_that_fail_at_every_start_end_it(
     with pytest.raises(KernelFailedError, match=r"kernel cpu failed for .*qkv_proj"):
         asyncio.run(serve())
     assert len(started) == 2
-    assert not any(engine.process.is_alive() for engines in started for engine in engines)
+    assert not any(engine.process.is_alive() for all_of in started for engine in all_of)
 
 
 def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:
-    with started_server(tiny_model, tmp_path / "log") as server:
+    with started_server(tiny_model, tmp_path / "log", "--restarts", "0") as server:
         whole = Background(server, **LONG)
         streaming = server.connect()
         server.send_completion(streaming, stream=True)

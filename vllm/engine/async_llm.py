@@ -14,26 +14,20 @@ from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_calls import EngineCalls
-from vllm.engine.engine_process import (
-    CAUSE_SECONDS,
-    STOP_SECONDS,
-    EngineProcess,
-    close,
-    kill,
-    start_engines,
-)
+from vllm.engine.engine_process import CAUSE_SECONDS, STOP_SECONDS, EngineProcess, close, kill
+from vllm.engine.engines import Engines
 from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
 from vllm.engine.metrics import Metrics
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request_metrics import record_output, request_stats
+from vllm.engine.supervision import Supervision
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
     EngineDeadError,
-    KernelFailedError,
     QueueFullError,
     RequestError,
+    RestartingError,
     StoppingError,
-    VllmError,
 )
 from vllm.kernels.report import json_report
 from vllm.kernels.report.calls import CallCounter
@@ -49,21 +43,21 @@ logger = get_logger(__name__)
 
 # An engine's last message may arrive after its exit was noticed.
 _LAST_MESSAGE_SECONDS = 0.2
-# Restarts after kernel failures. A fault makes the GPU unusable and hides the next one: a backend
-# that always faults does so once for each problem size.
-_MAX_RESTARTS = 12
-# Consecutive silent checks after which an engine with requests counts as hung.
-_MAX_SILENT_CHECKS = 10
 # Engines that may start before the configuration is validated.
 _MAX_EARLY = 16
 
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request whose caller waits. updated: set when its state changes."""
+    """A request whose caller waits. unsent: what the engine gets of it, while none of its steps has
+    begun: another engine may take it. is_resent: to a second engine. error: why it ends early.
+    updated: set when its state changes."""
 
     state: RequestState
     engine: EngineProcess
+    unsent: list[EngineRequest]
+    is_resent: bool = False
+    error: EngineDeadError | None = None
     updated: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -72,11 +66,15 @@ class AsyncLLM(EngineCalls):
     loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
     the first request waits for it."""
 
-    def __init__(self, args: EngineArgs, max_waiting: int | None = None):
+    def __init__(
+        self,
+        args: EngineArgs,
+        max_waiting: int | None = None,
+        supervision: Supervision | None = None,
+    ):
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # raises for mistakes before that many processes start
-        self._args = args
-        self._engines = start_engines(args)
+        self._processes = Engines(args, supervision or Supervision())
         try:
             report = current_report()
             with report.phase("configuration"):
@@ -90,9 +88,10 @@ class AsyncLLM(EngineCalls):
             raise
         self.metrics = Metrics(model.served_model_name[0], model.max_model_len, len(self._engines))
         self.metrics.on_render = self._record_requests
-        self.is_dead = False
-        self.dead_reason = ""
+        self._is_ready = False
         self._is_stopping = False
+        self._restart: asyncio.Task[None] | None = None
+        self._restart_reason = ""
         self._max_waiting = max_waiting
         self._outputs = OutputProcessor(self.tokenizer)
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -105,11 +104,16 @@ class AsyncLLM(EngineCalls):
         self._loading = asyncio.Lock()
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **neutral: Any) -> "AsyncLLM":
         """Starts to load the model. neutral: usage_context and others of upstream's; no effect."""
         return cls(engine_args)
+
+    @property
+    def _engines(self) -> list[EngineProcess]:
+        return self._processes.all
 
     @property
     def model_config(self) -> Any:
@@ -119,8 +123,14 @@ class AsyncLLM(EngineCalls):
         """Returns when the model is loaded; raises the error that prevented it."""
         report = current_report()
         report.count_rest("imports")
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._processes.watch())
         with report.phase("waiting for the engine"):
-            ready = await self._all_ready()
+            ready = await self._processes.load()
+        self._serve(ready)
+
+    def _serve(self, ready: list[process.Ready]) -> None:
+        self._is_ready = True
         max_model_len = min(message.max_model_len for message in ready)
         model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
@@ -132,47 +142,19 @@ class AsyncLLM(EngineCalls):
                 asyncio.create_task(self._read_outputs(engine)),
                 asyncio.create_task(self._watch_process(engine)),
             ]
-        if ready[0].most_silent_s is not None:
-            watch = self._watch_silence(ready[0].most_silent_s)
-            self._tasks.append(asyncio.create_task(watch))
 
     async def _when_ready(self) -> None:
         """As `wait_ready`, by whoever needs the engine first."""
-        if not self._tasks and not self.is_dead:
+        if not self._is_ready and not self.is_dead:
             async with self._loading:
-                if not self._tasks and not self.is_dead:
+                if not self._is_ready and not self.is_dead:
                     await self.wait_ready()
-
-    async def _all_ready(self) -> list[process.Ready]:
-        """Restarts the engines after a kernel failure: the failed kernel is in quarantine then."""
-        for num_left in range(_MAX_RESTARTS, -1, -1):
-            waits = [asyncio.ensure_future(self._wait_ready(engine)) for engine in self._engines]
-            try:
-                return await asyncio.gather(*waits)
-            except KernelFailedError as error:
-                if not num_left:
-                    raise
-                logger.error("%s; starting again", error)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
-            await asyncio.to_thread(kill, self._engines)
-            close(self._engines)
-            self._engines = start_engines(self._args)
-        raise AssertionError("the last try returns or raises")
-
-    async def _wait_ready(self, engine: EngineProcess) -> process.Ready:
-        try:
-            return await engine.wait_ready()
-        except VllmError as error:
-            raise type(error)(f"{self._name_of(engine)}{error}") from None
 
     async def call_engines(self, method: str, *arguments: Any) -> list[Any]:
         """What `method` of every engine core returns, one of `process.UTILITIES`; RequestError for
         what it refuses."""
         await self._when_ready()
-        self._check_alive()
+        self._check_open()
         self._num_calls += 1
         number, loop = self._num_calls, asyncio.get_running_loop()
         waits = []
@@ -200,23 +182,22 @@ class AsyncLLM(EngineCalls):
     async def get_vllm_config(self) -> VllmConfig:
         return self.vllm_config
 
-    async def is_tracing_enabled(self) -> bool:
-        return False
-
-    async def do_log_stats(self) -> None:
-        """Nothing is logged: statistics are in `metrics`."""
-
     async def check_health(self) -> None:
-        """Raises EngineDeadError where the engine has died."""
-        self._check_alive()
+        """Raises EngineDeadError where the engine has died, is being started again, is stopped or
+        stuck."""
+        self._check_open()
+        if self.trouble:
+            raise EngineDeadError(self.trouble)
 
     @property
-    def is_running(self) -> bool:
-        return not self.is_dead
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.is_dead
+    def trouble(self) -> str:
+        """Why no requests are answered at the moment, as far as engines are the reason: which
+        process is stopped or stuck, since when and doing what. "" where they are."""
+        if self.is_dead:
+            return self.dead_reason
+        if self._restart is not None:
+            return self._restart_reason
+        return "; ".join(self._processes.troubles.values())
 
     @property
     def errored(self) -> bool:
@@ -248,24 +229,22 @@ class AsyncLLM(EngineCalls):
         RequestError, QueueFullError or EngineDeadError."""
         refuse_lora(lora_request)
         await self._when_ready()
-        self._check_alive()
+        self._check_open()
         self.check_queue(sampling_params.n)
         self._check_priority(priority)
         given = await asyncio.to_thread(
             self._inputs.process, request_id, prompt, sampling_params, priority
         )
         # Again after the wait: more requests may have arrived, or the engine may have died.
-        self._check_alive()
+        self._check_open()
         self.check_queue(sampling_params.n)
         if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        # Ties go to the first engine, so an idle server uses one engine.
-        engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         state = self._outputs.add(request_id, given, sampling_params)
-        in_flight = self._in_flight[request_id] = InFlightRequest(state, engine)
-        engine.num_in_flight += sampling_params.n
+        in_flight = InFlightRequest(state, self._engines[0], given.requests)
+        self._in_flight[request_id] = in_flight
+        self._dispatch(in_flight)
         try:
-            self._dispatch(engine, given.requests)
             while True:
                 await in_flight.updated.wait()
                 in_flight.updated.clear()
@@ -277,6 +256,8 @@ class AsyncLLM(EngineCalls):
                 finished = in_flight.state.is_finished
                 if not finished:
                     self._check_alive()
+                    if in_flight.error is not None:
+                        raise in_flight.error
                 if (output := in_flight.state.take()) is not None:
                     yield output
                 if finished:
@@ -284,14 +265,24 @@ class AsyncLLM(EngineCalls):
         finally:
             self._leave(request_id, in_flight)
 
-    def _dispatch(self, engine: EngineProcess, requests: list[EngineRequest]) -> None:
+    def _dispatch(self, in_flight: InFlightRequest) -> None:
+        # Ties go to the first engine, so an idle server uses one engine.
+        engine = in_flight.engine = min(self._engines, key=lambda engine: engine.num_in_flight)
+        engine.num_in_flight += in_flight.state.params.n
         self._num_sent += 1
         number = self._num_sent
-        engine.send(process.Add(requests, number))
-        if engine.dp_rank.rendezvous is not None:  # all ranks step together
-            for other in self._engines:
-                if other is not engine:
-                    other.send(process.Wake(number))
+        with suppress(EngineDeadError):  # noticed elsewhere; the next engine gets what is unsent
+            engine.send(process.Add(in_flight.unsent, number))
+            if engine.dp_rank.rendezvous is not None:  # all ranks step together
+                for other in self._engines:
+                    if other is not engine:
+                        other.send(process.Wake(number))
+
+    def _check_open(self) -> None:
+        """Raises where new requests are refused."""
+        self._check_alive()
+        if self._restart is not None:
+            raise RestartingError(self._restart_reason, self._processes.seconds_to_ready)
 
     def _check_alive(self) -> None:
         if self.is_dead:
@@ -339,7 +330,6 @@ class AsyncLLM(EngineCalls):
         try:
             while True:
                 message = decoder.decode(await engine.receiver.recv())
-                engine.num_silent = 0
                 if isinstance(message, process.Returned):
                     self._take_returned(engine, message)
                     continue
@@ -367,6 +357,9 @@ class AsyncLLM(EngineCalls):
 
     def _take_outputs(self, engine: EngineProcess, message: process.Outputs) -> None:
         engine.stats = message.stats
+        for name in (*message.started, *(output.request_id for output in message.outputs)):
+            if (in_flight := self._in_flight.get(name.rpartition("#")[0])) is not None:
+                in_flight.unsent = []
         self._calls.update(message.stats.calls)
         metrics = self.metrics.engines[engine.dp_rank.rank]
         metrics.record_step(message.stats)
@@ -391,6 +384,7 @@ class AsyncLLM(EngineCalls):
             metrics = self.metrics.engines[engine.dp_rank.rank]
             metrics.record_requests(num_running, num_sent - num_running)
             metrics.record_sleep(self.is_asleep)
+        self.metrics.record_silence(self._processes.silent_s)
 
     async def _watch_process(self, engine: EngineProcess) -> None:
         await engine.wait_end()
@@ -400,42 +394,69 @@ class AsyncLLM(EngineCalls):
         # A killed process sends nothing; one that exits by itself may, or may blame a peer.
         was_killed = code is not None and code < 0
         await asyncio.sleep(_LAST_MESSAGE_SECONDS if was_killed else 2 * CAUSE_SECONDS)
-        self._die(f"the engine process died ({ending(code)})", engine)
-
-    async def _watch_silence(self, most_s: float) -> None:
-        """Detects a hanging GPU, which ends no process. Counts checks instead of seconds: all
-        processes of a node may be suspended and resumed."""
-        reason = (
-            f"the engine gave no sign of life for {most_s:g} s while it had requests (twice "
-            f"--distributed-timeout-seconds): its GPU may hang"
-        )
-        while True:
-            await asyncio.sleep(most_s / _MAX_SILENT_CHECKS)
-            busy = {id(f.engine) for f in self._in_flight.values() if not f.state.is_finished}
-            for engine in self._engines:
-                engine.num_silent = engine.num_silent + 1 if id(engine) in busy else 0
-                if engine.num_silent > _MAX_SILENT_CHECKS:
-                    self._die(reason, engine)
-
-    def _name_of(self, engine: EngineProcess) -> str:
-        return f"data-parallel engine {engine.dp_rank.rank}: " if len(self._engines) > 1 else ""
+        if engine.why_killed:
+            self._die(engine.why_killed)
+        else:
+            self._die(f"the engine process died ({ending(code)})", engine)
 
     def _die(self, reason: str, engine: EngineProcess | None = None) -> None:
-        """Marks the engine as dead and wakes all callers. The first reason is kept."""
-        if not self.is_dead:
-            name = self._name_of(engine) if engine is not None else ""
-            reason = f"{name}{reason}; restart the server"
-            logger.error("%s", reason)
-            self._end(reason)
+        """Starts the engines again, or marks them as dead where no restart is left, and wakes all
+        callers. The first reason is kept."""
+        if self.is_dead or self._restart is not None:
+            return
+        reason = f"{self._processes.name_of(engine) if engine is not None else ''}{reason}"
+        if self._processes.budget.take():
+            self._restart = asyncio.create_task(self._start_again(reason))
+        else:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        limit = self._processes.budget.limit
+        used = f" after {limit} restarts within an hour (--restarts)" if limit else ""
+        reason = f"{reason}{used}; restart the server"
+        logger.error("%s", reason)
+        self._end(reason)
+
+    async def _start_again(self, reason: str) -> None:
+        """Requests of which no step has begun are kept for the new engines, once. All others end:
+        one of them may be what the engine failed of."""
+        reason = self._restart_reason = f"{reason}; the engine is being started again"
+        logger.error("%s", reason)
+        self.metrics.record_restart()
+        for task in self._tasks:
+            task.cancel()
+        self.is_asleep = False
+        for in_flight in self._in_flight.values():
+            if not in_flight.unsent or in_flight.is_resent:
+                in_flight.error = EngineDeadError(f"{reason}; send the request again")
+                in_flight.updated.set()
+        self._fail_calls(reason)
+        try:
+            await self._processes.start_again()
+            ready = await self._processes.load()
+        except Exception as error:
+            self._give_up(str(error) or repr(error))
+            return
+        self._tasks = []
+        self._serve(ready)
+        self._restart = None
+        for in_flight in list(self._in_flight.values()):
+            if in_flight.error is None and not in_flight.state.is_finished:
+                in_flight.is_resent = True
+                self._dispatch(in_flight)
 
     def _end(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
         for in_flight in self._in_flight.values():
             in_flight.updated.set()
+        self._fail_calls(reason)
+        self._dead.set()
+
+    def _fail_calls(self, reason: str) -> None:
         for waiting in self._calls_in_flight.values():
             if not waiting.done():
                 waiting.set_exception(EngineDeadError(reason))
-        self._dead.set()
+        self._calls_in_flight.clear()
 
     def shutdown(self) -> "asyncio.Task[None]":
         """Ends the engine processes; requests in flight end with EngineDeadError. To be awaited in
@@ -450,12 +471,14 @@ class AsyncLLM(EngineCalls):
 
     async def _shut_down(self) -> None:
         # An engine reads no messages while it loads the model or waits for a dead peer.
-        is_unreachable = self.is_dead or not self._tasks
+        is_unreachable = self.is_dead or not self._tasks or self._restart is not None
         if not self.is_dead:
             self._is_stopping = True
             self._end("the server is shutting down")
-        for task in self._tasks:
+        others = [task for task in (self._watching, self._restart) if task is not None]
+        for task in (*self._tasks, *others):
             task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)  # none starts another engine now
         for engine in self._engines:
             try:
                 if is_unreachable:

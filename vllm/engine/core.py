@@ -66,7 +66,7 @@ class EngineCore:
         self._counted = (0, 0, 0, 0)
         self._calls = CallCounter()
         self._step_tokens: Counter[int] = Counter()
-        self.on_scheduled: Callable[[], None] = lambda: None
+        self.on_scheduled: Callable[[SchedulerOutput], None] = lambda scheduled: None
         self._running: tuple[SchedulerOutput, PendingOutput] | None = None
         self._held: list[EngineOutput] = []
         self._reads_tokens: set[str] = set()
@@ -153,7 +153,7 @@ class EngineCore:
         running = None
         if is_computed:
             self._step_tokens[sum(scheduled.num_scheduled_tokens.values())] += 1
-            self.on_scheduled()
+            self.on_scheduled(scheduled)
             bitmasks, refused = self.grammars.bitmasks(scheduled.num_scheduled_tokens)
             running = scheduled, self.executor.execute_model(scheduled, bitmasks)
             self._note_waits(scheduled)

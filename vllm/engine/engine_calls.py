@@ -8,10 +8,26 @@ from vllm.lora.request import LoRARequest
 
 
 class EngineCalls:
-    """is_asleep: after `sleep`, until `wake_up`."""
+    """is_asleep: after `sleep`, until `wake_up`. is_dead: for good, with a reason."""
 
     def __init__(self) -> None:
         self.is_asleep = False
+        self.is_dead = False
+        self.dead_reason = ""
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_dead
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.is_dead
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing is logged: statistics are in `metrics`."""
 
     async def call_engines(self, method: str, *arguments: Any) -> list[Any]:
         """What `method` of every engine core returns; RequestError for what it refuses."""

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.metrics import SchedulerStats
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
 from vllm.logger import get_logger
+from vllm.utils.heartbeat import Page
 from vllm.utils.processes import ending
 
 logger = get_logger(__name__)
@@ -28,20 +29,23 @@ STOP_SECONDS = 5.0
 # Delay of a failure that a peer caused, so that the peer's own report comes first. Ranks wait some
 # time for unresponsive peers themselves.
 CAUSE_SECONDS = 4.0
+# Beyond the devices of any machine it is a mistake.
+_MAX_LOCAL_RANKS = 1024
 
 
 class EngineProcess:
     """An engine's process and its sockets. Starts at once, and loads while the server imports.
 
-    stats: of its scheduler after the last step. num_in_flight: sequences sent to it.
-    num_silent: consecutive checks with requests but without a message.
+    stats: of its scheduler after the last step. num_in_flight: sequences sent to it. page: of the
+    heartbeats of this process and its local ranks. why_killed: by the server; "" where it was not.
     """
 
     def __init__(self, args: EngineArgs, dp_rank: process.DPRank):
         self.dp_rank = dp_rank
         self.stats = SchedulerStats(0, 0, 0.0)
         self.num_in_flight = 0
-        self.num_silent = 0
+        self.why_killed = ""
+        self.page = Page(1 + num_local_ranks(args))
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
         self.context = zmq.asyncio.Context()
@@ -53,17 +57,19 @@ class EngineProcess:
             wire.bind(address)
         spawn = multiprocessing.get_context("spawn")
         self.process: BaseProcess = spawn.Process(
-            target=process.run_engine, args=(args, *self.addresses, dp_rank), name="vllm-engine"
+            target=process.run_engine,
+            args=(args, *self.addresses, dp_rank, self.page),
+            name="vllm-engine",
         )
         with _interrupts_ignored():
             self.process.start()
 
     def send(self, message: process.ToEngine) -> None:
         """Does not block: ZMQ queues any number of messages. EngineDeadError where the receiver is
-        gone."""
+        gone, or this end is closed."""
         try:
             self.sender.send(process.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError:
             raise EngineDeadError(
                 "the engine process takes no messages any more; restart the server"
             ) from None
@@ -79,7 +85,7 @@ class EngineProcess:
         end.cancel()
         if not receive.done():
             receive.cancel()
-            how = ending(self.process.exitcode)
+            how = self.why_killed or ending(self.process.exitcode)
             raise EngineDeadError(f"the engine process ended while loading ({how})")
         message = process.decoder().decode(receive.result())
         if isinstance(message, process.Failed):
@@ -107,7 +113,17 @@ class EngineProcess:
             kill([self])
         self.sender.close(linger=0)
         self.context.destroy(linger=0)
+        self.page.close()
         self._folder.cleanup()
+
+
+def num_local_ranks(args: EngineArgs) -> int:
+    """Rank processes of one engine on this machine, beside that of the engine. The arguments are
+    not validated yet: 0 for what is going to be refused."""
+    if args.distributed_executor_backend == "ray":
+        return 0
+    count = args.tensor_parallel_size * args.pipeline_parallel_size
+    return count if 1 < count <= _MAX_LOCAL_RANKS else 0
 
 
 def start_engines(args: EngineArgs) -> list[EngineProcess]:

@@ -148,6 +148,13 @@ class Metrics:
         self._ignored_fields = make(
             "vllm:ignored_request_fields", "Fields of requests without effect here.", ["field"]
         )
+        self._restarts = make(
+            "vllm:engine_restarts", "Starts of the engine after it had failed.", ["model_name"]
+        ).labels(model_name=model_name)
+        self._silent = client.Gauge(
+            "vllm:seconds_since_heartbeat", "Since the last sign of life of a process.",
+            ["process"], registry=self.registry,
+        )  # fmt: skip
         labels = ["handler", "method", "status"]
         self._http_classes = make("http_requests", "HTTP requests by class of status.", labels)
         self._http_seconds = client.Histogram(
@@ -165,6 +172,15 @@ class Metrics:
         texts = {_CACHE_LABELS.get(name, name): str(value) for name, value in values.items()}
         for index in range(len(self.engines)):
             self._cache_config.labels(**texts, engine=str(index)).set(1)
+
+    def record_restart(self) -> None:
+        self._restarts.inc()
+
+    def record_silence(self, seconds: Mapping[str, float]) -> None:
+        """By the name of the process."""
+        self._silent.clear()
+        for name, value in seconds.items():
+            self._silent.labels(process=name).set(value)
 
     def record_http(self, path: str, method: str, status: int, seconds: float) -> None:
         """One answered HTTP request. `path` must come from a finite set: it is a label."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from vllm.core.outputs import EngineOutput
+from vllm.core.outputs import EngineOutput, SchedulerOutput
 from vllm.core.request import EngineRequest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.early_start import started_early
@@ -20,6 +20,7 @@ from vllm.engine.metrics import SchedulerStats
 from vllm.errors import EngineDeadError, KernelFailedError, VllmError
 from vllm.executor.messages import failure_of, leave_signals_to_parent
 from vllm.logger import get_logger
+from vllm.utils.heartbeat import PULSE, Activity, Page
 from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import current_report, no_collections
 
@@ -61,12 +62,12 @@ class Stop(msgspec.Struct, tag="stop"):
 
 class Ready(msgspec.Struct, tag="ready"):
     """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows; num_blocks: of
-    the KV cache. most_silent_s: longest time without a message while the engine has requests."""
+    the KV cache. is_gpu: whether steps run on a GPU."""
 
     max_model_len: int
     kernels: dict[str, Any]
     num_blocks: int
-    most_silent_s: float | None = None
+    is_gpu: bool = False
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -80,8 +81,11 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
+    """started: ids of requests whose first step is about to be computed."""
+
     outputs: list[EngineOutput]
     stats: SchedulerStats
+    started: list[str] = []
 
 
 class Returned(msgspec.Struct, tag="returned"):
@@ -108,10 +112,12 @@ class DPRank:
     listener: socket.socket | None = None
 
 
-def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
+def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank, page: Page) -> None:
     """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
-    ZMQ addresses that the parent has bound. The last message says why the process ends."""
+    ZMQ addresses that the parent has bound; page: of heartbeats. The last message says why the
+    process ends."""
     die_with_parent()
+    PULSE.attach(page, 0)
     leave_signals_to_parent()
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
@@ -184,25 +190,26 @@ class _EngineLoop:
             dp_coordinator = DPCoordinator(self._store, dp_rank.rank, size, timeout)
         self.core = EngineCore(config, dp_coordinator, dp_rank.rendezvous)
         kernels = self.core.executor.kernels()
-        # Timeouts between ranks report more, and earlier. On a CPU a step may take any time.
         is_gpu = self.core.executor.async_scheduling
-        most_silent_s = 2 * parallel.distributed_timeout_seconds if is_gpu else None
         max_model_len = self.core.config.model_config.max_model_len
         num_blocks = self.core.executor.num_blocks
         self.core.on_scheduled = self._on_scheduled
-        self.send(Ready(max_model_len, kernels, num_blocks, most_silent_s))
+        self.send(Ready(max_model_len, kernels, num_blocks, is_gpu))
 
-    def _on_scheduled(self) -> None:
-        """Tells of requests that start to run before their step, which may take long."""
+    def _on_scheduled(self, scheduled: SchedulerOutput) -> None:
+        """Tells of requests that start to run before their step, which may take long or end this
+        process."""
         scheduler = self.core.scheduler
         counts = (len(scheduler.running), len(scheduler.waiting))
-        if counts != self._told:
-            self.send(Outputs([], self.core.stats()))
+        started = [new.request.request_id for new in scheduled.scheduled_new_reqs]
+        if started or counts != self._told:
+            self.send(Outputs([], self.core.stats(), started))
 
     def run(self) -> None:
         core = self.core
         sent_idle = True
         while True:
+            PULSE.step()
             is_busy = core.has_work or core.is_awaited
             if not self._receive(0 if is_busy else _IDLE_POLL_MS):
                 return
@@ -222,7 +229,10 @@ class _EngineLoop:
         """Handles all queued messages, waiting for the first; False when the process should end."""
         if os.getppid() != self._parent:
             return False
-        if not self._receiver.poll(timeout_ms):
+        PULSE.enter(Activity.IDLE if timeout_ms else Activity.STEP)
+        has_news = self._receiver.poll(timeout_ms)
+        PULSE.enter(Activity.STEP)
+        if not has_news:
             if timeout_ms and not self.core.is_sleeping:
                 self.core.executor.check_alive()
             return True
@@ -251,7 +261,8 @@ class _EngineLoop:
     def _returned(self, call: Call) -> Returned:
         assert call.method in UTILITIES
         try:
-            value = getattr(self.core, call.method)(*call.arguments)
+            with PULSE.during(Activity.CALL):
+                value = getattr(self.core, call.method)(*call.arguments)
         except VllmError as error:
             return Returned(call.number, error=str(error))
         return Returned(call.number, value)

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from vllm.utils.heartbeat import PULSE
+
 _ROOT = Path(__file__).resolve().parents[2]
 # Not multiprocessing: it would import the user's script again.
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); "
-    "from vllm.executor.worker import run_local; run_local({descriptor})"
+    "from vllm.executor.worker import run_local; run_local({descriptor}, {watched})"
 )
 
 
@@ -66,10 +68,14 @@ def started_early(count: int, data_parallel_rank: int = 0) -> Iterator[None]:
 def _start(index: int) -> Started:
     ours, theirs = socket.socketpair()
     with theirs:
-        descriptor = theirs.fileno()
-        code = _CODE.format(root=str(_ROOT), descriptor=descriptor)
+        descriptor, page = theirs.fileno(), PULSE.page
+        watched = None
+        if page is not None and page.num_slots > 1:
+            watched = (page.descriptor, page.num_slots, 1 + index % (page.num_slots - 1))
+        code = _CODE.format(root=str(_ROOT), descriptor=descriptor, watched=watched)
         # -P: files in the current folder must not shadow Python's modules.
         # The last argument names the process in `ps`.
         command = [sys.executable, "-P", "-c", code, f"vllm-rank-{index}"]
-        process = subprocess.Popen(command, pass_fds=(descriptor,))
+        descriptors = (descriptor,) if watched is None else (descriptor, watched[0])
+        process = subprocess.Popen(command, pass_fds=descriptors)
     return Connection(ours.detach()), LocalProcess(process)

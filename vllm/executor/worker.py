@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from vllm.executor import messages, prefetch
+from vllm.utils.heartbeat import PULSE, Activity, Page
+from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
@@ -19,12 +21,18 @@ if TYPE_CHECKING:
     from vllm.worker.async_output import AsyncModelRunnerOutput
 
 
-def run_local(descriptor: int) -> None:
-    """In a process that its engine started: the connection is an inherited socket."""
+def run_local(descriptor: int, watched: tuple[int, int, int] | None = None) -> None:
+    """In a process that its engine started: the connection is an inherited socket. watched: page of
+    heartbeats, as its descriptor and number of slots, and the slot of this rank."""
     messages.leave_signals_to_parent()
+    if watched is not None:
+        die_with_parent()  # a rank that is stopped cannot end itself
+        page, num_slots, slot = watched
+        PULSE.attach(Page(num_slots, page), slot)
     threading.Thread(target=_end_with_engine, args=(descriptor,), daemon=True).start()
     failure = run(Connection(descriptor))
     sys.stdout.flush()
+    PULSE.end()
     # A regular interpreter exit takes seconds, and the engine waits.
     os._exit(failure is not None)
 
@@ -35,6 +43,7 @@ def _end_with_engine(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-ups and errors are always reported
     poll.poll()
+    PULSE.end()
     os._exit(1)
 
 
@@ -92,7 +101,10 @@ def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool)
             connection.send(result)
 
     while True:
+        PULSE.enter(Activity.IDLE)
         message = connection.recv()
+        PULSE.enter(Activity.STEP)
+        PULSE.step()
         if isinstance(message, messages.ExecuteModel):
             running.append(executor.execute_model(message.scheduler_output, message.bitmasks))
             if not executor.async_scheduling:

@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
 def add_server_flags(group: Any) -> None:
     _add_flags_of_variables(group)
     _add_certificate_flags(group)
+    _add_supervision_flags(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
@@ -112,6 +113,17 @@ def _add_certificate_flags(group: Any) -> None:
     text("--ssl-cert-reqs", type=_number(int, 0, 2, "0, 1 or 2"), default=0,
          help="Certificates of clients: 0 none, 1 checked, 2 required (default: 0).")  # fmt: skip
     text("--ssl-ciphers", help="Ciphers of TLS 1.2 and before, as OpenSSL lists them.")
+
+
+def _add_supervision_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--dead-after", type=_number(float, 5, 1e9, "a number of seconds of 5 or more"),
+         default=60.0, metavar="SECONDS",
+         help="An engine with a process that is stopped or stuck for so long is killed and started "
+         "again (default: 60).")  # fmt: skip
+    text("--restarts", type=_number(int, 0, 2**31, "a count of 0 or more"), default=3, metavar="N",
+         help="How often an engine that ended or was killed is started again within an hour; then "
+         "the server ends (default: 3).")  # fmt: skip
 
 
 def _add_flags_of_variables(group: Any) -> None:

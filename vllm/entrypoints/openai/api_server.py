@@ -96,10 +96,17 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
 def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metrics) -> None:
     async def health() -> Response:
         """200 while requests are answered, else 503 with the reason."""
-        reason = service.engine.dead_reason if service.engine.is_dead else gate.refusal
+        reason = service.engine.trouble or gate.refusal
         if reason is None:
             return Response()
         return ApiError(503, reason, code="unavailable").response()
+
+    async def live() -> Response:
+        """200 while this process answers and its engines run, load or are started again: what a
+        restart of the server could heal is a 503."""
+        if service.engine.is_dead:
+            return ApiError(503, service.engine.dead_reason, code="engine_dead").response()
+        return Response()
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -122,6 +129,7 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
         return response
 
     app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)(health)
+    app.api_route("/live", methods=["GET", "HEAD"], include_in_schema=False)(live)
     app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(health)
 
 

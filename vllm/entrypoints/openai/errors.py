@@ -15,6 +15,7 @@ from vllm.errors import (
     NumericsError,
     QueueFullError,
     RequestError,
+    RestartingError,
     StoppingError,
     VllmError,
     did_you_mean,
@@ -67,6 +68,9 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFullError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return ApiError(503, str(error), code="queue_full", headers=headers)
+        case RestartingError():
+            headers = {"Retry-After": str(error.retry_after_s)}
+            return ApiError(503, str(error), code="unavailable", headers=headers)
         case StoppingError():
             return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "1"})
         case EngineDeadError():

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/metrics"})
 """Answered without an API key, while loading and while shutting down."""
 
 _REQUEST_ID = re.compile(REQUEST_ID)

@@ -79,11 +79,13 @@ async def serve(
     be loaded, and EngineDeadError when the engine dies later.
     """
     from vllm.engine.async_llm import AsyncLLM
+    from vllm.engine.supervision import Supervision
     from vllm.utils.import_utils import hide_torch
 
     hide_torch()
     with no_collections():
-        engine = AsyncLLM(args, max_waiting=settings.max_waiting)
+        supervision = Supervision(settings.dead_after, settings.restarts)
+        engine = AsyncLLM(args, settings.max_waiting, supervision)
     try:
         with no_collections():
             from vllm.entrypoints.openai.server import Server

@@ -24,6 +24,7 @@ from vllm.logger import get_logger
 from vllm.reasoning.registry import reasoning_format
 from vllm.sampling_params import generation_defaults
 from vllm.tool_parsers.registry import tool_parser
+from vllm.utils import systemd
 
 logger = get_logger(__name__)
 
@@ -53,23 +54,28 @@ class Server:
     async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
         """Until SIGTERM or SIGINT; raises if the model cannot be loaded or the engine dies."""
         serving = asyncio.create_task(self._uvicorn.serve([listener]))
-        sweeping = asyncio.create_task(self._cut_idle_connections())
+        others = [asyncio.create_task(self._cut_idle_connections())]
+        if (seconds := systemd.watchdog_seconds()) is not None:
+            others.append(asyncio.create_task(_feed_watchdog(seconds)))
         try:
             with self._signals():
                 await _first(self._engine.wait_ready(), self._stop.wait(), serving)
                 if not self._stop.is_set():
                     self._gate.refusal = None
+                    systemd.notify("READY=1")
                     on_ready(self._engine.model_config.served_model_name[0])
                     await _first(self._engine.wait_dead(), self._stop.wait(), serving)
                 await self._drain()
         finally:
             await self._close(serving)
-            sweeping.cancel()
+            for other in others:
+                other.cancel()
         if not self._stop.is_set():
             raise EngineDeadError(self._engine.dead_reason)
 
     async def _drain(self) -> None:
         """Lets running requests finish, refusing new ones."""
+        systemd.notify("STOPPING=1")
         self._gate.refusal = "the server is shutting down"
         if self._engine.is_dead:
             self._gate.refusal = self._engine.dead_reason
@@ -133,6 +139,13 @@ class Server:
             for (connection, _), since in idle_since.items():
                 if now - since > limit:
                     connection.transport.abort()
+
+
+async def _feed_watchdog(seconds: float) -> None:
+    """Tells systemd that this event loop turns; engines are watched by this process itself."""
+    while True:
+        systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(seconds / 3)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -9,7 +9,8 @@ class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
     chat_template: Jinja text. max_body_size in bytes. shutdown_timeout in seconds: what running
-    requests get to finish after SIGTERM. The allowed_* are those of CORS.
+    requests get to finish after SIGTERM. dead_after in seconds, restarts within an hour: of
+    engines (`vllm.engine.supervision.Supervision`). The allowed_* are those of CORS.
     """
 
     api_key: tuple[str, ...]
@@ -27,6 +28,8 @@ class ServerSettings:
     max_waiting: int | None
     max_body_size: int
     shutdown_timeout: float
+    dead_after: float
+    restarts: int
     allowed_origins: tuple[str, ...]
     allowed_methods: tuple[str, ...]
     allowed_headers: tuple[str, ...]

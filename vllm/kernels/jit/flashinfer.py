@@ -21,6 +21,7 @@ from vllm.kernels.jit.caches import FLASHINFER, cache_root, use_caches
 from vllm.kernels.jit.monitor import MONITOR, Compilation
 from vllm.platforms.libraries import FLASHINFER_LARGE_MODULES, find_nvcc
 from vllm.utils.files import write_atomically
+from vllm.utils.heartbeat import PULSE, Activity
 
 
 @cache
@@ -48,7 +49,8 @@ def watch_flashinfer() -> None:
 
     def watched(self: Any, *arguments: Any, **options: Any) -> None:
         before, begin = _changed_at(self.jit_library_path), time.perf_counter()
-        build(self, *arguments, **options)
+        with PULSE.during(Activity.COMPILE):
+            build(self, *arguments, **options)
         if _changed_at(self.jit_library_path) != before:
             seconds = time.perf_counter() - begin
             MONITOR.note(Compilation("flashinfer", self.name, seconds))

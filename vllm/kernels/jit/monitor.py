@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.logger import get_logger
+from vllm.utils.heartbeat import PULSE
 
 logger = get_logger(__name__)
 
@@ -66,6 +67,7 @@ class Monitor:
             self.made.append(compilation)
             return
         self._num_new += 1
+        PULSE.step()  # the step is long, but goes on
         logger.warning(
             "Requests waited %.1f s while %s compiled %s, which the warm-up did not cover",
             compilation.seconds, compilation.compiler, compilation.kernel,
