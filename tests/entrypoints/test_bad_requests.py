@@ -147,7 +147,7 @@ def test_a_body_of_10_mb_is_refused_and_the_client_hears_it(server: RunningServe
     body = json.dumps({"prompt": "a" * 10_000_000}).encode()
     answer = server.post("/v1/completions", body)
     assert answer.status == 413
-    assert "--max-body-size" in answer.error
+    assert "--max-request-bytes" in answer.error
 
 
 def test_a_body_without_a_length_is_counted_while_it_arrives(server: RunningServer) -> None:

@@ -80,9 +80,10 @@ def add_server_flags(group: Any) -> None:
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
     text("--max-waiting", type=_number(int, 0, 2**31, "a count of 0 or more"),
          help="Maximum waiting sequences; more get 503 (default: no limit).")  # fmt: skip
-    text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
-         default=8 << 20, metavar="BYTES",
-         help="Largest request body (default: 8 MiB).")  # fmt: skip
+    text("--max-request-bytes", "--max-body-size", metavar="BYTES",
+         type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
+         help="Largest request body (default: 64 MiB for chat, messages and responses, 8 MiB for "
+         "other paths).")  # fmt: skip
     text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip

@@ -24,6 +24,7 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 _MAX_GIVEN_CHARS = 80
+MAX_MESSAGE_CHARS = 2000
 # By pydantic's type of error, where its own words do not fit.
 _ACCEPTED = {
     "too_short": "takes at least 1 item",
@@ -41,6 +42,11 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # What a message quotes comes from clients.
+        if len(self.message) > MAX_MESSAGE_CHARS:
+            self.message = self.message[: MAX_MESSAGE_CHARS - 3] + "..."
 
     def body(self) -> dict[str, Any]:
         type_ = "invalid_request_error" if self.status < 500 else "server_error"

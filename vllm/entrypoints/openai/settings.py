@@ -8,7 +8,8 @@ from typing import Any
 class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    chat_template: Jinja text. max_body_size in bytes. shutdown_timeout in seconds: what running
+    chat_template: Jinja text. max_request_bytes: None for the defaults of
+    each path. shutdown_timeout in seconds: what running
     requests get to finish after SIGTERM. The allowed_* are those of CORS.
     """
 
@@ -25,7 +26,7 @@ class ServerSettings:
     reasoning_parser: str | None
     response_role: str
     max_waiting: int | None
-    max_body_size: int
+    max_request_bytes: int | None
     shutdown_timeout: float
     allowed_origins: tuple[str, ...]
     allowed_methods: tuple[str, ...]
