@@ -75,7 +75,7 @@ def test_hostile_requests_at_once_stall_nobody(server: RunningServer) -> None:
     [
         (b'{"a": [' + b"{}," * 100_000 + b"{}]}", "objects and arrays"),
         (b'{"a": [' + b'"",' * 1_000_000 + b'""]}', "texts"),
-        (b'{"a": [' + b"1," * 4_000_000 + b"1]}", "values"),
+        (b'{"a": [' + b"1," * 4_000_001 + b"1]}", "values"),
         (b'{"a": {' + b'"b":1,' * 500_000 + b'"b":1}}', "fields"),
         # Texts that hold what is counted change nothing about that.
         (b'{"t": "\\"{\\\\", "a": [' + b"{}," * 100_000 + b"{}]}", "objects and arrays"),
@@ -110,7 +110,8 @@ def test_a_body_at_the_limits_is_parsed() -> None:
     [
         (ChatCompletionRequest, {"messages": [{"x": 1}] * 50_000}, "messages.0.role is missing"),
         (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}],
-                                 "tools": [{}] * 50_000}, "tools.0.type is missing"),
+                                 "tools": [{"type": "function"}] * 50_000},
+         "tools.0.function is missing"),
         (CompletionRequest, {"prompt": "a", "bad_words": [1] * 900_000}, "bad_words.0 "),
         (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 900_000},
          "stop_token_ids.0 "),

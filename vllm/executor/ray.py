@@ -70,7 +70,8 @@ class RayLauncher:
         parallel = config.parallel_config
         self._num_ranks = parallel.num_engine_ranks
         if not ray.is_initialized():
-            _connect(ray, parallel.data_parallel_size)
+            with envs.without_secrets():  # Ray's processes show what they were started with
+                _connect(ray, parallel.data_parallel_size)
         self._resource = self._pick_resource()
         self._group: Any = None
 

@@ -85,6 +85,8 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     root_path = settings.root_path.rstrip("/")
     logs_requests = not settings.disable_log_requests
     gated = GateMiddleware(app, gate, metrics, paths, root_path, logs_requests)
+    if not settings.allowed_origins:
+        return gated
     return CORSMiddleware(
         gated,
         allow_origins=settings.allowed_origins,

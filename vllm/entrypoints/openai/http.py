@@ -26,7 +26,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""Answered without an API key, while loading and while shutting down."""
+"""Answered while loading and while shutting down, and without an API key but for the metrics of a
+server that protects them."""
 
 _REQUEST_ID = re.compile(REQUEST_ID)
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
@@ -38,17 +39,20 @@ _SEND_TIMEOUT_S = 60.0
 class Gate:
     """State of the server that decides whether a request is admitted.
 
-    refusal: why none is at the moment (loading, shutting down), None when open. num_active:
-    requests being answered, those to OPEN_PATHS not counted.
+    protects_metrics: whether they need a key too. refusal: why none is at the moment (loading,
+    shutting down), None when open. num_active: requests being answered, those to OPEN_PATHS not
+    counted.
     """
 
     api_keys: tuple[bytes, ...] = ()
+    protects_metrics: bool = False
     refusal: str | None = "the model is still loading"
     num_active: int = 0
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError if this request is not admitted."""
-        if scope["path"] in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS
+        if is_open and not (self.protects_metrics and scope["path"] == "/metrics"):
             return
         if self.api_keys and not self._has_key(scope):
             message = (
@@ -57,7 +61,7 @@ class Gate:
             )
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
-        if self.refusal is not None:
+        if self.refusal is not None and not is_open:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
 

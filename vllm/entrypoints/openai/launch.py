@@ -8,12 +8,16 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
+from vllm.logger import get_logger
 from vllm.utils.startup import no_collections
+
+logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
@@ -57,6 +61,20 @@ def bind_path(path: str) -> socket.socket:
 def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         return client.connect_ex(path) == 0
+
+
+def warn_if_open(listener: socket.socket, has_key: bool) -> None:
+    """A warning where other machines reach the server and no key is asked for."""
+    if has_key or listener.family == socket.AF_UNIX:
+        return
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning(
+            "listening on %s port %d without an API key: whoever reaches this machine may use the "
+            "server. Set VLLM_API_KEY or --api-key-file, or listen on --host 127.0.0.1",
+            host,
+            port,
+        )
 
 
 def raise_file_limit() -> None:

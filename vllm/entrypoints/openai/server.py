@@ -43,7 +43,8 @@ class Server:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self._engine = engine
         self._settings = settings
-        self._gate = Gate(tuple(key.encode() for key in settings.api_key))
+        keys = tuple(key.encode() for key in settings.api_key)
+        self._gate = Gate(keys, settings.protect_metrics)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         service = make_service(engine, settings)

@@ -10,10 +10,12 @@ class ServerSettings:
 
     chat_template: Jinja text. max_request_bytes: None for the defaults of
     each path. shutdown_timeout in seconds: what running
-    requests get to finish after SIGTERM. The allowed_* are those of CORS.
+    requests get to finish after SIGTERM. The allowed_* are those of CORS, which is off without
+    origins.
     """
 
     api_key: tuple[str, ...]
+    protect_metrics: bool
     chat_template: str | None
     trust_request_chat_template: bool
     default_chat_template_kwargs: dict[str, Any]
