@@ -223,9 +223,7 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
         keys.append(envs.VLLM_API_KEY)
         envs.set_for_children("VLLM_API_KEY", None)
     if args.protect_metrics and not keys:
-        raise ConfigError(
-            "--protect-metrics needs a key: give --api-key-file or VLLM_API_KEY"
-        )
+        raise ConfigError("--protect-metrics needs a key: give --api-key-file or VLLM_API_KEY")
     return tuple(dict.fromkeys(keys))
 
 
@@ -315,9 +313,12 @@ def _check_certificate(args: argparse.Namespace) -> None:
         return
     import ssl
 
+    def no_phrase() -> str:  # OpenSSL would ask for it at the terminal
+        raise ConfigError(f"--ssl-keyfile {keyfile} has a pass phrase; give a key without one")
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _tried(
-        lambda: context.load_cert_chain(certfile, keyfile),
+        lambda: context.load_cert_chain(certfile, keyfile, no_phrase),
         f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}",
         "a PEM certificate and its private key",
     )
