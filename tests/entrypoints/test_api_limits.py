@@ -1,14 +1,17 @@
 """No request stalls the server: /health and /metrics answer while hostile ones are worked on."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from typing import Any
 
 import pytest
+import uvicorn
 from slowness import slowness
+from uvicorn.server import ServerState
 
-from vllm.entrypoints.openai import bodies, prompts
+from vllm.entrypoints.openai import bodies, http_protocol, prompts
 from vllm.entrypoints.openai.bodies import LIMITS, parse_object
 from vllm.entrypoints.openai.errors import MAX_MESSAGE_CHARS, ApiError
 from vllm.entrypoints.openai.field_policy import read_request
@@ -175,6 +178,61 @@ def test_all_bodies_together_have_a_bound(
     second.release()
     first.release()
     second.take(60)
+
+
+@pytest.mark.parametrize(
+    "part", [b"X: " + b"a" * 990 + b"\r\n", b"a" * 1000], ids=["many headers", "one header"]
+)
+def test_a_head_without_end_is_refused(server: RunningServer, part: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nY: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2000):
+                connection.sendall(part)
+        answered = b""
+        with contextlib.suppress(ConnectionError):
+            answered = connection.recv(4096)
+    assert answered == b"" or answered.startswith(b"HTTP/1.1 400 ")
+
+
+def test_the_parser_that_bounds_no_head_is_bounded() -> None:
+    """Body bytes are no head; neither are several requests of one connection."""
+    pytest.importorskip("httptools")
+    kind = http_protocol.http_protocol()
+    for pieces, status in (
+        ([b"GET / HTTP/1.1\r\n", *[b"X: " + b"a" * 990 + b"\r\n"] * 99], b"400"),
+        ([b"GET / HTTP/1.1\r\nX: ", *[b"a" * 1000] * 99], b"400"),
+        ([b"POST / HTTP/1.1\r\nContent-Length: 99000\r\n\r\n", *[b"a" * 1000] * 99], b"204"),
+        ([b"GET / HTTP/1.1\r\nX: " + b"a" * 990 + b"\r\n\r\n"] * 99, b"204"),
+    ):
+        answered = asyncio.run(answered_by(kind, pieces))
+        # A reset may overtake the answer to whoever goes on sending.
+        assert answered.startswith(b"HTTP/1.1 " + status) or (status, answered) == (b"400", b"")
+
+
+async def answered_by(kind: Any, pieces: list[bytes]) -> bytes:
+    async def no_content(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(no_content, http=kind, lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: kind(config, state, {}), "127.0.0.1", 0)
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(5):
+                return await reader.read(4096)
+        return b""
 
 
 class SlowTokenizer:

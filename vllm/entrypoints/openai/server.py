@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
 from vllm.entrypoints.openai.http import Gate
+from vllm.entrypoints.openai.http_protocol import http_protocol
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import EngineDeadError
@@ -149,6 +150,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     log.propagate = False
     return uvicorn.Config(
         app,
+        http=http_protocol(),
         lifespan="off",
         ws="none",
         log_config=None,
