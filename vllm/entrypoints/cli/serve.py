@@ -51,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_server_flags(group: Any) -> None:
     _add_flags_of_variables(group)
+    _add_access_flags(group)
     _add_certificate_flags(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
@@ -60,12 +61,6 @@ def add_server_flags(group: Any) -> None:
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
     text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
          "and --port.")  # fmt: skip
-    text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
-         help="Keys that requests must carry; also from VLLM_API_KEY, which others on this "
-         "machine cannot read.")  # fmt: skip
-    text("--api-key-file", metavar="FILE",
-         help="File of further keys, one a line; # begins a comment.")  # fmt: skip
-    text("--protect-metrics", action="store_true", help="Ask for a key at /metrics too.")
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
@@ -97,13 +92,6 @@ def add_server_flags(group: Any) -> None:
     text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
-    text("--allowed-origins", type=_texts, default=(), metavar="JSON",
-         help='CORS origins as a JSON list, such as ["https://app.example"] (default: none, pages '
-         "of other origins may not read answers).")  # fmt: skip
-    for name in ("methods", "headers"):
-        text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
-             help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
-    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--disable-fastapi-docs", action=_SWITCH, default=False,
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
@@ -116,6 +104,23 @@ def add_server_flags(group: Any) -> None:
     text("--strict-requests", action="store_true",
          help="Refuse fields of requests that have no effect or are not known; default: ignore "
          "them, with a Warning header.")  # fmt: skip
+
+
+def _add_access_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
+         help="Keys that requests must carry; also from VLLM_API_KEY, which others on this "
+         "machine cannot read.")  # fmt: skip
+    text("--api-key-file", metavar="FILE",
+         help="File of further keys, one a line; # begins a comment.")  # fmt: skip
+    text("--protect-metrics", action="store_true", help="Ask for a key at /metrics too.")
+    text("--allowed-origins", type=_texts, default=(), metavar="JSON",
+         help='CORS origins as a JSON list, such as ["https://app.example"] (default: none, pages '
+         "of other origins may not read answers).")  # fmt: skip
+    for name in ("methods", "headers"):
+        text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
+             help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
+    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
 
 
 def _add_certificate_flags(group: Any) -> None:
