@@ -199,6 +199,20 @@ def test_pages_of_other_origins_get_no_permission_unless_asked_for(server: Runni
     assert [answer.status for answer in answers] == [200, 405]
 
 
+def test_browsers_of_an_origin_that_was_asked_for_may_ask(keyed: RunningServer) -> None:
+    """A preflight carries no key."""
+    preflight = keyed.request(
+        "OPTIONS",
+        "/v1/chat/completions",
+        headers={"Origin": "http://a.example", "Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "content-type"},
+    )  # fmt: skip
+    assert preflight.status == 200
+    assert "access-control-allow-origin" in preflight.headers
+    refused = keyed.post("/v1/completions", {}, Origin="http://a.example", **{"x-api-key": "one"})
+    assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, "*")
+
+
 def certificate(folder: Path, name: str, *options: str) -> tuple[Path, Path]:
     """A self-signed certificate for localhost, and its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
