@@ -36,7 +36,7 @@ def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys.write_text("# of the team\nfrom-file\n\n  another-from-file  \n")
     flags = ("--api-key", "one", "two", "--api-key", "three", "--api-key-file", str(keys))
     with started_server(
-        tiny_model, folder / "log", *flags, "--protect-metrics", "--allowed-origins", '["*"]', VLLM_API_KEY="variable-key",
-        HF_TOKEN="hub-token", VLLM_SERVER_DEV_MODE="1",
+        tiny_model, folder / "log", *flags, "--protect-metrics", "--allowed-origins", '["*"]',
+        VLLM_API_KEY="variable-key", HF_TOKEN="hub-token", VLLM_SERVER_DEV_MODE="1",
     ) as running:  # fmt: skip
         yield running

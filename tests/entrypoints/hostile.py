@@ -83,6 +83,8 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "7 MiB prompt": (TEXT, lambda: b'{"prompt": "%b"}' % (b"ban " * (7 * MIB // 4))),
     "4 MiB prompt, truncated": (TEXT, lambda: b'{"prompt": "%b", "truncate_prompt_tokens": 9}'
         % (b"ban " * (MIB - 9))),
+    "1 MiB prompt, truncated": (TEXT, lambda: b'{"prompt": "%b", "truncate_prompt_tokens": 9}'
+        % (b"ban " * (MIB // 4))),
     "25 KiB prompt of one word": (TEXT, lambda: b'{"prompt": "%b"}' % (b"a" * 25_000)),
     "8 MiB to /detokenize": ("/detokenize", lambda: b'{"tokens": %b}' % _list(b"5", 2_700_000)),
     "99,000 items": ("/v1/responses", lambda: b'{"input": %b}' % _list(USER, 99_000)),

@@ -61,7 +61,7 @@ def test_no_hostile_request_stalls_the_server(
 @pytest.mark.slow
 def test_hostile_requests_at_once_stall_nobody(server: RunningServer) -> None:
     names = ("800,000 wrong messages", "49,000 tools", "60 MiB message of \\n", "99,000 items",
-             "4 MiB prompt, truncated", "8 MiB to /detokenize")  # fmt: skip
+             "1 MiB prompt, truncated", "8 MiB to /detokenize")  # fmt: skip
     requests = [(path, make()) for path, make in (HOSTILE[name] for name in names)]
     with watched_health(server) as watch:
         threads = [threading.Thread(target=server.post, args=request) for request in requests]

@@ -122,7 +122,8 @@ def unknown_field(location: tuple[str | int, ...], model: type[BaseModel]) -> st
     """What to say of a field that `model` does not have."""
     known = _fields_at(model, location[:-1])
     name = ".".join(map(str, location))
-    return f"unknown field {name}" + did_you_mean(str(location[-1]), known)
+    wanted = str(location[-1])
+    return f"unknown field {name}" + (did_you_mean(wanted, known) if len(wanted) < 100 else "")
 
 
 def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

@@ -28,7 +28,8 @@ _SECONDS = 60.0
 # not more tokens than the context already. Tokens at the cut may differ: hence the margin.
 _CHARS_PER_TOKEN = 16
 _MARGIN = 1.25
-MAX_TRUNCATED_CHARS = 4 << 20
+MAX_TRUNCATED_CHARS = 1 << 20
+"""Of a prompt of which truncate_prompt_tokens takes the end; more where the context is long."""
 
 # Templates that ask whether a turn has content, of turns with tool calls.
 _TELLS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
@@ -95,10 +96,11 @@ class Prompts:
                 f"the context holds {self.max_model_len}",
                 "prompt",
             )
-        if is_truncated and len(text) > MAX_TRUNCATED_CHARS:
+        most = max(MAX_TRUNCATED_CHARS, _CHARS_PER_TOKEN * self.max_model_len)
+        if is_truncated and len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text)} characters; with truncate_prompt_tokens it may have "
-                f"{MAX_TRUNCATED_CHARS}: leave out its begin",
+                f"{most}: leave out its begin",
                 "prompt",
             )
         return await self._in_thread(self._encode, text, add_special_tokens, is_truncated)
