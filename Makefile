@@ -48,17 +48,8 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports --no-cache
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
-# An environment of its own: its requirements are none of the project's.
-AUDIT := $(VENV)/audit
-
 audit: $(VENV)/.serve
-	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && \
-	  $(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit; } || \
-	  { rm -rf $(AUDIT); echo "make audit: pip-audit could not be installed; it needs PyPI" >&2; exit 2; }
-	@PIPAPI_PYTHON_LOCATION=$(abspath $(BIN))/python $(AUDIT)/bin/pip-audit --local --skip-editable \
-	  --progress-spinner off $(ARGS) || { code=$$?; \
-	  echo "make audit: packages with known weaknesses, or PyPI did not answer (it needs the network)" >&2; \
-	  exit $$code; }
+	$(BIN)/python tests/lint/audit.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
