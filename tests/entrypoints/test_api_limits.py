@@ -165,9 +165,7 @@ def test_chat_may_send_64_mib_and_others_8(
     assert answer.status == status, answer.body[:300]
 
 
-def test_all_bodies_together_have_a_bound(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_TOTAL_BYTES", 100)
     reader = bodies.BodyReader()
     first, second = bodies._Held(reader), bodies._Held(reader)
