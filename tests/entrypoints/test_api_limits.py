@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import threading
 from typing import Any
@@ -59,11 +60,12 @@ def test_no_hostile_request_stalls_the_server(
 
 
 @pytest.mark.slow
-def test_hostile_requests_at_once_stall_nobody(server: RunningServer) -> None:
+@pytest.mark.parametrize("watched", ["/health", "/metrics"])
+def test_hostile_requests_at_once_stall_nobody(server: RunningServer, watched: str) -> None:
     names = ("800,000 wrong messages", "49,000 tools", "60 MiB message of \\n", "99,000 items",
              "1 MiB prompt, truncated", "8 MiB to /detokenize")  # fmt: skip
     requests = [(path, make()) for path, make in (HOSTILE[name] for name in names)]
-    with watched_health(server) as watch:
+    with watched_health(server, watched) as watch:
         threads = [threading.Thread(target=server.post, args=request) for request in requests]
         for thread in threads:
             thread.start()
@@ -101,6 +103,14 @@ def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(body: bytes, to
 def test_texts_may_hold_any_number_of_marks(text: str) -> None:
     body = json.dumps({"prompt": text, "after": "x"}).encode()
     assert parse_object(body) == {"prompt": text, "after": "x"}
+
+
+def test_a_gzip_body_may_have_some_members_and_not_any_number() -> None:
+    """400,000 of them would take hours."""
+    member = gzip.compress(b" ")
+    assert bodies._inflated(bytearray(member * 64), 1 << 20) == b" " * 64
+    with pytest.raises(ApiError, match="more than 64 members"):
+        bodies._inflated(bytearray(gzip.compress(b"") * 400_000), 1 << 20)
 
 
 def test_a_body_at_the_limits_is_parsed() -> None:

@@ -30,6 +30,9 @@ INLINE_BYTES = 64 << 10
 """Longer bodies are parsed in a thread."""
 
 MAX_DEPTH = 128
+MAX_MEMBERS = 64
+"""Of a gzip body."""
+
 MAX_FIELDS = 16384
 """Of one object."""
 
@@ -167,7 +170,9 @@ def _inflated(body: bytearray, max_bytes: int) -> bytearray:
     """The content of one or several gzip members, of which no more than `max_bytes` is made."""
     content, rest = bytearray(), bytes(body)
     try:
-        while rest:
+        for _ in range(MAX_MEMBERS):  # each copies the rest
+            if not rest:
+                return content
             member = zlib.decompressobj(wbits=31)
             content += member.decompress(rest, max_bytes + 1 - len(content))
             if len(content) > max_bytes:
@@ -177,6 +182,8 @@ def _inflated(body: bytearray, max_bytes: int) -> bytearray:
             rest = member.unused_data
     except zlib.error as error:
         raise ApiError(400, f"the body is no valid gzip: {error}") from None
+    if rest:
+        raise ApiError(400, f"the gzip body has more than {MAX_MEMBERS} members")
     return content
 
 

@@ -7,6 +7,7 @@ load the model before this one has imported FastAPI.
 import asyncio
 import resource
 import socket
+import sys
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +22,9 @@ logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
+# How long a thread that parses or renders may keep the interpreter lock from the event loop, which
+# needs it several times for each answer. Python's own 5 ms add up where several threads work.
+_SWITCH_S = 0.0005
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -100,6 +104,7 @@ async def serve(
     from vllm.utils.import_utils import hide_torch
 
     hide_torch()
+    sys.setswitchinterval(_SWITCH_S)
     with no_collections():
         engine = AsyncLLM(args, max_waiting=settings.max_waiting)
     try:
