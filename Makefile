@@ -4,6 +4,7 @@
 # make test-all   the tests marked `slow`, which `make test` leaves out
 # make build   the native library again after a change under csrc/, CPU kernels only
 # make lint    ruff, mypy, clang-format, the architecture lints and the import contracts
+# make audit   known weaknesses of the installed packages, asked of PyPI: needs the network
 # make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
 #                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
 # make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
@@ -23,7 +24,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
   -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm.version; print(vllm.version.OWN_VERSION)')
 
-.PHONY: help serve test test-all test-build test-gpu lint build build-cuda format clean
+.PHONY: help serve test test-all test-build test-gpu lint audit build build-cuda format clean
 
 help:
 	@sed -n 's/^# \?//p;/^$$/q' Makefile
@@ -46,6 +47,9 @@ lint: $(VENV)/.test
 	$(BIN)/python tests/lint/architecture.py
 	$(BIN)/lint-imports --no-cache
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+audit: $(VENV)/.serve
+	$(BIN)/python tests/lint/audit.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,8 @@ Kubernetes injects names such as `VLLM_SERVICE_HOST` for a service called `vllm`
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ KERNEL_VARIABLES = (
     "VLLM_ATTENTION_BACKEND",
 )
 
+SECRETS = frozenset({"VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+
 # Retired or foreign names that start with VLLM_ and are nobody's mistake.
 _KUBERNETES_MARKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")
 
@@ -198,8 +201,20 @@ def kernel_variables() -> dict[str, Any]:
 
 
 def texts() -> dict[str, str]:
-    """The variables that the user set, as they are: for processes on other machines."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    """The variables that the user set, as they are, without secrets: for processes on other
+    machines."""
+    shown = (name for name in VARIABLES if name in os.environ and name not in SECRETS)
+    return {name: os.environ[name] for name in shown}
+
+
+@contextmanager
+def without_secrets() -> Iterator[None]:
+    """Processes that are started meanwhile do not get the SECRETS."""
+    held = {name: os.environ.pop(name) for name in SECRETS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)
 
 
 def check_all(notice_of: Callable[[str], str | None] = lambda name: None) -> list[str]:

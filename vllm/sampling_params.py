@@ -330,10 +330,10 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "presence_penalty": (float, -2, 2),
     "frequency_penalty": (float, -2, 2),
     "top_p": (float, 0, 1),
-    "repetition_penalty": (float, 0, 100),
+    "repetition_penalty": (float, 0.01, 100),  # beyond, logits become infinite
 }
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_ABOVE_LOW = ("top_p", "repetition_penalty")  # which the lowest value itself is not for
+_ABOVE_LOW = ("top_p",)  # which the lowest value itself is not for
 
 _GENERATION_FIELDS = {
     name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -1,8 +1,10 @@
 """Ranks on two nodes of a Ray cluster, which is simulated on this machine."""
 
+import os
+
 import pytest
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.executor.ray import _connect
 
@@ -38,6 +40,21 @@ def test_a_cluster_that_does_not_answer_is_told_of_at_once(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1: nobody answers .*ray start"):
         _connect(ray, 1)
+
+
+def test_ray_and_its_actors_get_no_secret(monkeypatch):
+    class Started:
+        def init(self, **options):
+            self.environment = dict(os.environ)
+
+    for name in envs.SECRETS:
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    started = Started()
+    _connect(started, 1)
+    assert "hunter2" not in started.environment.values()
+    assert os.environ["HF_TOKEN"] == "hunter2"
+    assert "hunter2" not in envs.texts().values()
 
 
 def test_several_engines_do_not_start_a_cluster_each():

@@ -26,3 +26,17 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that asks for a key, for its metrics too."""
+    folder = tmp_path_factory.mktemp("keyed")
+    keys = folder / "keys"
+    keys.write_text("# of the team\nfrom-file\n\n  another-from-file  \n")
+    flags = ("--api-key", "one", "two", "--api-key", "three", "--api-key-file", str(keys))
+    with started_server(
+        tiny_model, folder / "log", *flags, "--protect-metrics", "--allowed-origins", '["*"]',
+        VLLM_API_KEY="variable-key", HF_TOKEN="hub-token", VLLM_SERVER_DEV_MODE="1",
+    ) as running:  # fmt: skip
+        yield running

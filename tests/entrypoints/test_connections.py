@@ -1,14 +1,19 @@
 """Clients that go away, or never read, harm nobody."""
 
+import asyncio
 import contextlib
+import logging
 import socket
 import struct
 import threading
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from slowness import slowness
+
+from vllm.entrypoints.openai import http
 
 from .serving import RunningServer, wait_until
 
@@ -82,6 +87,36 @@ def test_hundreds_of_clients_that_never_read_stall_nobody(server: RunningServer)
         wait_until(lambda: is_idle(server), 40)
         assert server.memory() - before < NUM_SILENT * 200_000
     wait_until(lambda: is_idle(server), 30)
+
+
+def test_a_client_that_takes_nothing_of_its_stream_loses_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No event is made while the one before waits."""
+    monkeypatch.setattr(http, "_SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    made, sent, is_closed = [], [], []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            for number in range(100):
+                made.append(number)
+                yield b"%d" % number
+        finally:
+            is_closed.append(True)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 5:
+            await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    asyncio.run(http.EventStream(b"first", events())({"type": "http"}, receive, send))
+    assert made == [0, 1, 2]
+    assert is_closed == [True]
+    assert "a client took nothing for" in caplog.text
 
 
 def test_silent_connections_are_only_connections(server: RunningServer) -> None:

@@ -53,7 +53,7 @@ def test_a_compressed_body_is_read_and_limited_after_inflating(server: RunningSe
     bomb = gzip.compress(b" " * (200 << 20))
     answer = server.post(TEXT, bomb, **GZIP)
     assert answer.status == 413
-    assert "--max-body-size" in answer.error
+    assert "--max-request-bytes" in answer.error
     for wrong, words in ((b"no gzip", "no valid gzip"), (gzip.compress(body)[:-9], "too early"),
                          (b"", "empty")):  # fmt: skip
         answer = server.post(TEXT, wrong, **GZIP)

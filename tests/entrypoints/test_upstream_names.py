@@ -263,7 +263,7 @@ def app() -> Any:
     """The whole application; no engine answers, because no request here needs one."""
     settings = ServerSettings(**{
         **dict.fromkeys(ServerSettings.__dataclass_fields__),
-        "max_body_size": 1 << 20, "root_path": "", "disable_log_requests": True,
+        "max_request_bytes": 1 << 20, "root_path": "", "disable_log_requests": True,
         "allowed_origins": ("*",), "allowed_methods": ("*",), "allowed_headers": ("*",),
         "allow_credentials": False,
     })  # fmt: skip

@@ -177,12 +177,14 @@ def _connect(ray: Any, num_engines: int) -> None:
             ) from None
     options = {"log_to_driver": True, "logging_level": "warning"}
     if num_engines == 1:
-        ray.init(include_dashboard=False, **options)
+        with envs.without_secrets():  # Ray shows what its processes were started with
+            ray.init(include_dashboard=False, **options)
         return
     try:
         if address == "local":
             raise ConnectionError("RAY_ADDRESS=local starts one for each")
-        ray.init(address="auto", **options)
+        with envs.without_secrets():
+            ray.init(address="auto", **options)
     except ConnectionError as error:
         raise ConfigError(
             f"--distributed-executor-backend ray with --data-parallel-size {num_engines}: engines "

@@ -16,7 +16,13 @@ import msgspec
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.demo import demo_model_path
-from vllm.entrypoints.openai.launch import bind, bind_path, raise_file_limit, serve
+from vllm.entrypoints.openai.launch import (
+    bind,
+    bind_path,
+    raise_file_limit,
+    serve,
+    warn_if_open,
+)
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
@@ -45,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_server_flags(group: Any) -> None:
     _add_flags_of_variables(group)
+    _add_access_flags(group)
     _add_certificate_flags(group)
     _add_supervision_flags(group)
     text = group.add_argument
@@ -55,8 +62,6 @@ def add_server_flags(group: Any) -> None:
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
     text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
          "and --port.")  # fmt: skip
-    text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
-         help="Keys that requests must carry; also from VLLM_API_KEY.")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
@@ -81,16 +86,13 @@ def add_server_flags(group: Any) -> None:
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
     text("--max-waiting", type=_number(int, 0, 2**31, "a count of 0 or more"),
          help="Maximum waiting sequences; more get 503 (default: no limit).")  # fmt: skip
-    text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
-         default=8 << 20, metavar="BYTES",
-         help="Largest request body (default: 8 MiB).")  # fmt: skip
+    text("--max-request-bytes", "--max-body-size", metavar="BYTES",
+         type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
+         help="Largest request body (default: 64 MiB for chat, messages and responses, 8 MiB for "
+         "other paths).")  # fmt: skip
     text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
-    for name in ("origins", "methods", "headers"):
-        text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
-             help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
-    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--disable-fastapi-docs", action=_SWITCH, default=False,
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
@@ -103,6 +105,23 @@ def add_server_flags(group: Any) -> None:
     text("--strict-requests", action="store_true",
          help="Refuse fields of requests that have no effect or are not known; default: ignore "
          "them, with a Warning header.")  # fmt: skip
+
+
+def _add_access_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--api-key", nargs="+", action="extend", default=[], type=_text, metavar="KEY",
+         help="Keys that requests must carry; also from VLLM_API_KEY, which others on this "
+         "machine cannot read.")  # fmt: skip
+    text("--api-key-file", metavar="FILE",
+         help="File of further keys, one a line; # begins a comment.")  # fmt: skip
+    text("--protect-metrics", action="store_true", help="Ask for a key at /metrics too.")
+    text("--allowed-origins", type=_texts, default=(), metavar="JSON",
+         help='CORS origins as a JSON list, such as ["https://app.example"] (default: none, pages '
+         "of other origins may not read answers).")  # fmt: skip
+    for name in ("methods", "headers"):
+        text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
+             help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
+    text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
 
 
 def _add_certificate_flags(group: Any) -> None:
@@ -165,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
     settings = server_settings(args)
     raise_file_limit()
     listener = bind_path(args.uds) if args.uds else bind(args.host, args.port)
+    warn_if_open(listener, bool(settings.api_key))
     engine_args = EngineArgs.from_cli_args(args, _model(args))
 
     def on_ready(model_name: str) -> None:
@@ -206,11 +226,36 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
             **_generation_of(args.generation_config),
             **args.override_generation_config,
         }
-    given["api_key"] = tuple(key for key in (*args.api_key, envs.VLLM_API_KEY) if key)
+    given["api_key"] = _api_keys(args)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
     settings = ServerSettings(**given)
     _check_parsers(settings)
     return settings
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Of flags, the file and the variable, which processes that are started now do not get."""
+    keys = [*args.api_key, *(_keys_of(args.api_key_file) if args.api_key_file else ())]
+    if envs.VLLM_API_KEY is not None:
+        keys.append(envs.VLLM_API_KEY)
+        envs.set_for_children("VLLM_API_KEY", None)
+    if args.protect_metrics and not keys:
+        raise ConfigError("--protect-metrics needs a key: give --api-key-file or VLLM_API_KEY")
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys_of(file: str) -> list[str]:
+    """ConfigError for a file that is none, or has no key."""
+    if not Path(file).is_file():  # another kind may never end
+        raise ConfigError(f"--api-key-file {file}: there is no regular file of that name")
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from error
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} has no key: it takes one a line")
+    return keys
 
 
 def _check_parsers(settings: ServerSettings) -> None:
@@ -285,9 +330,12 @@ def _check_certificate(args: argparse.Namespace) -> None:
         return
     import ssl
 
+    def no_phrase() -> str:  # OpenSSL would ask for it at the terminal
+        raise ConfigError(f"--ssl-keyfile {keyfile} has a pass phrase; give a key without one")
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _tried(
-        lambda: context.load_cert_chain(certfile, keyfile),
+        lambda: context.load_cert_chain(certfile, keyfile, no_phrase),
         f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile}",
         "a PEM certificate and its private key",
     )

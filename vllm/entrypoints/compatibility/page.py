@@ -122,7 +122,7 @@ def _here(row: Row) -> str:
         values = ", ".join(
             f"`{upstream}` is `{ours}`" for upstream, ours in (row.values or {}).items()
         )
-        return "; ".join(filter(None, (named, values)))
+        return "; ".join(filter(None, (named, values, row.why)))
     parts = [f"{key} is `{flag}`" for key, flag in (row.keys or {}).items() if flag]
     if row.kind == NO_EFFECT:
         return "; ".join((row.why, *parts))

@@ -18,7 +18,8 @@ class Row:
     """One name of upstream's.
 
     kind: of KINDS. group: where upstream lists it. ours: our name for it, where it is another one.
-    why: of `no effect`. use: of `refused`, and the better name of others.
+    why: of `no effect`, or what differs where obeyed. use: of `refused`, and the better name of
+    others.
 
     Of flags and variables: neutral: values of a refused one that change nothing (`<=N`; `= FLAG
     DEFAULT`: what another flag has). Of flags: short: other spellings. takes: value, switch, list,

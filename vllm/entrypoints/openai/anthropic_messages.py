@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat import chat_prompt
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.generation import Json, Service, json_response
 from vllm.entrypoints.openai.http import named_event
-from vllm.entrypoints.openai.translated import TranslatedAnswer
+from vllm.entrypoints.openai.translated import TranslatedAnswer, translated
 
 _PING = named_event({"type": "ping"})
 _DELTAS = {
@@ -26,7 +26,7 @@ _DELTAS = {
 
 
 async def create_message(service: Service, request: MessagesRequest, request_id: str) -> Response:
-    chat = request.to_chat()
+    chat = await translated(request.messages, request.to_chat)
     prompt, form = await request.told(chat_prompt(service, chat))
     answer = _MessageAnswer(
         service, chat, f"msg_{request_id}", [prompt], form, streams=bool(request.stream),
@@ -38,7 +38,8 @@ async def create_message(service: Service, request: MessagesRequest, request_id:
 async def count_message_tokens(
     service: Service, request: CountTokensRequest, request_id: str
 ) -> Response:
-    prompt, _ = await request.told(chat_prompt(service, request.to_chat()))
+    chat = await translated(request.messages, request.to_chat)
+    prompt, _ = await request.told(chat_prompt(service, chat))
     return json_response({"input_tokens": len(prompt)})
 
 

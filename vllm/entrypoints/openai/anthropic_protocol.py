@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm.entrypoints.openai.output_format import _Lenient
+from vllm.entrypoints.openai.output_format import Items, _Lenient
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.translated import TranslatedRequest, item_of, joined_text, type_of
 from vllm.errors import RequestError
@@ -193,7 +193,7 @@ class CountTokensRequest(TranslatedRequest):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
 
     def _own(self) -> Json:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}

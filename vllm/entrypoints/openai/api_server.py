@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the web framework is imported, here or in t
                               *sys.argv[1:]])  # fmt: skip
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
 from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, create_message
 from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
+from vllm.entrypoints.openai.bodies import BodyReader
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
@@ -36,7 +38,6 @@ from vllm.entrypoints.openai.http import (
     GateMiddleware,
     given_request_id,
     prefers_html,
-    read_json,
     until_disconnect,
 )
 from vllm.entrypoints.openai.management import add_management_paths
@@ -74,15 +75,18 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     app = FastAPI(title="vLLM", version=__version__, **pages)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
-    _add_generation_paths(app, service, metrics, settings)
+    bodies = BodyReader(settings.max_request_bytes)
+    _add_generation_paths(app, service, metrics, settings, bodies)
     _add_response_paths(app, service)
-    _add_tokenizer_paths(app, service, settings)
+    _add_tokenizer_paths(app, service, settings, bodies)
     add_management_paths(app, service, gate, settings)
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")
     logs_requests = not settings.disable_log_requests
     gated = GateMiddleware(app, gate, metrics, paths, root_path, logs_requests)
+    if not settings.allowed_origins:
+        return gated
     return CORSMiddleware(
         gated,
         allow_origins=settings.allowed_origins,
@@ -155,16 +159,21 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
 
 def _add_generation_paths(
-    app: FastAPI, service: Service, metrics: Metrics, settings: ServerSettings
+    app: FastAPI,
+    service: Service,
+    metrics: Metrics,
+    settings: ServerSettings,
+    bodies: BodyReader,
 ) -> None:
     def add(
         path: str,
         kind: type[Generation],
         create: Callable[[Service, Generation, str], Coroutine[Any, Any, Response]],
     ) -> None:
+        read = partial(read_request, kind, is_strict=settings.strict_requests)
+
         async def endpoint(request: Request) -> Response:
-            fields = await read_json(request, settings.max_body_size)
-            body, left_out = read_request(kind, fields, settings.strict_requests)
+            body, left_out = await bodies.read(request, read)
             for name in left_out:
                 metrics.record_ignored_field(name if name in ignored_fields(kind) else "other")
             service.check_model(body.model)
@@ -213,23 +222,25 @@ def _add_response_paths(app: FastAPI, service: Service) -> None:
         return json_response(input_items(stored, response_id, request.query_params))
 
 
-def _add_tokenizer_paths(app: FastAPI, service: Service, settings: ServerSettings) -> None:
-    max_body_size, is_strict = settings.max_body_size, settings.strict_requests
+def _add_tokenizer_paths(
+    app: FastAPI, service: Service, settings: ServerSettings, bodies: BodyReader
+) -> None:
+    def read(kind: type[Body], fields: dict[str, Any]) -> Body:
+        return validated(kind, fields, settings.strict_requests)
 
-    def read(kind: type[Body], fields: dict[str, object]) -> Body:
-        return validated(kind, fields, is_strict)
+    def read_tokenize(fields: dict[str, Any]) -> TokenizeTextRequest | TokenizeChatRequest:
+        if "messages" in fields:
+            return read(TokenizeChatRequest, fields)
+        return read(TokenizeTextRequest, fields)
 
     @app.post("/tokenize", openapi_extra=_described(TokenizeTextRequest, TokenizeChatRequest))
     async def tokenize(request: Request) -> Response:
-        fields = await read_json(request, max_body_size)
-        body: TokenizeTextRequest | TokenizeChatRequest
-        if "messages" in fields:
-            body = read(TokenizeChatRequest, fields)
+        body = await bodies.read(request, read_tokenize)
+        if isinstance(body, TokenizeChatRequest):
             body.check_template_fields()
             text = await service.prompts.render(body)
             adds_special_tokens = bool(body.add_special_tokens)
         else:
-            body = read(TokenizeTextRequest, fields)
             text, adds_special_tokens = body.prompt, body.add_special_tokens is not False
         service.check_model(body.model)
         tokens = await service.prompts.encode(text, adds_special_tokens)
@@ -244,7 +255,7 @@ def _add_tokenizer_paths(app: FastAPI, service: Service, settings: ServerSetting
 
     @app.post("/detokenize", openapi_extra=_described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = read(DetokenizeRequest, await read_json(request, max_body_size))
+        body = await bodies.read(request, partial(read, DetokenizeRequest))
         service.check_model(body.model)
         return json_response({"prompt": await service.prompts.decode(body.tokens)})
 

@@ -25,6 +25,7 @@ from vllm.logger import get_logger
 logger = get_logger(__name__)
 
 _MAX_GIVEN_CHARS = 80
+MAX_MESSAGE_CHARS = 2000
 # By pydantic's type of error, where its own words do not fit.
 _ACCEPTED = {
     "too_short": "takes at least 1 item",
@@ -42,6 +43,11 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # What a message quotes comes from clients.
+        if len(self.message) > MAX_MESSAGE_CHARS:
+            self.message = self.message[: MAX_MESSAGE_CHARS - 3] + "..."
 
     def body(self) -> dict[str, Any]:
         type_ = "invalid_request_error" if self.status < 500 else "server_error"
@@ -120,7 +126,8 @@ def unknown_field(location: tuple[str | int, ...], model: type[BaseModel]) -> st
     """What to say of a field that `model` does not have."""
     known = _fields_at(model, location[:-1])
     name = ".".join(map(str, location))
-    return f"unknown field {name}" + did_you_mean(str(location[-1]), known)
+    wanted = str(location[-1])
+    return f"unknown field {name}" + (did_you_mean(wanted, known) if len(wanted) < 100 else "")
 
 
 def _fields_at(model: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

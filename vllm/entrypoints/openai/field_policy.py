@@ -103,11 +103,9 @@ def read_request(
 def _unknown(error: ValidationError, kind: type[BaseModel]) -> dict[tuple[str | int, ...], str]:
     """Places of unknown fields, each with a sentence."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    return {
-        problem["loc"]: f"{unknown_field(problem['loc'], kind)} is ignored"
-        for problem in problems
-        if problem["type"] == "extra_forbidden"
-    }
+    places = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
+    told = {place: f"{unknown_field(place, kind)} is ignored" for place in places[:_MAX_WARNINGS]}
+    return told | dict.fromkeys(places[_MAX_WARNINGS:], "a further unknown field is ignored")
 
 
 def _remove(fields: Any, location: tuple[str | int, ...]) -> None:

@@ -1,18 +1,16 @@
-"""HTTP below the endpoints: admission, request bodies, disconnects, event streams."""
+"""HTTP below the endpoints: admission, disconnects, event streams."""
 
 import asyncio
 import hmac
 import re
 import time
-import zlib
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,36 +26,33 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/metrics"})
-"""Answered without an API key, while loading and while shutting down."""
+"""Answered while loading and while shutting down, and without an API key but for the metrics of a
+server that protects them."""
 
 _REQUEST_ID = re.compile(REQUEST_ID)
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
-_JSON_TYPES = ("application/json", "text/json")
 _WEIGHT = re.compile(r"[01](\.\d{0,3})?")  # of a media type in Accept
-_MAX_DEPTH = 128
-_BODY_TIMEOUT_S = 120.0
 _SEND_TIMEOUT_S = 60.0
-# An oversized body is read on for so long before 413 is sent: answering at once would reset the
-# connection of a client that is still sending, and it would never see the answer.
-_DISCARD_BYTES = 256 << 20
-_DISCARD_S = 20.0
 
 
 @dataclass
 class Gate:
     """State of the server that decides whether a request is admitted.
 
-    refusal: why none is at the moment (loading, shutting down), None when open. num_active:
-    requests being answered, those to OPEN_PATHS not counted.
+    protects_metrics: whether they need a key too. refusal: why none is at the moment (loading,
+    shutting down), None when open. num_active: requests being answered, those to OPEN_PATHS not
+    counted.
     """
 
     api_keys: tuple[bytes, ...] = ()
+    protects_metrics: bool = False
     refusal: str | None = "the model is still loading"
     num_active: int = 0
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError if this request is not admitted."""
-        if scope["path"] in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS
+        if is_open and not (self.protects_metrics and scope["path"] == "/metrics"):
             return
         if self.api_keys and not self._has_key(scope):
             message = (
@@ -66,7 +61,7 @@ class Gate:
             )
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
-        if self.refusal is not None:
+        if self.refusal is not None and not is_open:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, self.refusal, code="unavailable", headers=headers)
 
@@ -139,106 +134,6 @@ def prefers_html(accept: Sequence[str]) -> bool:
         wanted.append((-value, position, media))
     lowest, _, media = min(wanted)
     return lowest < 0 and media == "text/html"
-
-
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body; ApiError if it is too large, too slow or something else."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in _JSON_TYPES and not media_type.endswith("+json"):
-        given = f"not {media_type!r}" if media_type else "which is missing"
-        raise ApiError(415, f"send the header Content-Type: application/json, {given}")
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            body = await _read_body(request, max_bytes)
-    except TimeoutError:
-        message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding == "gzip":
-        body = await asyncio.to_thread(_inflated, body, max_bytes)
-    elif coding != "identity":
-        raise ApiError(415, f"Content-Encoding {coding:.40} is not supported: send gzip or none")
-    return _parse_object(body)
-
-
-def _inflated(body: bytearray, max_bytes: int) -> bytearray:
-    """The content of one or several gzip members, of which no more than `max_bytes` is made."""
-    content, rest = bytearray(), bytes(body)
-    try:
-        while rest:
-            member = zlib.decompressobj(wbits=31)
-            content += member.decompress(rest, max_bytes + 1 - len(content))
-            if len(content) > max_bytes:
-                raise _too_large(max_bytes)
-            if not member.eof:
-                raise ApiError(400, "the gzip body ends too early")
-            rest = member.unused_data
-    except zlib.error as error:
-        raise ApiError(400, f"the body is no valid gzip: {error}") from None
-    return content
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    message = f"the body is larger than {max_bytes} bytes, the limit that --max-body-size sets"
-    return ApiError(413, message, headers={"Connection": "close"})
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytearray:
-    declared = request.headers.get("content-length", "")
-    too_large = _too_large(max_bytes)
-    if declared.isdigit() and int(declared) > max_bytes:
-        expects_continue = request.headers.get("expect", "").lower() == "100-continue"
-        if expects_continue or int(declared) > _DISCARD_BYTES:
-            raise too_large
-    body, size = bytearray(), 0
-    deadline = time.monotonic() + _DISCARD_S
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= max_bytes:
-            body += piece
-        else:
-            body.clear()
-            if size > _DISCARD_BYTES or time.monotonic() > deadline:
-                break
-    if size > max_bytes:
-        raise too_large
-    return body
-
-
-def _parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    if not body.strip():
-        raise ApiError(400, "the body is empty: send a JSON object")
-    try:
-        value = msgspec.json.decode(body)  # strict: no NaN, no Infinity, no lone surrogates
-    except RecursionError:
-        raise ApiError(400, f"the JSON body is nested deeper than {_MAX_DEPTH} levels") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {_json_kind(value)}")
-    if _is_deeper(value, _MAX_DEPTH):
-        raise ApiError(400, f"the JSON body is nested deeper than {_MAX_DEPTH} levels")
-    return value
-
-
-def _json_kind(value: Any) -> str:
-    return {list: "an array", str: "a text", bool: "a boolean", NoneType: "null"}.get(
-        type(value), "a number"
-    )
-
-
-def _is_deeper(value: dict[str, Any], limit: int) -> bool:
-    level: list[Any] = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for container in level
-            for child in (container.values() if type(container) is dict else container)
-            if type(child) is dict or type(child) is list
-        ]
-        if not level:
-            return False
-    return True
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

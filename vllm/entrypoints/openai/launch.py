@@ -7,16 +7,24 @@ load the model before this one has imported FastAPI.
 import asyncio
 import resource
 import socket
+import sys
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
+from vllm.logger import get_logger
 from vllm.utils.startup import no_collections
+
+logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
+# How long a thread that parses or renders may keep the interpreter lock from the event loop, which
+# needs it several times for each answer. Python's own 5 ms add up where several threads work.
+_SWITCH_S = 0.0005
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,6 +67,20 @@ def _answers(path: str) -> bool:
         return client.connect_ex(path) == 0
 
 
+def warn_if_open(listener: socket.socket, has_key: bool) -> None:
+    """A warning where other machines reach the server and no key is asked for."""
+    if has_key or listener.family == socket.AF_UNIX:
+        return
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning(
+            "listening on %s port %d without an API key: whoever reaches this machine may use the "
+            "server. Set VLLM_API_KEY or --api-key-file, or listen on --host 127.0.0.1",
+            host,
+            port,
+        )
+
+
 def raise_file_limit() -> None:
     """Lets this process hold many connections: the soft limit on open files goes up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,6 +105,7 @@ async def serve(
     from vllm.utils.import_utils import hide_torch
 
     hide_torch()
+    sys.setswitchinterval(_SWITCH_S)
     with no_collections():
         supervision = Supervision(settings.dead_after, settings.restarts)
         engine = AsyncLLM(args, settings.max_waiting, supervision)

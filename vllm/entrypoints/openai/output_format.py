@@ -1,10 +1,15 @@
 """What a request says of the form of its answer: JSON, a schema, a grammar, tags."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm.errors import RequestError
+
+T = TypeVar("T")
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which only the first wrong item is told: there may be a million."""
 
 
 class _Strict(BaseModel):
@@ -37,8 +42,8 @@ class ResponseFormat(_Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
 
     def grammar(self) -> dict[str, Any]:
         """Keywords of StructuredOutputsParams; not for type text."""
@@ -78,7 +83,7 @@ class ResponseFormat(_Strict):
 class StructuredOutputs(_Strict):
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vllm.entrypoints.openai.protocol import TemplateFields
 from vllm.entrypoints.openai.segment_cache import SegmentCache
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError, QueueFullError, RequestError
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -21,6 +21,15 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _NUM_THREADS = 2
+_SECONDS = 60.0
+"""What a prompt may wait for a thread and take there."""
+
+# A prompt is tokenised whole only if its begin, of so many characters per token of the context, has
+# not more tokens than the context already. Tokens at the cut may differ: hence the margin.
+_CHARS_PER_TOKEN = 16
+_MARGIN = 1.25
+MAX_TRUNCATED_CHARS = 1 << 20
+"""Of a prompt of which truncate_prompt_tokens takes the end; more where the context is long."""
 
 # Templates that ask whether a turn has content, of turns with tool calls.
 _TELLS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
@@ -79,7 +88,7 @@ class Prompts:
     ) -> list[int]:
         """Token ids of `text`; RequestError if it cannot fit the context, told without work, unless
         it `is_truncated` later."""
-        tokenizer = self._needed("a prompt given as text")
+        self._needed("a prompt given as text")
         least = len(text) / self._max_chars_per_token
         if least > self.max_model_len and not is_truncated:
             raise RequestError(
@@ -87,23 +96,45 @@ class Prompts:
                 f"the context holds {self.max_model_len}",
                 "prompt",
             )
+        most = max(MAX_TRUNCATED_CHARS, _CHARS_PER_TOKEN * self.max_model_len)
+        if is_truncated and len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters; with truncate_prompt_tokens it may have "
+                f"{most}: leave out its begin",
+                "prompt",
+            )
+        return await self._in_thread(self._encode, text, add_special_tokens, is_truncated)
+
+    def _encode(self, text: str, add_special_tokens: bool, is_truncated: bool) -> list[int]:
+        size = _CHARS_PER_TOKEN * self.max_model_len
+        while size < len(text) and not is_truncated:
+            begin = self.tokenizer.encode(text[:size], add_special_tokens=False)
+            if len(begin) > _MARGIN * self.max_model_len:
+                raise RequestError(
+                    f"the first {size} of the prompt's {len(text)} characters are {len(begin)} "
+                    f"tokens already; the context holds {self.max_model_len}",
+                    "prompt",
+                )
+            size *= 4
         if not add_special_tokens:
-            return await self._in_thread(self._segments.encode, text)
-        return await self._in_thread(tokenizer.encode, text, add_special_tokens=True)
+            return self._segments.encode(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=True))
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`."""
-        tokenizer = self._needed("text of token ids")
-        size = len(tokenizer)
+        self._needed("text of token ids")
+        return await self._in_thread(self._decode, token_ids, skip_special_tokens)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        size = len(self.tokenizer)
         for token_id in token_ids:
             if token_id >= size:
                 raise RequestError(
                     f"token id {token_id} is out of range: the vocabulary has {size} tokens",
                     "tokens",
                 )
-        return await self._in_thread(
-            tokenizer.decode, list(token_ids), skip_special_tokens=skip_special_tokens
-        )
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
@@ -123,19 +154,24 @@ class Prompts:
         if request.reasoning_effort is not None:
             kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
         kwargs = {**self.template_kwargs, **kwargs}
-        render = partial(
-            tokenizer.apply_chat_template,
-            [message.for_template(absent) for message in request.messages],
-            chat_template=template,
-            tools=request.template_tools,
-            documents=request.documents,
-            tokenize=False,
-            add_generation_prompt=request.opens_answer,
-            continue_final_message=bool(request.continue_final_message),
-            **kwargs,
-        )
+
+        def render() -> str:
+            text = tokenizer.apply_chat_template(
+                [message.for_template(absent) for message in request.messages],
+                chat_template=template,
+                tools=request.template_tools,
+                documents=request.documents,
+                tokenize=False,
+                add_generation_prompt=request.opens_answer,
+                continue_final_message=bool(request.continue_final_message),
+                **kwargs,
+            )
+            return str(text)
+
         try:
             return await self._in_thread(render)
+        except (RequestError, QueueFullError):
+            raise
         # A template is a program with errors of its own kinds; each means this request cannot be
         # rendered.
         except Exception as error:
@@ -200,7 +236,15 @@ class Prompts:
 
     async def _in_thread(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+        except TimeoutError:
+            raise QueueFullError(
+                f"the prompt was not tokenised within {_SECONDS:.0f} s: others wait before it, or "
+                f"its template or text takes too long",
+                retry_after_s=10,
+            ) from None
 
 
 def _bytes_of_spelling(spelling: str | None) -> list[int] | None:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from vllm.entrypoints.openai.output_format import (
+    Items,
     ResponseFormat,
     StructuredOutputs,
     _Lenient,
@@ -93,6 +94,10 @@ def _message_text(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+# No vocabulary has more tokens.
+TokenIds = Annotated[Items[int], Field(max_length=2**20), AfterValidator(_token_ids)]
+
+
 class StreamOptions(_Strict):
     """continuous_usage_stats: usage so far in every chunk."""
 
@@ -120,7 +125,7 @@ class GenerationRequest(_Strict):
     min_p: float | None = None
     min_tokens: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_texts)] = None
-    stop_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
@@ -139,12 +144,12 @@ class GenerationRequest(_Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
-    logprob_token_ids: Annotated[list[int], AfterValidator(_token_ids)] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    logprob_token_ids: TokenIds | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -332,7 +337,7 @@ class ChatMessage(_Lenient):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -386,13 +391,13 @@ class NamedToolChoice(_Lenient):
 class TemplateFields(_Strict):
     """How messages become a prompt. add_generation_prompt: open the answer (the default)."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[ToolParam] | None = None
-    documents: list[dict[str, Any]] | None = None
+    tools: Items[ToolParam] | None = None
+    documents: Items[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
     @property
@@ -423,7 +428,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
 
     @property
     def choice(self) -> str:
@@ -490,4 +495,4 @@ class TokenizeChatRequest(TemplateFields):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: Annotated[list[int], AfterValidator(_token_ids)]
+    tokens: Annotated[Items[int], AfterValidator(_token_ids)]

@@ -83,11 +83,12 @@ class ResponseStore:
 
     def item(self, item_id: str, place: str) -> Json:
         """An item of an answer, for a reference to it."""
-        if item_id not in self._items:
+        found = self._items.get(item_id)  # once: long inputs are translated in a thread
+        if found is None:
             raise RequestError(
                 f"{place}.id {item_id[:80]!r} is of no stored item: give the item itself", "input"
             )
-        return self._items[item_id]
+        return found
 
     def delete(self, response_id: str) -> None:
         self.get(response_id)

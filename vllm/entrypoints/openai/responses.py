@@ -13,9 +13,10 @@ from vllm.entrypoints.openai.chat import chat_prompt
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.generation import Json, Service, json_response
 from vllm.entrypoints.openai.http import named_event
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.response_store import StoredResponse
 from vllm.entrypoints.openai.responses_protocol import ResponsesRequest, turns_of
-from vllm.entrypoints.openai.translated import TranslatedAnswer
+from vllm.entrypoints.openai.translated import TranslatedAnswer, translated
 from vllm.errors import RequestError
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -24,11 +25,7 @@ _MAX_PAGE = 100
 
 async def create_response(service: Service, request: ResponsesRequest, request_id: str) -> Response:
     items = request.input_items()
-    earlier: list[Json] = []
-    if request.previous_response_id is not None:
-        earlier = service.responses.previous(request.previous_response_id)
-    turns = [*earlier, *turns_of(items, service.responses)]
-    chat = request.to_chat(turns)
+    turns, chat = await _conversation(service, request)
     prompt, form = await request.told(chat_prompt(service, chat))
     # Not the id of the request, which the client may have chosen: who has this one may read.
     answer = _ResponseAnswer(
@@ -38,14 +35,27 @@ async def create_response(service: Service, request: ResponsesRequest, request_i
     return await answer.response()
 
 
+async def _conversation(
+    service: Service, request: ResponsesRequest
+) -> tuple[list[Json], ChatCompletionRequest]:
+    """Its turns up to the answer, and the request for chat that they make."""
+    turns: list[Json] = []
+    if request.previous_response_id is not None:
+        turns += service.responses.previous(request.previous_response_id)
+    items = request.input_items()
+
+    def translate() -> ChatCompletionRequest:
+        turns.extend(turns_of(items, service.responses))
+        return request.to_chat(turns)
+
+    return turns, await translated([*turns, *items], translate)
+
+
 async def count_input_tokens(
     service: Service, request: ResponsesRequest, request_id: str
 ) -> Response:
-    earlier: list[Json] = []
-    if request.previous_response_id is not None:
-        earlier = service.responses.previous(request.previous_response_id)
-    turns = [*earlier, *turns_of(request.input_items(), service.responses)]
-    prompt, _ = await request.told(chat_prompt(service, request.to_chat(turns)))
+    _, chat = await _conversation(service, request)
+    prompt, _ = await request.told(chat_prompt(service, chat))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 

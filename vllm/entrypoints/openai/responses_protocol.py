@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm.entrypoints.openai.output_format import JsonSchema, _Lenient
+from vllm.entrypoints.openai.output_format import Items, JsonSchema, _Lenient
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.translated import TranslatedRequest, item_of, joined_text, type_of
@@ -101,7 +101,7 @@ class ResponsesRequest(TranslatedRequest):
     tools: list[Any] | None = None
     top_logprobs: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     thinking_token_budget: int | None = None
     background: Any = None
     background_options: Any = None

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
 from vllm.entrypoints.openai.http import Gate
+from vllm.entrypoints.openai.http_protocol import http_protocol
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import EngineDeadError
@@ -44,7 +45,8 @@ class Server:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self._engine = engine
         self._settings = settings
-        self._gate = Gate(tuple(key.encode() for key in settings.api_key))
+        keys = tuple(key.encode() for key in settings.api_key)
+        self._gate = Gate(keys, settings.protect_metrics)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         service = make_service(engine, settings)
@@ -161,6 +163,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     log.propagate = False
     return uvicorn.Config(
         app,
+        http=http_protocol(),
         lifespan="off",
         ws="none",
         log_config=None,

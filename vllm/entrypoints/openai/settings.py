@@ -8,12 +8,14 @@ from typing import Any
 class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    chat_template: Jinja text. max_body_size in bytes. shutdown_timeout in seconds: what running
-    requests get to finish after SIGTERM. dead_after in seconds, restarts within an hour: of
-    engines (`vllm.engine.supervision.Supervision`). The allowed_* are those of CORS.
+    chat_template: Jinja text. max_request_bytes: None for the defaults of each path.
+    shutdown_timeout in seconds: what running requests get to finish after SIGTERM. dead_after in
+    seconds, restarts within an hour: of engines (`vllm.engine.supervision.Supervision`). The
+    allowed_* are those of CORS, which is off without origins.
     """
 
     api_key: tuple[str, ...]
+    protect_metrics: bool
     chat_template: str | None
     trust_request_chat_template: bool
     default_chat_template_kwargs: dict[str, Any]
@@ -26,7 +28,7 @@ class ServerSettings:
     reasoning_parser: str | None
     response_role: str
     max_waiting: int | None
-    max_body_size: int
+    max_request_bytes: int | None
     shutdown_timeout: float
     dead_after: float
     restarts: int

@@ -1,7 +1,7 @@
 """What the APIs share that are translations of chat: requests to it, answers from it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.output_format import _Strict
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput
+from vllm.utils.aside import aside
 
 Fields = TypeVar("Fields", bound=BaseModel)
 T = TypeVar("T")
@@ -93,6 +94,17 @@ class TranslatedRequest(_Strict):
 
 
 _SAME = frozenset(TranslatedRequest.model_fields)
+
+
+# Of so many items a translation takes a few milliseconds.
+_MANY_ITEMS = 1000
+
+
+async def translated(
+    items: Sequence[Any], translate: Callable[[], ChatCompletionRequest]
+) -> ChatCompletionRequest:
+    """The result of `translate`, in a thread where the request has many `items`."""
+    return translate() if len(items) < _MANY_ITEMS else await aside(translate)
 
 
 def item_of(kind: type[Fields], fields: Any, at: tuple[str | int, ...]) -> Fields:
