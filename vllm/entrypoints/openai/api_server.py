@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the web framework is imported, here or in t
                               *sys.argv[1:]])  # fmt: skip
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
 from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, create_message
 from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
+from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
@@ -74,7 +76,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     app = FastAPI(title="vLLM", version=__version__, **pages)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
-    _add_generation_paths(app, service, metrics, settings)
+    _add_generation_paths(app, service, gate, metrics, settings)
     _add_response_paths(app, service)
     _add_tokenizer_paths(app, service, settings)
     add_management_paths(app, service, gate, settings)
@@ -147,7 +149,7 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
 
 def _add_generation_paths(
-    app: FastAPI, service: Service, metrics: Metrics, settings: ServerSettings
+    app: FastAPI, service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings
 ) -> None:
     def add(
         path: str,
@@ -155,6 +157,7 @@ def _add_generation_paths(
         create: Callable[[Service, Generation, str], Coroutine[Any, Any, Response]],
     ) -> None:
         async def endpoint(request: Request) -> Response:
+            caller = Caller.of(request.scope, gate.client(request.scope), settings.request_timeout)
             fields = await read_json(request, settings.max_body_size)
             body, left_out = read_request(kind, fields, settings.strict_requests)
             for name in left_out:
@@ -164,7 +167,8 @@ def _add_generation_paths(
             own_id = getattr(body, "request_id", None)
             if own_id is not None and not given_request_id(request.scope):
                 request.state.request_id = own_id
-            work = create(service, body, request.state.request_id)
+            own = replace(service, caller=caller)
+            work = create(own, body, request.state.request_id)
             response = await until_disconnect(request.receive, work)
             if texts := [*left_out.values(), *getattr(body, "warnings", ())]:
                 response.headers["Warning"] = warning_header(texts)

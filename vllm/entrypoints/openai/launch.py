@@ -83,7 +83,7 @@ async def serve(
 
     hide_torch()
     with no_collections():
-        engine = AsyncLLM(args, max_waiting=settings.max_waiting)
+        engine = AsyncLLM(args)
     try:
         with no_collections():
             from vllm.entrypoints.openai.server import Server

@@ -8,8 +8,9 @@ from typing import Any
 class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    chat_template: Jinja text. max_body_size in bytes. shutdown_timeout in seconds: what running
-    requests get to finish after SIGTERM. The allowed_* are those of CORS.
+    chat_template: Jinja text. max_waiting: sequences; 0 for no limit. request_timeout: seconds that
+    a request may take; None for any. max_body_size in bytes. shutdown_timeout in seconds: what
+    running requests get to finish after SIGTERM. The allowed_* are those of CORS.
     """
 
     api_key: tuple[str, ...]
@@ -24,7 +25,8 @@ class ServerSettings:
     tool_parser_plugin: str | None
     reasoning_parser: str | None
     response_role: str
-    max_waiting: int | None
+    max_waiting: int
+    request_timeout: float | None
     max_body_size: int
     shutdown_timeout: float
     allowed_origins: tuple[str, ...]
