@@ -29,6 +29,11 @@ def _rank(request: Request) -> tuple[int, float]:
     return request.rank
 
 
+def _has_logprobs_left(request: Request) -> bool:
+    """Whether its prompt is computed with logprobs."""
+    return request.sampling.prompt_logprobs is not None and not request.num_output_tokens
+
+
 class Scheduler:
     """Continuous batching with chunked prefill, first come first served or by priority.
 
@@ -178,9 +183,7 @@ class Scheduler:
             request = self.waiting.at(passed)
             if request is None or request.request_id in self._yielded:
                 break
-            if self._is_long(request) and budget <= self._left_to_shorter(
-                budget, passed=passed + 1
-            ):
+            if self._is_passed(request, budget, passed + 1):
                 num_held += self._num_blocks_for(len(request.all_token_ids))
                 passed += 1
                 continue
@@ -197,6 +200,14 @@ class Scheduler:
             output.scheduled_new_reqs.append(new)
             self._add(output, request, num_tokens)
             budget -= num_tokens
+
+    def _is_passed(self, request: Request, budget: int, passed: int) -> bool:
+        """Whether a waiting request gets no token of this step, which is for those behind it."""
+        if _has_logprobs_left(request) and self._logprobs_left <= 0:
+            return True
+        return self._is_long(request) and (
+            self._long_left <= 0 or budget <= self._left_to_shorter(budget, passed=passed)
+        )
 
     def _num_left(self, request: Request) -> int:
         """Tokens that no step computes yet; of a long prompt that waits, those not cached."""
@@ -264,7 +275,7 @@ class Scheduler:
         num_tokens = min(request.num_unscheduled_tokens, budget)
         if is_long:
             self._long_left -= num_tokens
-        if request.sampling.prompt_logprobs is not None and not request.num_output_tokens:
+        if _has_logprobs_left(request):
             num_tokens = min(num_tokens, self._logprobs_left)
             self._logprobs_left -= num_tokens
         if not request.states_kept_after:
