@@ -37,8 +37,9 @@ START_S = 300
 @contextmanager
 def served(model: str | None, flags: list[str]) -> Iterator[str]:
     """The URL of a server that is ready."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *([model] if model else []),
-               "--host", "127.0.0.1", "--port", "0", "--disable-log-requests", *flags]  # fmt: skip
+    named = [model] if model else []
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *named, "--host",
+               "127.0.0.1", "--port", "0", "--disable-log-requests", *flags]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
@@ -66,9 +67,8 @@ class Client:
         """Seconds of a completion, which must succeed."""
         body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, **fields}
         start = time.perf_counter()
-        async with self._session.post(
-            "/v1/completions", json=body, headers=self._headers
-        ) as answer:
+        asked = self._session.post("/v1/completions", json=body, headers=self._headers)
+        async with asked as answer:
             content = await answer.read()
             if answer.status != 200:
                 raise RuntimeError(f"{answer.status}: {content[:300]!r}")
@@ -126,9 +126,12 @@ async def figures(url: str, args: argparse.Namespace) -> dict[str, Any]:
             beside_it = await of_many(session, args.clients, args.turns)
             num_left = sum(not task.done() for task in tasks)
             await asyncio.gather(*tasks)
-            rows["greedy"] = {"without": shown(without), "beside": shown(beside_it),
-                              "greedy_left_at_the_end": num_left,
-                              "p99_ratio": shown(beside_it)["p99_s"] / shown(without)["p99_s"]}  # fmt: skip
+            rows["greedy"] = {
+                "without": shown(without),
+                "beside": shown(beside_it),
+                "greedy_left_at_the_end": num_left,
+                "p99_ratio": shown(beside_it)["p99_s"] / shown(without)["p99_s"],
+            }
         if "n" in args.cases:
             prompts = [prompt(number) for number in range(16)]
             rows["n"] = await beside(session, prompt=prompts, n=128, max_tokens=64, temperature=1)

@@ -19,9 +19,10 @@ LOOKAHEAD = 16
 # Steps that a request of a client with less than its share waits before another client's sequence
 # is preempted for it.
 FAIR_STEPS = 16
-# Prompt logprobs take a row of logits and a sort of it for each token: a step computes this part of
-# its tokens of them, and these at least.
-PROMPT_LOGPROBS_PART = 8
+# Prompt logprobs take a row of logits and a sort of it for each token. Of a step's tokens, this part
+# has them: beside other requests, and where all of one client ask for them; and these at least.
+LOGPROBS_PART_BESIDE_OTHERS = 32
+LOGPROBS_PART_ALONE = 8
 MIN_PROMPT_LOGPROBS = 64
 
 
@@ -84,6 +85,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._has_long = False  # whether a long prompt has tokens of this step
         self._long_left = self._logprobs_left = 0  # tokens of this step that such prompts may take
+        self._num_scored = 0  # requests with prompt logprobs
         self._num_steps = 0
         self._num_owed = 0  # blocks that a running request found no way to get in the last step
         self._yielded: set[str] = set()  # preempted for other clients in this step
@@ -97,6 +99,7 @@ class Scheduler:
         room = self.max_model_len - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, room)
         self.requests[request.request_id] = request
+        self._num_scored += request.sampling.prompt_logprobs is not None
         request.queued_step = self._num_steps
         self.waiting.add(request)
 
@@ -390,7 +393,9 @@ class Scheduler:
         """Sets what long prompts, and those with logprobs, may take of this step."""
         most, share = self.config.max_num_batched_tokens, self.config.max_prefill_share
         self._has_long, self._long_left = False, most
-        self._logprobs_left = max(most // PROMPT_LOGPROBS_PART, MIN_PROMPT_LOGPROBS)
+        is_alone = self.waiting.num_clients == 1 and self._num_scored == len(self.requests)
+        part = LOGPROBS_PART_ALONE if is_alone else LOGPROBS_PART_BESIDE_OTHERS
+        self._logprobs_left = max(most // part, MIN_PROMPT_LOGPROBS)
         if share < 1 and any(request.num_output_tokens for request in self.running):
             self._long_left = max(1, int(most * share))
 
@@ -493,6 +498,7 @@ class Scheduler:
         for request in finished:
             self._release(request)
             del self.requests[request.request_id]
+            self._num_scored -= request.sampling.prompt_logprobs is not None
         gone = {request.request_id for request in finished}
         in_batch = {r.request_id for r in self.running if r.request_id in gone}
         if in_batch:
