@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from vllm.config import SchedulerConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
+from vllm.core.prompt_limits import LOGPROBS_PART_ALONE, MIN_PROMPT_LOGPROBS
 from vllm.core.request import EngineRequest, Request
-from vllm.core.scheduler import FAIR_STEPS, LOGPROBS_PART_ALONE, MIN_PROMPT_LOGPROBS, Scheduler
+from vllm.core.scheduler import FAIR_STEPS, Scheduler
 from vllm.errors import ConfigError
 from vllm.sampling_params import SamplingParams
 

@@ -10,6 +10,7 @@ from vllm.core import fair_share
 from vllm.core.block_pool import BlockPool
 from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
+from vllm.core.prompt_limits import PromptLimits
 from vllm.core.request import FinishReason, Request
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.core.waiting import WaitingQueue
@@ -19,20 +20,10 @@ LOOKAHEAD = 16
 # Steps that a request of a client with less than its share waits before another client's sequence
 # is preempted for it.
 FAIR_STEPS = 16
-# Prompt logprobs take a row of logits and a sort of it for each token. Of a step's tokens, this part
-# has them: beside other requests, and where all of one client ask for them; and these at least.
-LOGPROBS_PART_BESIDE_OTHERS = 32
-LOGPROBS_PART_ALONE = 8
-MIN_PROMPT_LOGPROBS = 64
 
 
 def _rank(request: Request) -> tuple[int, float]:
     return request.rank
-
-
-def _has_logprobs_left(request: Request) -> bool:
-    """Whether its prompt is computed with logprobs."""
-    return request.sampling.prompt_logprobs is not None and not request.num_output_tokens
 
 
 class Scheduler:
@@ -84,7 +75,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._has_long = False  # whether a long prompt has tokens of this step
-        self._long_left = self._logprobs_left = 0  # tokens of this step that such prompts may take
+        self._limits = PromptLimits()
         self._num_scored = 0  # requests with prompt logprobs
         self._num_steps = 0
         self._num_owed = 0  # blocks that a running request found no way to get in the last step
@@ -133,7 +124,7 @@ class Scheduler:
         self._num_steps += 1
         self._yield_places()
         num_preemptions = self.num_preemptions
-        self._limit_prompts()
+        self._has_long, self._limits = False, self._prompt_limits()
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         # A request preempted just now may be in the step in flight, so it must not be admitted.
         if budget > 0 and self.waiting and self.num_preemptions == num_preemptions:
@@ -206,11 +197,10 @@ class Scheduler:
 
     def _is_passed(self, request: Request, budget: int, passed: int) -> bool:
         """Whether a waiting request gets no token of this step, which is for those behind it."""
-        if _has_logprobs_left(request) and self._logprobs_left <= 0:
+        is_long = self._is_long(request)
+        if self._limits.left_to(request, is_long) == 0:
             return True
-        return self._is_long(request) and (
-            self._long_left <= 0 or budget <= self._left_to_shorter(budget, passed=passed)
-        )
+        return is_long and budget <= self._left_to_shorter(budget, passed=passed)
 
     def _num_left(self, request: Request) -> int:
         """Tokens that no step computes yet; of a long prompt that waits, those not cached."""
@@ -272,15 +262,13 @@ class Scheduler:
         where the requests behind it begin, as in `_left_to_shorter`."""
         is_long = self._is_long(request)
         if is_long:
-            left_to_shorter = self._left_to_shorter(budget, first, passed)
-            budget = min(budget - left_to_shorter, self._long_left)
+            budget -= self._left_to_shorter(budget, first, passed)
             self._has_long = True
         num_tokens = min(request.num_unscheduled_tokens, budget)
-        if is_long:
-            self._long_left -= num_tokens
-        if _has_logprobs_left(request):
-            num_tokens = min(num_tokens, self._logprobs_left)
-            self._logprobs_left -= num_tokens
+        limit = self._limits.left_to(request, is_long)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+            self._limits.take(request, is_long, num_tokens)
         if not request.states_kept_after:
             return num_tokens
         start = request.num_computed_tokens + request.num_scheduled_tokens
@@ -389,15 +377,12 @@ class Scheduler:
         self._yielded.add(victim.request_id)
         return True
 
-    def _limit_prompts(self) -> None:
-        """Sets what long prompts, and those with logprobs, may take of this step."""
-        most, share = self.config.max_num_batched_tokens, self.config.max_prefill_share
-        self._has_long, self._long_left = False, most
+    def _prompt_limits(self) -> PromptLimits:
         is_alone = self.waiting.num_clients == 1 and self._num_scored == len(self.requests)
-        part = LOGPROBS_PART_ALONE if is_alone else LOGPROBS_PART_BESIDE_OTHERS
-        self._logprobs_left = max(most // part, MIN_PROMPT_LOGPROBS)
-        if share < 1 and any(request.num_output_tokens for request in self.running):
-            self._long_left = max(1, int(most * share))
+        is_beside = self.config.max_prefill_share < 1 and any(
+            request.num_output_tokens for request in self.running
+        )
+        return PromptLimits.of_step(self.config, is_beside, is_alone)
 
     def prepare_update(self, output: SchedulerOutput) -> None:
         """Hashes the blocks that `update` will record, while the step is in flight."""
