@@ -48,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
 def add_server_flags(group: Any) -> None:
     _add_flags_of_variables(group)
     _add_certificate_flags(group)
+    _add_limit_flags(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
@@ -80,18 +81,6 @@ def add_server_flags(group: Any) -> None:
          help="No effect: tools are taken wherever a parser is known.")  # fmt: skip
     text("--reasoning-parser", type=_text, metavar="NAME",
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
-    text("--max-waiting", type=_max_waiting, metavar="N",
-         help="Maximum waiting sequences; more get 429 with Retry-After. 0 or none: no limit "
-         f"(default: {WAITING_PER_PLACE} times --max-num-seqs).")  # fmt: skip
-    text("--request-timeout", type=_number(float, 0.001, 1e9, "a number of seconds above 0"),
-         metavar="SECONDS", help="Longest time of a request, waiting included; later ones end with "
-         "504. The header X-Request-Timeout asks for less (default: no limit).")  # fmt: skip
-    text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
-         default=8 << 20, metavar="BYTES",
-         help="Largest request body (default: 8 MiB).")  # fmt: skip
-    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
-         default=120.0, metavar="SECONDS",
-         help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
     for name in ("origins", "methods", "headers"):
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
@@ -108,6 +97,22 @@ def add_server_flags(group: Any) -> None:
     text("--strict-requests", action="store_true",
          help="Refuse fields of requests that have no effect or are not known; default: ignore "
          "them, with a Warning header.")  # fmt: skip
+
+
+def _add_limit_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--max-waiting", type=_max_waiting, metavar="N",
+         help="Maximum waiting sequences; more get 429 with Retry-After. 0 or none: no limit "
+         f"(default: {WAITING_PER_PLACE} times --max-num-seqs).")  # fmt: skip
+    text("--request-timeout", type=_number(float, 0.001, 1e9, "a number of seconds above 0"),
+         metavar="SECONDS", help="Longest time of a request, waiting included; later ones end with "
+         "504. The header X-Request-Timeout asks for less (default: no limit).")  # fmt: skip
+    text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
+         default=8 << 20, metavar="BYTES",
+         help="Largest request body (default: 8 MiB).")  # fmt: skip
+    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
+         default=120.0, metavar="SECONDS",
+         help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
 
 
 def _add_certificate_flags(group: Any) -> None:
