@@ -88,9 +88,20 @@ def test_endless_grammars_do_not_keep_others_from_being_compiled(text_checkpoint
     assert all("to compile; simplify it" in why for why in refused.values())
 
 
-def submit(grammars, request_id, asked):
+@pytest.mark.slow
+def test_slow_grammars_of_one_client_do_not_hold_up_those_of_another(own_grammars):
+    for number in range(6):
+        asked = StructuredOutputsParams(json=ENDLESS + " " * number)
+        submit(own_grammars, f"slow{number}", asked, client="a")
+    submit(own_grammars, "quick", StructuredOutputsParams(regex="a+"), client="b")
+    ready, refused = collect(own_grammars, 3)
+    assert ready == ["quick"], "before a third slow one is ended"
+    assert all("took more than 10 s to compile" in why for why in refused.values())
+
+
+def submit(grammars, request_id, asked, client=""):
     sampling = SamplingParams(structured_outputs=asked)
-    grammars.submit(EngineRequest(request_id, [1], sampling, 0, [], 16))
+    grammars.submit(EngineRequest(request_id, [1], sampling, 0, [], 16, client=client))
 
 
 def collect(grammars, count):

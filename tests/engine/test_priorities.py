@@ -60,7 +60,7 @@ def test_the_request_of_the_least_priority_is_preempted_though_it_came_first():
     while not s.num_preemptions:
         advance(s)
     assert [r.request_id for r in s.running] == ["urgent"]
-    assert list(s.waiting) == [late]
+    assert [*s.waiting] == [late]
     assert order(s) == ["urgent", "late"]
     s.pool.check_idle()
 

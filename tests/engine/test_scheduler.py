@@ -223,7 +223,7 @@ def test_what_is_forgotten_of_a_preempted_request_is_not_found_again():
     s.add(request("second", list(range(20, 28)), max_tokens=10))
     while s.num_preemptions == 0:
         advance(s)
-    assert s.waiting[0].request_id == "second"
+    assert s.waiting.at(0).request_id == "second"
     assert s.prefix_cache.match(request("like second", list(range(20, 29))))
     s.forget_cached("second")
     assert not s.prefix_cache.match(request("like second", list(range(20, 29))))

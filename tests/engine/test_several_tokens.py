@@ -179,7 +179,7 @@ def test_a_preempted_request_keeps_what_its_drafts_gave_and_drops_what_comes_nex
     s.update(s.schedule(), output)
     in_flight = s.schedule()
     assert in_flight.scheduled_spec_decode_tokens == {"last": [4, 5]}
-    s._preempt_last()
+    s._preempt(r)
     output = ModelRunnerOutput(["last"], [[4, 5, 6]], draft_token_ids={"last": [7]})
     s.update(in_flight, output)
     assert r.all_token_ids == [2] * 7 + [3, 4, 5, 6]

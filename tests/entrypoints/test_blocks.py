@@ -13,10 +13,12 @@ import pytest
 from slowness import slowness
 
 from entrypoints.test_tools import TEMPLATE, TOOLS, USER
+from vllm.engine.admission import Admission
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.anthropic_messages import _MessageAnswer
 from vllm.entrypoints.openai.anthropic_protocol import MessagesRequest
 from vllm.entrypoints.openai.blocks import Begin, Blocks, Delta, End
+from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.responses import _ResponseAnswer
@@ -38,9 +40,6 @@ class _Engine:
     texts: Sequence[str] = ()
     reason: str | None = "stop"
 
-    def check_queue(self, num_new: int) -> None:
-        pass
-
     async def generate(self, prompt: Any, params: Any, request_id: str, **others: Any) -> Any:
         self.max_tokens = params.max_tokens
         for place, text in enumerate(self.texts):
@@ -57,6 +56,7 @@ def _service() -> Any:
         engine=_Engine(), prompts=Prompts(tokenizer, 1000), sampling_defaults={},
         model_names=("tiny",), max_model_len=1000, response_role="assistant",
         responses=ResponseStore(), numbers=itertools.count(),
+        admission=Admission(1, None), caller=Caller(),
     )  # fmt: skip
 
 

@@ -18,12 +18,17 @@ class SchedulerConfig:
     """max_num_seqs, max_num_batched_tokens: limits of one step; longer prompts are chunked.
     max_prompt_graph_tokens: largest step with prompts that a CUDA graph is captured for; 0: none.
     policy: whether requests run in order of arrival (fcfs) or of their priority.
+    max_num_seqs_per_client: sequences of one client that run at once; None for no limit.
+    max_prefill_share: share of a step's tokens, 0 to 1, that prompts longer than a step take at
+    most while other requests generate.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = CPU_BATCHED_TOKENS
     max_prompt_graph_tokens: int = 0
     policy: str = SCHEDULING_POLICIES[0]
+    max_num_seqs_per_client: int | None = None
+    max_prefill_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.policy not in SCHEDULING_POLICIES:
@@ -36,6 +41,16 @@ class SchedulerConfig:
             if not 0 < value <= 1 << 20:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} is out of range: it takes 1 to {1 << 20}")
+        if self.max_num_seqs_per_client is not None and self.max_num_seqs_per_client < 1:
+            raise ConfigError(
+                f"--max-num-seqs-per-client {self.max_num_seqs_per_client} is out of range: it "
+                f"takes 1 or more; leave it out for no limit"
+            )
+        if not 0 < self.max_prefill_share <= 1:
+            raise ConfigError(
+                f"--max-prefill-share {self.max_prefill_share} is out of range: it takes a share "
+                f"above 0, at most 1"
+            )
         if not 0 <= self.max_prompt_graph_tokens <= self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-prompt-graph-tokens {self.max_prompt_graph_tokens} is out of range: it "

@@ -22,7 +22,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
     seed: drawn by the front end where the user set none. stop_token_ids: all ids that end the
     output, EOS ids included. pooling: asks for a vector instead of tokens; max_tokens is 0 then.
     bad_words: token ids of each spelling of a text that must not come. priority: lower is earlier.
-    cache_salt: prefixes are shared with requests of the same salt alone.
+    cache_salt: prefixes are shared with requests of the same salt alone. client: who sent it;
+    clients share the places equally.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
     bad_words: list[list[int]] = []
     priority: int = 0
     cache_salt: str | None = None
+    client: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class Request:
     """A request inside the engine. Only the scheduler changes it.
 
     arrival: by time.monotonic. queue_seconds: from then until it was scheduled; None before.
+    queued_step: number of the step before which it was queued last.
     num_computed_tokens: leading tokens of all_token_ids whose K and V are in block_ids.
     num_scheduled_tokens: tokens of all_token_ids that the steps in flight compute.
     num_pending_tokens: steps in flight that sample for it; their tokens are not in all_token_ids.
@@ -71,6 +74,8 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)
     priority: int = 0
     cache_salt: str | None = None
+    client: str = ""
+    queued_step: int = 0
     arrival: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
 
@@ -88,6 +93,7 @@ class Request:
             bad_words=wire.bad_words,
             priority=wire.priority,
             cache_salt=wire.cache_salt,
+            client=wire.client,
         )
 
     @property

@@ -1,19 +1,25 @@
 """Schedules the tokens of every step. No torch; the output is plain data."""
 
 from bisect import insort
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
 from vllm.config.scheduler import SchedulerConfig
+from vllm.core import fair_share
 from vllm.core.block_pool import BlockPool
 from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
+from vllm.core.prompt_limits import PromptLimits
 from vllm.core.request import FinishReason, Request
 from vllm.core.state_snapshots import StateSnapshots
+from vllm.core.waiting import WaitingQueue
 
 # Requests that wait behind a long prompt, as far as a step looks for shorter ones.
 LOOKAHEAD = 16
+# Steps that a request of a client with less than its share waits before another client's sequence
+# is preempted for it.
+FAIR_STEPS = 16
 
 
 def _rank(request: Request) -> tuple[int, float]:
@@ -26,12 +32,18 @@ class Scheduler:
     Running requests come first: one token each, its draft tokens, or the next prompt chunk.
     Waiting requests fill the rest of the token budget. A request is admitted when there are free
     blocks for all its known tokens. When a running request gets no block, the request admitted
-    last is preempted: its blocks are released and it is recomputed later. With priorities, both
-    queues are in their order: the request that is preempted is the one of the least priority.
+    last of the client with the most blocks is preempted: its blocks are released and it is
+    recomputed later. With priorities, both queues are in their order: the request that is preempted
+    is one of the least priority.
+
+    Clients share places and blocks: the one with the fewest running sequences is admitted first.
+    After FAIR_STEPS steps in which a request found no place or no blocks, sequences of the client
+    that holds most are preempted for it, as long as that client keeps no less than its own gets.
 
     A prompt that needs several steps by itself is long. The first of them in a step leaves as much
     of the budget as shorter requests behind it need, up to half of it; further ones take what is
-    left. So short requests are answered beside long prompts, and neither starves the other.
+    left. So short requests are answered beside long prompts, and neither starves the other. Prompts
+    with logprobs take a part of each step, which is slower for them than for others.
 
     Draft tokens that a step does not accept are taken back: they do not count as computed, and the
     next tokens reuse their KV slots.
@@ -58,10 +70,16 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.pool, block_size, prefix_caching)
         self.snapshots = snapshots
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.is_by_priority = config.policy == "priority"
+        self.waiting = WaitingQueue(self.is_by_priority, config.max_num_seqs_per_client)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._has_long = False  # whether a long prompt has tokens of this step
+        self._limits = PromptLimits()
+        self._num_scored = 0  # requests with prompt logprobs
+        self._num_steps = 0
+        self._num_owed = 0  # blocks that a running request found no way to get in the last step
+        self._yielded: set[str] = set()  # preempted for other clients in this step
         self._removed_ids: list[str] = []
 
     @property
@@ -72,15 +90,9 @@ class Scheduler:
         room = self.max_model_len - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, room)
         self.requests[request.request_id] = request
-        self._enqueue(request)
-
-    def _enqueue(self, request: Request, is_preempted: bool = False) -> None:
-        if self.config.policy == "priority":
-            insort(self.waiting, request, key=_rank)
-        elif is_preempted:
-            self.waiting.appendleft(request)
-        else:
-            self.waiting.append(request)
+        self._num_scored += request.sampling.prompt_logprobs is not None
+        request.queued_step = self._num_steps
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> None:
         """Removes a request in any state; an unknown id has finished before and is no error."""
@@ -109,7 +121,10 @@ class Scheduler:
         output = SchedulerOutput()
         if self.snapshots is not None:
             self.snapshots.begin_step()
+        self._num_steps += 1
+        self._yield_places()
         num_preemptions = self.num_preemptions
+        self._has_long, self._limits = False, self._prompt_limits()
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         # A request preempted just now may be in the step in flight, so it must not be admitted.
         if budget > 0 and self.waiting and self.num_preemptions == num_preemptions:
@@ -119,7 +134,11 @@ class Scheduler:
         return output
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        self._has_long = False
+        while self.pool.num_free < self._num_owed and len(self.running) > 1:
+            self._preempt(
+                fair_share.last_of_richest(self.running, fair_share.blocks, self.is_by_priority)
+            )
+        self._num_owed = 0
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -141,11 +160,9 @@ class Scheduler:
             start = request.num_computed_tokens + request.num_scheduled_tokens
             if start + num_tokens > len(request.block_ids) * self.block_size:
                 num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
-                while self.pool.num_free < num_new and self.running[-1] is not request:
-                    self._preempt_last()
-                if self.pool.num_free < num_new:
-                    self._preempt_last()
-                    break
+                if not self._make_free(num_new, index):
+                    index += bool(request.block_ids)  # else it was preempted itself
+                    continue
                 blocks = self.pool.take(num_new)
                 request.block_ids += blocks
                 output.new_block_ids[request.request_id] = blocks
@@ -156,13 +173,11 @@ class Scheduler:
 
     def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
         passed, num_held = 0, 0  # long ones that get no token in this step, and their blocks
-        while passed < min(len(self.waiting), LOOKAHEAD) and budget > 0:
-            if len(self.running) >= self.config.max_num_seqs:
+        while passed < LOOKAHEAD and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.at(passed)
+            if request is None or request.request_id in self._yielded:
                 break
-            request = self.waiting[passed]
-            if self._is_long(request) and budget <= self._left_to_shorter(
-                budget, passed=passed + 1
-            ):
+            if self._is_passed(request, budget, passed + 1):
                 num_held += self._num_blocks_for(len(request.all_token_ids))
                 passed += 1
                 continue
@@ -171,14 +186,21 @@ class Scheduler:
                 break
             # One at least: it proves to be long where its blocks are cached and its state is not.
             num_tokens = max(1, self._num_tokens_now(request, budget, passed=passed + 1))
-            del self.waiting[passed]
-            if self.config.policy == "priority":
+            self.waiting.start(request)
+            if self.is_by_priority:
                 insort(self.running, request, key=_rank)
             else:
                 self.running.append(request)
             output.scheduled_new_reqs.append(new)
             self._add(output, request, num_tokens)
             budget -= num_tokens
+
+    def _is_passed(self, request: Request, budget: int, passed: int) -> bool:
+        """Whether a waiting request gets no token of this step, which is for those behind it."""
+        is_long = self._is_long(request)
+        if self._limits.left_to(request, is_long) == 0:
+            return True
+        return is_long and budget <= self._left_to_shorter(budget, passed=passed)
 
     def _num_left(self, request: Request) -> int:
         """Tokens that no step computes yet; of a long prompt that waits, those not cached."""
@@ -238,10 +260,15 @@ class Scheduler:
     ) -> int:
         """Tokens to compute in this step: at most up to the next state snapshot. first, passed:
         where the requests behind it begin, as in `_left_to_shorter`."""
-        if self._is_long(request):
+        is_long = self._is_long(request)
+        if is_long:
             budget -= self._left_to_shorter(budget, first, passed)
             self._has_long = True
         num_tokens = min(request.num_unscheduled_tokens, budget)
+        limit = self._limits.left_to(request, is_long)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+            self._limits.take(request, is_long, num_tokens)
         if not request.states_kept_after:
             return num_tokens
         start = request.num_computed_tokens + request.num_scheduled_tokens
@@ -289,12 +316,73 @@ class Scheduler:
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _preempt_last(self) -> None:
-        request = self.running.pop()
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
         self._release(request)
         self._removed_ids.append(request.request_id)
-        self._enqueue(request, is_preempted=True)
+        request.queued_step = self._num_steps
+        self.waiting.stop(request)
+        self.waiting.add(request, is_preempted=True)
         self.num_preemptions += 1
+
+    def _make_free(self, num_new: int, index: int) -> bool:
+        """Preempts until `num_new` blocks are free for the running request at `index`. False where
+        it was preempted itself, or must wait because what is to be preempted is in this step."""
+        request = self.running[index]
+        while self.pool.num_free < num_new:
+            victim = fair_share.last_of_richest(
+                self.running, fair_share.blocks, self.is_by_priority
+            )
+            if victim is not request and victim in self.running[:index]:
+                self._num_owed = max(self._num_owed, num_new)
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _yield_places(self) -> None:
+        """Preempts for requests that have waited for FAIR_STEPS, of clients with less than a share:
+        one that keeps no less than they get gives up its newest sequences."""
+        self._yielded.clear()
+        if self.waiting.num_clients < 2:
+            return
+        places = self.config.max_num_seqs - len(self.running)
+        promised = 0
+        taken: Counter[str] = Counter()
+        for request in [*islice(self.waiting, LOOKAHEAD)]:
+            if self._num_steps - request.queued_step <= FAIR_STEPS:
+                continue
+            need = self._num_blocks_for(len(request.all_token_ids))
+            places -= 1
+            promised += need
+            while places < 0 and self._yields(
+                request, fair_share.places, taken[request.client] + 1
+            ):
+                places += 1
+            if places < 0:
+                break
+            while self.pool.num_free - len(self.running) < promised and self._yields(
+                request, fair_share.blocks, need
+            ):
+                places += 1
+            taken[request.client] += 1
+
+    def _yields(self, request: Request, size: fair_share.Size, need: int) -> bool:
+        """Preempts one sequence for `request`; False where no client has to yield one."""
+        victim = fair_share.yields_to(request, need, self.running, size, self.is_by_priority)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        self._yielded.add(victim.request_id)
+        return True
+
+    def _prompt_limits(self) -> PromptLimits:
+        is_alone = self.waiting.num_clients == 1 and self._num_scored == len(self.requests)
+        is_beside = self.config.max_prefill_share < 1 and any(
+            request.num_output_tokens for request in self.running
+        )
+        return PromptLimits.of_step(self.config, is_beside, is_alone)
 
     def prepare_update(self, output: SchedulerOutput) -> None:
         """Hashes the blocks that `update` will record, while the step is in flight."""
@@ -395,10 +483,14 @@ class Scheduler:
         for request in finished:
             self._release(request)
             del self.requests[request.request_id]
+            self._num_scored -= request.sampling.prompt_logprobs is not None
         gone = {request.request_id for request in finished}
-        in_batch = [r.request_id for r in self.running if r.request_id in gone]
-        self._removed_ids += in_batch
+        in_batch = {r.request_id for r in self.running if r.request_id in gone}
         if in_batch:
             self.running = [r for r in self.running if r.request_id not in gone]
-        if len(in_batch) < len(gone):
-            self.waiting = deque(r for r in self.waiting if r.request_id not in gone)
+        for request in finished:
+            if request.request_id in in_batch:
+                self._removed_ids.append(request.request_id)
+                self.waiting.stop(request)
+            else:
+                self.waiting.remove(request)

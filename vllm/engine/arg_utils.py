@@ -110,6 +110,14 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _arg(
         None, "Maximum tokens of one step; longer prompts are chunked."
     )
+    max_num_seqs_per_client: int | None = _arg(
+        None, "Maximum running sequences of one client (API key, or address): more of them wait. "
+        "Default: no limit; clients that wait share the places equally.",
+    )  # fmt: skip
+    max_prefill_share: float = _arg(
+        SchedulerConfig.max_prefill_share, "Share of a step's tokens, above 0 to 1, that prompts "
+        "longer than a step take at most while other requests generate.",
+    )  # fmt: skip
     scheduling_policy: str = _arg(
         SCHEDULING_POLICIES[0], "Order of waiting requests: by arrival, or by their field "
         "`priority`, lower ones first.", choices=SCHEDULING_POLICIES,
@@ -296,6 +304,8 @@ class EngineArgs:
             max_num_batched_tokens=max_tokens,
             max_prompt_graph_tokens=graph_tokens,
             policy=self.scheduling_policy,
+            max_num_seqs_per_client=self.max_num_seqs_per_client,
+            max_prefill_share=self.max_prefill_share,
         )
 
 

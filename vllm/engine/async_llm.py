@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import math
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
@@ -24,7 +23,6 @@ from vllm.engine.supervision import Supervision
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
     EngineDeadError,
-    QueueFullError,
     RequestError,
     RestartingError,
     StoppingError,
@@ -66,12 +64,7 @@ class AsyncLLM(EngineCalls):
     loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
     the first request waits for it."""
 
-    def __init__(
-        self,
-        args: EngineArgs,
-        max_waiting: int | None = None,
-        supervision: Supervision | None = None,
-    ):
+    def __init__(self, args: EngineArgs, supervision: Supervision | None = None):
         if args.data_parallel_size > _MAX_EARLY:
             args.create_engine_config()  # raises for mistakes before that many processes start
         self._processes = Engines(args, supervision or Supervision())
@@ -92,7 +85,6 @@ class AsyncLLM(EngineCalls):
         self._is_stopping = False
         self._restart: asyncio.Task[None] | None = None
         self._restart_reason = ""
-        self._max_waiting = max_waiting
         self._outputs = OutputProcessor(self.tokenizer)
         self._in_flight: dict[str, InFlightRequest] = {}
         self._kernels: dict[str, Any] = {}
@@ -207,6 +199,11 @@ class AsyncLLM(EngineCalls):
     def dead_error(self) -> EngineDeadError:
         return EngineDeadError(self.dead_reason)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that all engines run at once."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs) * len(self._engines)
+
     async def kernels(self) -> dict[str, Any]:
         """The kernel decisions in force, and how often all engines called their kernels."""
         return json_report.with_calls(self._kernels, self._calls.counts)
@@ -223,21 +220,19 @@ class AsyncLLM(EngineCalls):
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
-        is finished. priority: lower is earlier, with --scheduling-policy priority. Raises
-        RequestError, QueueFullError or EngineDeadError."""
+        is finished. priority: lower is earlier, with --scheduling-policy priority. client: who
+        asks; clients share the places equally. Raises RequestError or EngineDeadError."""
         refuse_lora(lora_request)
         await self._when_ready()
         self._check_open()
-        self.check_queue(sampling_params.n)
         self._check_priority(priority)
         given = await asyncio.to_thread(
-            self._inputs.process, request_id, prompt, sampling_params, priority
+            self._inputs.process, request_id, prompt, sampling_params, priority, client
         )
-        # Again after the wait: more requests may have arrived, or the engine may have died.
-        self._check_open()
-        self.check_queue(sampling_params.n)
+        self._check_open()  # again after the wait
         if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         state = self._outputs.add(request_id, given, sampling_params)
@@ -293,26 +288,6 @@ class AsyncLLM(EngineCalls):
             raise RequestError(
                 f"priority {priority} needs a server started with --scheduling-policy priority",
                 "priority",
-            )
-
-    def check_queue(self, num_sequences: int) -> None:
-        """QueueFullError where `num_sequences` more exceed --max-waiting; RequestError where they
-        would on an idle server. All sequences beyond those that can run count as waiting."""
-        if self._max_waiting is None:
-            return
-        running = self.vllm_config.scheduler_config.max_num_seqs * len(self._engines)
-        if num_sequences > running + self._max_waiting:
-            raise RequestError(
-                f"{num_sequences} sequences (prompts times n): this server takes at most {running} "
-                f"running and {self._max_waiting} waiting (--max-waiting); send fewer at a time"
-            )
-        in_flight = sum(in_flight.state.params.n for in_flight in self._in_flight.values())
-        waiting = in_flight + num_sequences - running
-        if waiting > self._max_waiting:
-            raise QueueFullError(
-                f"{in_flight} sequences are running or waiting already; the limit is {running} "
-                f"running and {self._max_waiting} waiting (--max-waiting)",
-                retry_after_s=max(1, math.ceil(waiting / max(running, 1))),
             )
 
     def _leave(self, request_id: str, in_flight: InFlightRequest) -> None:

@@ -50,6 +50,7 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
+        client: str = "",
     ) -> ProcessedInput:
         pooling = None
         if isinstance(params, PoolingParams):
@@ -84,6 +85,7 @@ class InputProcessor:
                     bad_words=bad_words,
                     priority=priority,
                     cache_salt=salt,
+                    client=client,
                 )
             )
         return ProcessedInput(text, token_ids, requests)

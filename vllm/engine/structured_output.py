@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm.config.model import ModelConfig
 from vllm.core.request import Request
+from vllm.engine.fair_pool import FairPool
 from vllm.engine.grammar import GRAMMAR_KINDS, GrammarChecker, compile_grammar, make_compiler
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import GrammarError
@@ -23,7 +24,9 @@ from vllm.sampling_params import StructuredOutputsParams
 # CPU time of the engine's thread for one token, during which other requests wait. Most grammars
 # take a thousandth of it; ambiguous ones take longer with every token.
 MAX_STEP_SECONDS = 0.5
-_NUM_COMPILERS = 2
+# Each has a child process, which its first grammar starts.
+_NUM_COMPILERS = 4
+_MOST_OF_CLIENT = 2
 _MAX_PASSED = 4096
 # Time, file and condition, which xgrammar puts before what is wrong.
 _XGRAMMAR_MARK = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
@@ -36,7 +39,7 @@ class StructuredOutputs:
         self._model_config = model_config
         self._compiler: Any = None
         self._making = threading.Lock()
-        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
+        self._pool = FairPool(_NUM_COMPILERS, _MOST_OF_CLIENT, "grammar")
         # The one used last is taken first: its process runs already.
         self._idle_checkers: queue.LifoQueue[GrammarChecker] = queue.LifoQueue()
         self._checkers: list[GrammarChecker] = []
@@ -53,7 +56,7 @@ class StructuredOutputs:
         """Starts to compile the grammar of `request`, which waits here meanwhile."""
         params = request.sampling.structured_outputs
         assert params is not None
-        compiled = self._pool.submit(self._compile, params)
+        compiled = self._pool.submit(request.client, self._compile, params)
         self._pending[request.request_id] = request, compiled
 
     def collect(self) -> tuple[list[Request], dict[str, str]]:
@@ -122,7 +125,7 @@ class StructuredOutputs:
 
     def close(self) -> None:
         """Kills the child processes; nothing can be submitted any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
         for checker in self._checkers:
             checker.close()
 

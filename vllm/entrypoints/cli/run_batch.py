@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -42,7 +43,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answers all lines; 1 where one of them was refused."""
     lines = list(_lines(args.input_file))
-    settings = server_settings(args)
+    # The lines of the file wait here, not in a queue.
+    settings = replace(server_settings(args), max_waiting=0)
     with _opened(args.output_file) as output:
         answers = asyncio.run(_answered(EngineArgs.from_cli_args(args), settings, lines))
         output.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)

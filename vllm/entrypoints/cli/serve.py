@@ -32,6 +32,8 @@ from vllm.utils.startup import begin_report, current_report, process_start
 logger = get_logger(__name__)
 
 _SWITCH = argparse.BooleanOptionalAction
+WAITING_PER_PLACE = 16
+"""Sequences that may wait for each that can run, by default."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -54,6 +56,7 @@ def add_server_flags(group: Any) -> None:
     _add_access_flags(group)
     _add_certificate_flags(group)
     _add_supervision_flags(group)
+    _add_limit_flags(group)
     text = group.add_argument
     text("--config", metavar="FILE", help="YAML file of flags (`max-model-len: 4096`) and model; "
          "the command line overrides it.")  # fmt: skip
@@ -84,15 +87,6 @@ def add_server_flags(group: Any) -> None:
          help="No effect: tools are taken wherever a parser is known.")  # fmt: skip
     text("--reasoning-parser", type=_text, metavar="NAME",
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
-    text("--max-waiting", type=_number(int, 0, 2**31, "a count of 0 or more"),
-         help="Maximum waiting sequences; more get 503 (default: no limit).")  # fmt: skip
-    text("--max-request-bytes", "--max-body-size", metavar="BYTES",
-         type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
-         help="Largest request body (default: 64 MiB for chat, messages and responses, 8 MiB for "
-         "other paths).")  # fmt: skip
-    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
-         default=120.0, metavar="SECONDS",
-         help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
     text("--disable-fastapi-docs", action=_SWITCH, default=False,
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
@@ -122,6 +116,23 @@ def _add_access_flags(group: Any) -> None:
         text(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
              help=f'CORS {name} as a JSON list (default: ["*"]).')  # fmt: skip
     text("--allow-credentials", action=_SWITCH, default=False, help="Allow CORS credentials.")
+
+
+def _add_limit_flags(group: Any) -> None:
+    text = group.add_argument
+    text("--max-waiting", type=_max_waiting, metavar="N",
+         help="Maximum waiting sequences; more get 429 with Retry-After. 0 or none: no limit "
+         f"(default: {WAITING_PER_PLACE} times --max-num-seqs).")  # fmt: skip
+    text("--request-timeout", type=_number(float, 0.001, 1e9, "a number of seconds above 0"),
+         metavar="SECONDS", help="Longest time of a request, waiting included; later ones end with "
+         "504. The header X-Request-Timeout asks for less (default: no limit).")  # fmt: skip
+    text("--max-request-bytes", "--max-body-size", metavar="BYTES",
+         type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
+         help="Largest request body (default: 64 MiB for chat, messages and responses, 8 MiB for "
+         "other paths).")  # fmt: skip
+    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
+         default=120.0, metavar="SECONDS",
+         help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
 
 
 def _add_certificate_flags(group: Any) -> None:
@@ -226,6 +237,10 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
             **_generation_of(args.generation_config),
             **args.override_generation_config,
         }
+    if args.max_waiting is None:
+        given["max_waiting"] = (
+            WAITING_PER_PLACE * args.max_num_seqs * max(1, args.data_parallel_size)
+        )
     given["api_key"] = _api_keys(args)
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
     settings = ServerSettings(**given)
@@ -412,6 +427,10 @@ def _number(kind: type[float], low: float, high: float, accepts: str) -> Callabl
         raise argparse.ArgumentTypeError(f"{text!r} is not {accepts}")
 
     return parse
+
+
+def _max_waiting(text: str) -> int:
+    return 0 if text == "none" else int(_number(int, 0, 2**31, "a count, 0 or none")(text))
 
 
 def _text(text: str) -> str:

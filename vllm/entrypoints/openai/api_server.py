@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the web framework is imported, here or in t
                               *sys.argv[1:]])  # fmt: skip
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from vllm.engine.metrics import CONTENT_TYPE, Metrics
 from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, create_message
 from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.openai.bodies import BodyReader
+from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
@@ -76,7 +78,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     bodies = BodyReader(settings.max_request_bytes)
-    _add_generation_paths(app, service, metrics, settings, bodies)
+    _add_generation_paths(app, service, gate, metrics, settings, bodies)
     _add_response_paths(app, service)
     _add_tokenizer_paths(app, service, settings, bodies)
     add_management_paths(app, service, gate, settings)
@@ -161,6 +163,7 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 def _add_generation_paths(
     app: FastAPI,
     service: Service,
+    gate: Gate,
     metrics: Metrics,
     settings: ServerSettings,
     bodies: BodyReader,
@@ -173,6 +176,7 @@ def _add_generation_paths(
         read = partial(read_request, kind, is_strict=settings.strict_requests)
 
         async def endpoint(request: Request) -> Response:
+            caller = Caller.of(request.scope, gate.client(request.scope), settings.request_timeout)
             body, left_out = await bodies.read(request, read)
             for name in left_out:
                 metrics.record_ignored_field(name if name in ignored_fields(kind) else "other")
@@ -181,7 +185,8 @@ def _add_generation_paths(
             own_id = getattr(body, "request_id", None)
             if own_id is not None and not given_request_id(request.scope):
                 request.state.request_id = own_id
-            work = create(service, body, request.state.request_id)
+            own = replace(service, caller=caller)
+            work = create(own, body, request.state.request_id)
             response = await until_disconnect(request.receive, work)
             if texts := [*left_out.values(), *getattr(body, "warnings", ())]:
                 response.headers["Warning"] = warning_header(texts)

@@ -32,6 +32,7 @@ class Beams:
     length_penalty: float
     request_id: str
     priority: int
+    client: str
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """The best beams as choices of one output, the best first."""
@@ -71,6 +72,7 @@ class Beams:
                 params,
                 f"{self.request_id}-{step}-{place}",
                 priority=self.priority,
+                client=self.client,
             )
             for place, beam in enumerate(search.live)
         ]

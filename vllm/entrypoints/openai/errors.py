@@ -51,6 +51,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         type_ = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            type_ = "rate_limit_error"
         error = {"message": self.message, "type": type_, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -73,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), error.param)
         case QueueFullError():
             headers = {"Retry-After": str(error.retry_after_s)}
-            return ApiError(503, str(error), code="queue_full", headers=headers)
+            return ApiError(429, str(error), code="queue_full", headers=headers)
         case RestartingError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return ApiError(503, str(error), code="unavailable", headers=headers)

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from fastapi import Response
 
+from vllm.engine.admission import Admission
 from vllm.engine.async_llm import AsyncLLM
 from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.beams import Beams
+from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
@@ -33,19 +35,22 @@ Json = dict[str, Any]
 class Service:
     """The served model as the endpoints see it.
 
-    sampling_defaults: what requests that leave a sampling field open get. response_role: role of
-    chat answers. answers: how chat answers are read. responses: those that clients may come back
-    to. numbers: of requests to the engine.
+    sampling_defaults: what requests that leave a sampling field open get. admission: of all their
+    sequences. response_role: role of chat answers. answers: how chat answers are read. responses:
+    those that clients may come back to. numbers: of requests to the engine. caller: who asks, in
+    the copy of a service that one request gets.
     """
 
     engine: AsyncLLM
     prompts: Prompts
     sampling_defaults: Mapping[str, Any]
+    admission: Admission
     response_role: str = "assistant"
     answers: AnswerFormats = field(default_factory=AnswerFormats)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    caller: Caller = field(default_factory=Caller)
     includes_usage: bool = False
     """Whether every stream ends with its usage, as --enable-force-include-usage asks for."""
 
@@ -153,17 +158,17 @@ class Answer(ABC):
             yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        engine = self.service.engine
+        caller = self.service.caller
         params = self.request.sampling_params(self.service.sampling_defaults)
-        engine.check_queue(len(self.token_ids) * params.n)
-        streams = [
-            self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
-        ]
-        async with aclosing(merged(streams)) as outputs:
-            async for index, output in outputs:
-                self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
-                self.cached_tokens[index] = output.num_cached_tokens
-                yield index, output
+        with self.service.admission.reserve(caller.client, len(self.token_ids) * params.n):
+            streams = [
+                self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
+            ]
+            async with aclosing(caller.in_time(merged(streams))) as outputs:
+                async for index, output in outputs:
+                    self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
+                    self.cached_tokens[index] = output.num_cached_tokens
+                    yield index, output
 
     def _stream(
         self, token_ids: list[int], params: SamplingParams
@@ -173,10 +178,12 @@ class Answer(ABC):
         request_id = f"{self.request_id}-{next(service.numbers)}"
         prompt, priority = self._prompt(token_ids), request.priority or 0
         if not request.use_beam_search:
-            return service.engine.generate(prompt, params, request_id, priority=priority)
+            return service.engine.generate(
+                prompt, params, request_id, priority=priority, client=service.caller.client
+            )
         penalty = 1.0 if request.length_penalty is None else request.length_penalty
         search = Beams(service.engine, service.prompts, prompt, token_ids, params, penalty,
-                       request_id, priority)  # fmt: skip
+                       request_id, priority, service.caller.client)  # fmt: skip
         return search.outputs()
 
     def _prompt(self, token_ids: list[int]) -> Prompt:

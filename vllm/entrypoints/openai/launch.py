@@ -107,8 +107,7 @@ async def serve(
     hide_torch()
     sys.setswitchinterval(_SWITCH_S)
     with no_collections():
-        supervision = Supervision(settings.dead_after, settings.restarts)
-        engine = AsyncLLM(args, settings.max_waiting, supervision)
+        engine = AsyncLLM(args, Supervision(settings.dead_after, settings.restarts))
     try:
         with no_collections():
             from vllm.entrypoints.openai.server import Server

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from vllm import envs
+from vllm.engine.admission import Admission
 from vllm.engine.async_llm import AsyncLLM
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
@@ -200,6 +201,7 @@ def make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
         engine,
         prompts,
         defaults,
+        Admission(engine.max_num_seqs, settings.max_waiting or None),
         settings.response_role,
         _answer_formats(settings),
         includes_usage=settings.enable_force_include_usage,

@@ -8,7 +8,8 @@ from typing import Any
 class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    chat_template: Jinja text. max_request_bytes: None for the defaults of each path.
+    chat_template: Jinja text. max_waiting: sequences; 0 for no limit. request_timeout: seconds that
+    a request may take; None for any. max_request_bytes: None for the defaults of each path.
     shutdown_timeout in seconds: what running requests get to finish after SIGTERM. dead_after in
     seconds, restarts within an hour: of engines (`vllm.engine.supervision.Supervision`). The
     allowed_* are those of CORS, which is off without origins.
@@ -27,7 +28,8 @@ class ServerSettings:
     tool_parser_plugin: str | None
     reasoning_parser: str | None
     response_role: str
-    max_waiting: int | None
+    max_waiting: int
+    request_timeout: float | None
     max_request_bytes: int | None
     shutdown_timeout: float
     dead_after: float
