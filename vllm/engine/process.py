@@ -1,6 +1,7 @@
 """The engine process and its messages (msgspec over ZMQ)."""
 
 import dataclasses
+import multiprocessing
 import os
 import socket
 import sys
@@ -111,7 +112,8 @@ class DPRank:
 def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> None:
     """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
     ZMQ addresses that the parent has bound. The last message says why the process ends."""
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent and parent.pid)
     leave_signals_to_parent()
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)

@@ -83,7 +83,8 @@ def add_server_flags(group: Any) -> None:
     text("--max-body-size", type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
          default=8 << 20, metavar="BYTES",
          help="Largest request body (default: 8 MiB).")  # fmt: skip
-    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
+    text("--shutdown-timeout", "--drain-timeout",
+         type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
     for name in ("origins", "methods", "headers"):
