@@ -57,6 +57,14 @@ def is_regular(path: Path) -> bool:
         return False
 
 
+def kind_of(path: Path) -> str:
+    """What lies at `path` that is no regular file, for messages."""
+    import stat
+
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(path.stat().st_mode), "a device")
+
+
 def set_aside(path: Path, why: object) -> None:
     """Takes a broken file of a cache away, with a warning; it is kept as `NAME.broken`."""
     from vllm.logger import get_logger

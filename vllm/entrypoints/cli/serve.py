@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
 from vllm.logger import get_logger
+from vllm.utils.files import is_regular
 from vllm.utils.startup import begin_report, current_report, process_start
 
 logger = get_logger(__name__)
@@ -248,11 +249,7 @@ def _check_generation(override: dict[str, Any]) -> None:
 
 def _read_template(given: str) -> str:
     """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # a whole template is no file name
-        is_file = False
-    if is_file:
+    if is_regular(Path(given)):
         try:
             return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
