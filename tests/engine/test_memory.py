@@ -183,6 +183,22 @@ def test_a_request_that_does_not_fit_ends_alone(llm):
     assert len(tokens_of(run(llm, {"next": PROMPTS["b"]})["next"])) == 6
 
 
+def test_a_step_that_lacks_memory_at_its_end_is_computed_from_where_it_began(llm):
+    expected = {name: tokens_of(out) for name, out in run(llm, PROMPTS).items()}
+    llm.llm_engine.reset_prefix_cache()
+    runner = llm.llm_engine.core.runner
+    sample = runner._sample
+
+    def sample_one(logits, rows, *given):
+        if len(rows) > 1:
+            raise MemoryError
+        return sample(logits, rows, *given)
+
+    runner._sample = sample_one
+    found = run(llm, PROMPTS)
+    assert {name: tokens_of(out) for name, out in found.items()} == expected
+
+
 def test_prompt_logprobs_that_may_be_taken_already_are_not_taken_twice(llm):
     Short(llm.llm_engine.core.runner, most=30)
     found = run(llm, PROMPTS, prompt_logprobs=1)
