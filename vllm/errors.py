@@ -103,6 +103,10 @@ class NumericsError(RequestError):
     """The numbers of one request went wrong, which is no fault of who sent it; it alone failed."""
 
 
+class NoMemoryError(RequestError):
+    """Memory ran out for one request; it alone failed, and may be sent again."""
+
+
 class EngineDeadError(VllmError, RuntimeError):
     """The engine process is gone; nothing can be generated any more. is_of_peer: by the fault of
     another one, which knows more."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -310,4 +311,17 @@ def test_a_server_that_cannot_start_says_why_and_exits_with_2(
     done = run_cli("serve", *words, "--port", "0")
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fifo_in_place_of_a_file_of_the_model_is_told_at_once(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    done = run_cli("serve", str(folder), "--port", "0", timeout=30)
+    assert done.returncode == 2
+    assert f"{folder / 'tokenizer_config.json'} is a FIFO, no regular file" in done.stderr
     assert "Traceback" not in done.stderr

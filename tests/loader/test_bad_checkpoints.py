@@ -1,8 +1,11 @@
 """A checkpoint that is broken, hostile or not ours is refused with the reason."""
 
+import contextlib
 import json
 import os
 import shutil
+import socket
+import time
 
 import pytest
 import torch
@@ -93,11 +96,34 @@ def test_an_index_that_names_no_file_of_weights_is_refused(folder, name):
     refused(folder, r"no \*\.safetensors file")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_pipe_is_refused_and_not_waited_for(folder, name):
+def put_folder(path):
+    path.mkdir()
+
+
+def put_socket(path):
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)  # a short name: that of a socket has at most 108 bytes
+
+
+def put_device(path):
+    path.symlink_to("/dev/zero")
+
+
+KINDS = {"a FIFO": os.mkfifo, "a folder": put_folder, "a socket": put_socket,
+         "a device": put_device}  # fmt: skip
+FILES = ("model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json",
+         "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt",
+         "special_tokens_map.json", "configuration_own.py")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(folder, name, kind):
     (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    refused(folder, "is no regular file")
+    KINDS[kind](folder / name)
+    begin = time.monotonic()
+    refused(folder, f"{name} is {kind}, no regular file")
+    assert time.monotonic() - begin < 1
 
 
 def test_a_link_to_nothing_is_told_as_such(folder):

@@ -1,6 +1,7 @@
 """Tables of measured kernels: files, which of them hold here, and those that this build ships."""
 
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import exp, log
@@ -244,13 +245,15 @@ def test_tokens_of_experts_that_ranks_share_are_timed_as_floats():
     ["", "[]", '{"rows": {}}', "{", '{"device": "sm_9"}',
      '{"device": "sm_90", "num_sms": 132, "name": "", "rows": []}'],
 )  # fmt: skip
-def test_a_broken_file_is_refused_with_its_name_and_what_to_do(text):
+def test_a_broken_file_is_set_aside_with_its_name(text, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     path = user_folder() / H100.file_name
-    path.parent.mkdir(parents=True)
+    write_table(path, table(deep_gemm=ENTRY))
+    before = find_tables(H100)
     path.write_text(text)
-    with pytest.raises(ConfigError, match="delete it") as error:
-        find_tables(H100)
-    assert str(path) in str(error.value)
+    assert find_tables(H100) == before[1:]
+    assert f"{path} is broken" in caplog.text
+    assert path.with_name(f"{path.name}.broken").read_text() == text and not path.exists()
 
 
 def test_a_file_of_an_earlier_version_keeps_no_engine_from_starting():

@@ -75,7 +75,8 @@ class ModelRunnerOutput:
     are accepted. logprobs: one entry per sampled token, where requested. prompt_logprobs: once,
     with the step that completes the prompt; the first prompt token has no entry. pooler_output:
     vectors of pooling requests. draft_token_ids: proposals to verify in the next step. errors: why
-    requests got no token (non-finite logits). num_compiled: kernels compiled since the last step.
+    requests got no token. out_of_memory: those of `errors` for which memory ran out; the others have
+    non-finite logits. num_compiled: kernels compiled since the last step.
     rows: what its kernels computed.
     """
 
@@ -86,6 +87,7 @@ class ModelRunnerOutput:
     pooler_output: dict[str, list[float]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    out_of_memory: set[str] = field(default_factory=set)
     num_compiled: int = 0
     rows: StepRows = StepRows(0, 0, 0)
 
@@ -94,7 +96,8 @@ class EngineOutput(msgspec.Struct, array_like=True):
     """What one step adds to one request, as it is sent to the front end.
 
     prompt_logprobs: sent once, without an entry for the first prompt token. error: why the request
-    was refused (finish_reason ERROR), or failed where is_fault.
+    was refused (finish_reason ERROR), or failed where is_fault, for want of memory where
+    is_out_of_memory.
     """
 
     request_id: str
@@ -108,3 +111,4 @@ class EngineOutput(msgspec.Struct, array_like=True):
     error: str | None = None
     is_fault: bool = False
     pooler_output: list[float] | None = None
+    is_out_of_memory: bool = False

@@ -186,7 +186,8 @@ class EngineCore:
         self._calls.add(result.rows._asdict())
         # A request that finished with the step before, or was aborted since, is gone.
         failed = {i: why for i, why in result.errors.items() if i in self.scheduler.requests}
-        outputs = [self._fail(request_id, why) for request_id, why in failed.items()]
+        lacking = result.out_of_memory
+        outputs = [self._fail(i, why, i in lacking) for i, why in failed.items()]
         progress = self.scheduler.update(scheduled, result, self.grammars.accept)
         return outputs + [self._output(request, tokens, result) for request, tokens in progress]
 
@@ -277,12 +278,13 @@ class EngineCore:
         self.abort([request_id])
         return EngineOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
 
-    def _fail(self, request_id: str, error: str) -> EngineOutput:
-        """Ends a request with non-finite logits and removes its blocks from the prefix cache."""
+    def _fail(self, request_id: str, error: str, is_out_of_memory: bool) -> EngineOutput:
+        """Ends a request with non-finite logits, or without memory, and removes its blocks from the
+        prefix cache."""
         logger.error("Request %s failed: %s", request_id, error)
         self.scheduler.forget_cached(request_id)
         output = self._refusal(request_id, error)
-        output.is_fault = True
+        output.is_fault, output.is_out_of_memory = True, is_out_of_memory
         return output
 
     def _output(

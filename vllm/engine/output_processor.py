@@ -9,7 +9,7 @@ from vllm.core.outputs import EngineOutput, TokenLogprobs
 from vllm.core.request import FinishReason
 from vllm.engine.detokenizer import Detokenizer, StopTexts
 from vllm.engine.input_processor import ProcessedInput
-from vllm.errors import NumericsError, RequestError
+from vllm.errors import NoMemoryError, NumericsError, RequestError
 from vllm.outputs import (
     CompletionOutput,
     Logprob,
@@ -285,7 +285,8 @@ class PoolingState:
 
 
 def _error_of(output: EngineOutput) -> RequestError:
-    return (NumericsError if output.is_fault else RequestError)(output.error or "")
+    kind = NumericsError if output.is_fault else RequestError
+    return (NoMemoryError if output.is_out_of_memory else kind)(output.error or "")
 
 
 class OutputProcessor:

@@ -1,6 +1,7 @@
 """The engine process and its messages (msgspec over ZMQ)."""
 
 import dataclasses
+import multiprocessing
 import os
 import socket
 import sys
@@ -116,7 +117,8 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank, page:
     """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
     ZMQ addresses that the parent has bound; page: of heartbeats. The last message says why the
     process ends."""
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent and parent.pid)
     PULSE.attach(page, 0)
     leave_signals_to_parent()
     context = zmq.Context()

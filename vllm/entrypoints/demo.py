@@ -10,6 +10,7 @@ from vllm import envs
 from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.registry import quantizable
 from vllm.logger import get_logger
+from vllm.utils.files import published_folder
 
 logger = get_logger(__name__)
 
@@ -20,34 +21,27 @@ _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_i
 
 
 def demo_model_path() -> Path:
-    """The demo model's folder under VLLM_CACHE_ROOT, made from the wheel at the first call."""
+    """The demo model's folder under VLLM_CACHE_ROOT, made from the wheel at the first call, and
+    again where it is broken."""
     target = Path(envs.VLLM_CACHE_ROOT) / "models" / DEMO_NAME
-    if not target.exists():
-        _check_writable(target.parent)
-        logger.info("Preparing the demo model in %s (once)", target)
-        _make(target)
-    return target
-
-
-def _check_writable(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        return published_folder(target, _make)
     except OSError as error:
         raise ConfigError(
-            f"the demo model cannot be written to {folder}: {error}; set VLLM_CACHE_ROOT to a "
-            f"folder that can be, or name a model (`vllm serve PATH_OR_HUB_NAME`)"
+            f"the demo model cannot be written to {target.parent}: {error}; set VLLM_CACHE_ROOT to "
+            f"a folder that can be, with 200 MB to spare, or name a model (`vllm serve "
+            f"PATH_OR_HUB_NAME`)"
         ) from error
 
 
-def _make(target: Path) -> None:
+def _make(folder: Path) -> None:
     from vllm.model_executor.quantize import quantize_checkpoint
 
+    logger.info("Preparing the demo model (once)")
     gguf = find_gguf()
-    with tempfile.TemporaryDirectory(prefix="vllm-demo-") as folder:
-        dequantise(gguf, Path(folder))
-        quantize_checkpoint(Path(folder), target, next(iter(quantizable())))
+    with tempfile.TemporaryDirectory(prefix="vllm-demo-") as unpacked:
+        dequantise(gguf, Path(unpacked))
+        quantize_checkpoint(Path(unpacked), folder, next(iter(quantizable())))
 
 
 def find_gguf() -> Path:

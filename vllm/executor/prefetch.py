@@ -17,6 +17,7 @@ from vllm.kernels.jit.caches import use_caches
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.installed import installed_device
 from vllm.platforms.libraries import working_libs
+from vllm.utils.files import is_regular
 from vllm.utils.hub import local_model
 
 _CHUNK_BYTES = 32 << 20
@@ -90,7 +91,7 @@ def read_ahead(folder: Path) -> None:
     cost almost nothing."""
     left = available_memory() // 2
     buffer = mmap.mmap(-1, _CHUNK_BYTES)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in filter(is_regular, sorted(folder.glob("*.safetensors"))):
         try:
             with open(file, "rb", buffering=0) as opened:
                 size = os.fstat(opened.fileno()).st_size

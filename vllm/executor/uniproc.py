@@ -14,14 +14,13 @@ from vllm.distributed.layout import Layout
 from vllm.distributed.parallel import Parallel
 from vllm.errors import ConfigError
 from vllm.executor import prefetch
-from vllm.executor.base import Address
+from vllm.executor.base import Address, PendingOutput
 from vllm.executor.facts import facts_of, probed_facts, with_failures_of_all
 from vllm.kernels.jit.caches import use_caches, warn_of_another_machine
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.kernels.selection import Selection
 from vllm.utils.startup import current_report
 from vllm.utils.torch_utils import DTYPES
-from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.model_runner import ModelRunner
 
 
@@ -64,7 +63,7 @@ class UniprocExecutor:
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
-    ) -> AsyncModelRunnerOutput:
+    ) -> PendingOutput:
         return self.runner.execute_model(scheduler_output, bitmasks)
 
     def kernels(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from vllm.formats.registry import formats
 from vllm.kernels import registry
 from vllm.kernels.select.spec import KernelSpec
 from vllm.utils.dataclasses import dataclass
+from vllm.utils.files import is_regular, kind_of
 
 SYNTAX = "PATTERN=path/to/file.py:Name"
 # Those whose results are compared with a reference before they serve.
@@ -55,6 +56,8 @@ class OwnBackend:
         loaded, for a file that raises, lacks `Name` or declares what no kernel can be."""
         import hashlib
 
+        if self.path.exists() and not is_regular(self.path):
+            raise self.wrong(f"is {kind_of(self.path)}, not a file")
         try:
             content = self.path.read_bytes()
         except OSError as error:

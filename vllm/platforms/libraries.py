@@ -27,7 +27,7 @@ from vllm.platforms import native
 from vllm.platforms.installed import installed_device
 from vllm.utils.dataclasses import replace
 from vllm.utils.distributions import installed_version
-from vllm.utils.files import write_atomically
+from vllm.utils.files import locked, write_atomically
 from vllm.utils.versions import version_key
 
 # Module, which is also our name for the library -> distributions that install it.
@@ -192,7 +192,7 @@ def _trial_key(lib: Lib) -> str:
 
 def remember_trial(key: str) -> None:
     """A folder that cannot be written is no error: the trial then runs again."""
-    with _REMEMBERING, contextlib.suppress(OSError):
+    with _REMEMBERING, contextlib.suppress(OSError), locked(_trials_file()):
         text = json.dumps([*passed_trials(), key][-_MAX_REMEMBERED:], indent=0)
         write_atomically(_trials_file(), text.encode())
 

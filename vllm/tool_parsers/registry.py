@@ -3,10 +3,12 @@
 
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 from vllm.errors import ConfigError, did_you_mean
 from vllm.tool_parsers.parser import Parser
 from vllm.utils.entry_points import extensions
+from vllm.utils.files import is_regular, kind_of
 
 ENTRY_POINTS = "vllm.tool_parsers"
 # In the order in which the marks of their templates are looked for: the most particular first.
@@ -52,6 +54,8 @@ def parser_of_template(template: str) -> type[Parser] | None:
 
 def _of_file(path: str) -> dict[str, type[Parser]]:
     """Every parser that the Python file defines. ConfigError for a file that fails or has none."""
+    if Path(path).exists() and not is_regular(Path(path)):
+        raise ConfigError(f"--tool-parser-plugin {path}: it is {kind_of(Path(path))}, not a file")
     spec = spec_from_file_location("vllm_tool_parser_plugin", path)
     try:
         if spec is None or spec.loader is None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import CheckpointError, ConfigError, VllmError
+from vllm.utils.files import is_regular, kind_of
 from vllm.utils.safetensors_files import TensorShape
 
 # Everything serving needs; never code, pickles or other frameworks' weights.
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt")
+# And what libraries read of a folder beside that.
+_READ = (*_WANTED, "*.py", "*.tiktoken")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*")
 
 
@@ -25,6 +28,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
                 f"--revision {revision} names a version on the hub, but {model} is a folder here, "
                 f"which has one version: leave it out"
             )
+        check_files(path)
         return path
     if path.exists():
         raise CheckpointError(
@@ -49,6 +53,21 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
             f"cannot fetch {model!r} from the Hugging Face hub ({first_line(error)}); check the "
             f"name and the network, set HF_TOKEN for a gated model, or give a local folder"
         ) from error
+
+
+def check_files(folder: Path) -> None:
+    """CheckpointError for a FIFO, a device, a socket or a folder in place of a file of a model:
+    whoever opens one waits for its other end, or reads without an end."""
+    for place in (folder, folder / "additional_chat_templates"):
+        for pattern in _READ:
+            for path in place.glob(pattern):
+                check_regular(path, CheckpointError)
+
+
+def check_regular(path: Path, error: type[VllmError]) -> None:
+    """`error` for what is there and no regular file."""
+    if path.exists() and not is_regular(path):
+        raise error(f"{path} is {kind_of(path)}, no regular file; fetch the checkpoint again")
 
 
 def local_model(model: str, revision: str | None = None) -> Path | None:
@@ -127,8 +146,7 @@ def first_line(error: Exception) -> str:
 
 def read_json_object(path: Path, error: type[VllmError] = CheckpointError) -> dict[str, Any]:
     """What a JSON file of a model folder holds; `error` for one that is missing or corrupt."""
-    if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
-        raise error(f"{path} is no regular file; fetch the checkpoint again")
+    check_regular(path, error)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

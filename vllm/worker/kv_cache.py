@@ -17,6 +17,7 @@ from vllm.model_executor.layers.recurrent import RecurrentLayer
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.cuda import gpu_memory
 from vllm.utils.math_utils import cdiv
+from vllm.worker.touch import touch_in_background
 
 logger = get_logger(__name__)
 
@@ -60,6 +61,10 @@ def allocate_kv_cache(
     _check_size(block_bytes, config, device, num_blocks)
     for layer in layers:
         layer.kernel.allocate(num_blocks, block_size, device)
+    if device.type == "cpu":
+        states = (tensor for layer in state_layers(model) for tensor in _state_tensors(layer))
+        caches = (t for layer in layers for t in (layer.kernel.k_cache, layer.kernel.v_cache))
+        touch_in_background((*states, *caches))
     size = num_blocks * block_bytes / _GIB
     logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
     return num_blocks
@@ -184,6 +189,10 @@ def state_layers(model: nn.Module) -> list[RecurrentLayer]:
     return _layers_with(model, RecurrentStateSpec)
 
 
+def _state_tensors(layer: RecurrentLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.conv_state, layer.state
+
+
 def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) -> int:
     """Gives every recurrent layer its states; returns their bytes, on the CPU of pages that are
     taken only when they are used. ConfigError where memory does not hold them."""
@@ -221,7 +230,7 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
 def copy_states(layers: Iterable[RecurrentLayer], pairs: list[tuple[int, int]]) -> None:
     """Copies states of all layers: pairs of slots, from and to."""
     for layer in layers if pairs else ():
-        for states in (layer.conv_state, layer.state):
+        for states in _state_tensors(layer):
             for source, target in pairs:
                 states[target].copy_(states[source])
 

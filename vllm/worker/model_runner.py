@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.core.outputs import SchedulerOutput, StepRows, TokenLogprobs
 from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
+from vllm.errors import is_out_of_memory
 from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
@@ -33,6 +34,7 @@ from vllm.worker.kv_cache import (
     state_layers,
 )
 from vllm.worker.numerics import NumericsWatch, mark_broken
+from vllm.worker.out_of_memory import FinishedOutput, compute_alone
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
 from vllm.worker.step_inputs import StepInputs
@@ -90,6 +92,8 @@ class ModelRunner:
             self.device,
         )
         self._inputs.planners = planners(self.model)
+        # Where the batch stood once it knew the requests of the step, and who wants prompt logprobs.
+        self._before: tuple[np.ndarray, frozenset[str]] | None = None
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
@@ -196,13 +200,41 @@ class ModelRunner:
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
-    ) -> AsyncModelRunnerOutput:
+    ) -> AsyncModelRunnerOutput | FinishedOutput:
         """Starts a step. bitmasks: allowed tokens of requests with a grammar. Requests with
         penalties or a grammar must not be scheduled while a result is pending."""
         with torch.inference_mode(), self._cores_for_kernels():
             if self._warm_up is not None:
                 self._warm_up.promote()
-            return self._execute(scheduler_output, bitmasks)
+            self._before = None
+            try:
+                return self._execute(scheduler_output, bitmasks)
+            except Exception as error:
+                if not (self._can_drop_requests and is_out_of_memory(error)):
+                    raise
+            return self._execute_alone(scheduler_output, bitmasks)  # what failed is freed by now
+
+    @property
+    def _can_drop_requests(self) -> bool:
+        """Whether the batch is as it was before the step. Ranks must not fail alone; and tokens of
+        a step in flight are taken over on a GPU, whose memory is measured at the start."""
+        is_alone = self._parallel.engine.size == 1
+        return is_alone and not self.async_scheduling and self._before is not None
+
+    def _execute_alone(
+        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+    ) -> FinishedOutput:
+        """A step for which memory ran out. Recurrent states may have advanced, and prompt logprobs
+        been taken: such requests cannot be repeated."""
+        assert self._before is not None
+        self.batch.num_computed[:], taken = self._before
+
+        def can_repeat(request_id: str) -> bool:
+            return not self._state_layers and request_id not in taken
+
+        return compute_alone(
+            scheduler_output, can_repeat, lambda step: self._execute(step, bitmasks).result()
+        )
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:
@@ -221,6 +253,7 @@ class ModelRunner:
     ) -> AsyncModelRunnerOutput:
         self._update_batch(scheduler_output)
         batch = self.batch
+        self._before = batch.num_computed.copy(), self._prompt_logprobs.request_ids
         # A data-parallel rank without requests computes one token of padding.
         self._parallel.num_tokens_across_dp = tuple(
             max(1, count) for count in scheduler_output.num_tokens_across_dp

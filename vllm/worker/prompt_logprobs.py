@@ -28,6 +28,11 @@ class PromptLogprobs:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Of prompts that are not complete."""
+        return frozenset(self._entries)
+
     def add(self, request: Request) -> None:
         if request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0:
             self._entries[request.request_id] = []

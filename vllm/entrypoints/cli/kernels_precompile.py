@@ -1,13 +1,12 @@
 """`vllm kernels precompile`: compiles the kernels that a model needs on this chip into a bundle."""
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm.kernels.jit.caches import (
 )
 from vllm.kernels.jit.flashinfer import copy_large_modules
 from vllm.kernels.report.model_files import find_model
+from vllm.utils.files import locked
 
 # Prompt lengths of one batch: long, short and of one token; then it decodes.
 _PROMPTS, _OUTPUT = (1, 2, 17, 300, 1500), 8
@@ -97,13 +97,11 @@ def _check_out(out: Path) -> None:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """ConfigError while another process writes the same bundle."""
-    with out.with_name(f".{out.name}.lock").open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(out, waits=False))
         except BlockingIOError:
             raise ConfigError(f"--out {out} is being written by another process") from None
-        except OSError:  # a file system without locks
-            pass
         yield
 
 

@@ -12,6 +12,7 @@ from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger
 from vllm.utils.argparse_utils import dashed
+from vllm.utils.interrupts import exit_on_sigterm
 from vllm.version import __version__
 
 # Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
@@ -166,5 +167,11 @@ def _wants_traceback() -> bool:
         return False
 
 
+def program() -> int:
+    """The `vllm` command. Unlike `main`, it takes over the signals of its process."""
+    exit_on_sigterm()
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -27,6 +27,7 @@ from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
 from vllm.logger import get_logger
+from vllm.utils.files import is_regular
 from vllm.utils.startup import begin_report, current_report, process_start
 
 logger = get_logger(__name__)
@@ -130,7 +131,8 @@ def _add_limit_flags(group: Any) -> None:
          type=_number(int, 1, 2**40, "a number of bytes of 1 or more"),
          help="Largest request body (default: 64 MiB for chat, messages and responses, 8 MiB for "
          "other paths).")  # fmt: skip
-    text("--shutdown-timeout", type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
+    text("--shutdown-timeout", "--drain-timeout",
+         type=_number(float, 0, 1e9, "a number of seconds of 0 or more"),
          default=120.0, metavar="SECONDS",
          help="Time to finish running requests after SIGTERM (default: 120).")  # fmt: skip
 
@@ -319,11 +321,7 @@ def _check_generation(override: dict[str, Any]) -> None:
 
 def _read_template(given: str) -> str:
     """The template named by --chat-template: a file, or the Jinja text itself. ConfigError."""
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # a whole template is no file name
-        is_file = False
-    if is_file:
+    if is_regular(Path(given)):
         try:
             return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

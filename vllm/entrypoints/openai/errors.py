@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH, anthropic_error
 from vllm.errors import (
     EngineDeadError,
+    NoMemoryError,
     NumericsError,
     QueueFullError,
     RequestError,
@@ -71,6 +72,9 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case NumericsError():
             return ApiError(500, str(error), code="numerics")
+        case NoMemoryError():
+            headers = {"Retry-After": "1"}
+            return ApiError(503, str(error), code="out_of_memory", headers=headers)
         case RequestError():
             return ApiError(400, str(error), error.param)
         case QueueFullError():

@@ -27,6 +27,7 @@ from vllm.reasoning.registry import reasoning_format
 from vllm.sampling_params import generation_defaults
 from vllm.tool_parsers.registry import tool_parser
 from vllm.utils import systemd
+from vllm.utils.interrupts import ending_with
 
 logger = get_logger(__name__)
 
@@ -50,12 +51,14 @@ class Server:
         self._gate = Gate(keys, settings.protect_metrics)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._signal = 0
         service = make_service(engine, settings)
         app = build_app(service, self._gate, engine.metrics, settings)
         self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
 
     async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-        """Until SIGTERM or SIGINT; raises if the model cannot be loaded or the engine dies."""
+        """Until SIGTERM or SIGINT; raises if the model cannot be loaded or the engine dies, and
+        SystemExit for a signal before it is loaded."""
         serving = asyncio.create_task(self._uvicorn.serve([listener]))
         others = [asyncio.create_task(self._cut_idle_connections())]
         if (seconds := systemd.watchdog_seconds()) is not None:
@@ -63,11 +66,12 @@ class Server:
         try:
             with self._signals():
                 await _first(self._engine.wait_ready(), self._stop.wait(), serving)
-                if not self._stop.is_set():
-                    self._gate.refusal = None
-                    systemd.notify("READY=1")
-                    on_ready(self._engine.model_config.served_model_name[0])
-                    await _first(self._engine.wait_dead(), self._stop.wait(), serving)
+                if self._stop.is_set():
+                    raise ending_with(self._signal)  # nothing was promised to anybody
+                self._gate.refusal = None
+                systemd.notify("READY=1")
+                on_ready(self._engine.model_config.served_model_name[0])
+                await _first(self._engine.wait_dead(), self._stop.wait(), serving)
                 await self._drain()
         finally:
             await self._close(serving)
@@ -111,16 +115,18 @@ class Server:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in before:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in numbers:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
+        self._signal = self._signal or number
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _cut_idle_connections(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.errors import ConfigError
-from vllm.kernels.evidence.tables import Chip, user_folder
+from vllm.kernels.evidence.tables import Chip, read_whole, user_folder
 from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.machine import Device
 from vllm.utils.dataclasses import dataclass, replace
@@ -403,14 +403,15 @@ def find_imported(
     chip: Chip, family: str, alone_ranking: bool = False
 ) -> tuple[ImportedTable, ...]:
     """Of this chip, the user's first, then of the same chip with other memory. alone_ranking:
-    those that choices may follow. ConfigError for one that is broken."""
-    every = [
-        table
+    those that choices may follow."""
+    paths = [
+        path
         for folder in (user_folder() / FOLDER, SHIPPED)
         for suffix in ("", *([] if alone_ranking else [_CHECK]))
         for path in sorted(folder.glob(f"{chip.device.arch}_*{family}{suffix}.json.gz"))
-        if (table := read_imported(path)).ranks or not alone_ranking
     ]
+    found = read_whole(paths, read_imported)
+    every = [table for table in found if table.ranks or not alone_ranking]
     any_memory = replace(chip, memory_gb_per_s=0)
     own = [table for table in every if table.chip.is_like(chip)]
     near = [table for table in every if table not in own and table.chip.is_like(any_memory)]

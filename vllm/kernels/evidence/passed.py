@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm.kernels.evidence.tables import user_folder
-from vllm.utils.files import write_atomically
+from vllm.utils.files import locked, write_atomically
 
 FILE_NAME = "passed_probes.json"
 _MAX_REMEMBERED = 1000
@@ -29,8 +29,8 @@ def read_passed() -> list[str]:
 
 
 def add_passed(names: Iterable[str]) -> None:
-    """Ranks may add some at the same time; those that are lost run again."""
-    with contextlib.suppress(OSError):
+    """Beside those that others add at the same time."""
+    with contextlib.suppress(OSError), locked(path_of_passed()):
         every = dict.fromkeys((*read_passed(), *names))
         text = json.dumps(list(every)[-_MAX_REMEMBERED:], indent=0)
         write_atomically(path_of_passed(), f"{text}\n".encode())

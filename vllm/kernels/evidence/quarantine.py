@@ -5,10 +5,9 @@ does a start of the engine, before a kernel serves; the selector then rejects it
 problem, chip and versions, until another is installed or `vllm kernels quarantine --clear` runs.
 """
 
-import fcntl
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -18,6 +17,7 @@ from vllm.kernels.evidence.versions import version_of
 from vllm.kernels.select.reason import Why
 from vllm.machine import Device, Libs, Quarantined
 from vllm.utils.dataclasses import asdict, dataclass, replace
+from vllm.utils.files import locked, set_aside
 from vllm.version import __version__
 
 FILE_NAME = "quarantine.json"
@@ -45,7 +45,8 @@ def path_of_file() -> Path:
 
 
 def read_failures() -> list[Failure]:
-    """ConfigError for a file that is not what `write_failures` wrote."""
+    """None, and a warning, for a file that is not what `write_failures` wrote: a kernel that failed
+    fails again at its first call."""
     path = path_of_file()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +56,8 @@ def read_failures() -> list[Failure]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no quarantine file ({error}): delete it") from error
+        set_aside(path, f"no quarantine file: {error}")
+        return []
     return failures
 
 
@@ -84,15 +86,12 @@ def forget(backend: str | None) -> list[Failure]:
 @contextmanager
 def _alone() -> Iterator[None]:
     """One process at a time, where the file system has locks."""
-    path = path_of_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-    with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path_of_file()))
+        except OSError as error:
+            why = error.strerror
+            raise ConfigError(f"{path_of_file()} cannot be written: {why}") from error
         yield
 
 

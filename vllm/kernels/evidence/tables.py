@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vllm import envs
 from vllm.errors import ConfigError
@@ -23,7 +23,9 @@ from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import AttentionProblem, Measurable, MoEProblem, Problem
 from vllm.machine import Device
 from vllm.utils.dataclasses import asdict, dataclass, field, replace
-from vllm.utils.files import write_atomically
+from vllm.utils.files import set_aside, write_atomically
+
+_T = TypeVar("_T")
 
 SHIPPED = Path(__file__).parent / "tuned"
 
@@ -294,7 +296,7 @@ def user_folder() -> Path:
 
 
 def find_tables(chip: Chip) -> tuple[Table, ...]:
-    """Of this chip, the user's first, then of chips with other memory; ConfigError if broken."""
+    """Of this chip, the user's first, then of chips with other memory."""
     every = list(_tables_of_architecture(chip))
     own = [table for table in every if table.chip.is_like(chip)]
     any_memory = replace(chip, memory_gb_per_s=0)
@@ -317,8 +319,21 @@ def missing_note(chip: Chip) -> str:
 
 def _tables_of_architecture(chip: Chip) -> Iterator[Table]:
     for folder in (user_folder(), SHIPPED):
-        for path in sorted(folder.glob(f"{chip.device.arch}[-_]*.json")):
-            yield read_table(path)
+        yield from read_whole(sorted(folder.glob(f"{chip.device.arch}[-_]*.json")), read_table)
+
+
+def read_whole(paths: Iterable[Path], read: Callable[[Path], _T]) -> Iterator[_T]:
+    """What `read` makes of each file. One in the user's folder that is broken is set aside: lost
+    measurements must not keep a server from starting. Of the build's: the ConfigError of `read`."""
+    for path in paths:
+        try:
+            found = read(path)
+        except ConfigError as error:
+            if not path.is_relative_to(user_folder()):
+                raise
+            set_aside(path, error.__cause__ or error)
+        else:
+            yield found
 
 
 def read_table(path: Path) -> Table:

@@ -3,11 +3,10 @@
 Runs once for each kernel, so it imports the standard library and `utils.files` only. Objects are
 keyed by a hash of the source (which, in DeepGEMM, names a hash of all headers it includes), the
 options and the compiler. Entries are written atomically, begin with the SHA-256 of the rest, and
-are compiled once however many processes ask.
+are compiled once however many processes ask, where the file system has locks.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,11 +14,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm.utils.files import write_atomically
+from vllm.utils.files import locked, write_atomically
 
 _DIGEST_BYTES = 32
 # Options with a folder in them: the path of headers is not part of the key.
@@ -76,17 +75,6 @@ def read_entry(store: Path, key: str) -> bytes | None:
     return made if hashlib.sha256(made).digest() == digest else None
 
 
-@contextlib.contextmanager
-def _alone(store: Path, key: str) -> Iterator[None]:
-    """A lock per key, released when its process dies. On a file system without locks (Lustre and
-    NFS may have none) several processes compile the same kernel."""
-    store.mkdir(parents=True, exist_ok=True)
-    with (store / f"{key}.lock").open("w") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def compiled(
     real: str, arguments: Sequence[str], request: Request, store: Path, folder: Path | None = None
 ) -> tuple[bytes, float]:
@@ -97,7 +85,7 @@ def compiled(
     made = read_entry(store, request.key)
     if made is not None:
         return made, 0.0
-    with _alone(store, request.key):
+    with locked(store / request.key):
         made = read_entry(store, request.key)
         if made is not None:
             return made, 0.0

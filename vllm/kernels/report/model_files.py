@@ -11,6 +11,7 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.problems import Quantization, quantisable
 from vllm.kernels.report.layer_groups import compress
 from vllm.utils.dataclasses import dataclass, field, replace
+from vllm.utils.files import is_regular, kind_of
 from vllm.utils.safetensors_files import TensorShape, stored_tensors
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def _on_hub(model: str) -> ModelFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not is_regular(path):
+        raise ConfigError(f"{path} is {kind_of(path)}, no regular file")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm.errors import CheckpointError
 from vllm.model_executor.model_loader.expert_stacks import TensorInfo, unstacked
+from vllm.utils.hub import check_regular
 from vllm.utils.math_utils import round_up
 from vllm.utils.safetensors_files import TensorShape, float_weight_dtype
 
@@ -123,12 +124,12 @@ def _weight_files(path: Path) -> list[Path]:
             f"{', '.join(missing[:5])}; fetch the checkpoint again"
         )
     for file in files:
-        if not file.is_file():  # to open a pipe would wait for a writer
-            raise CheckpointError(f"{file} is no regular file; fetch the checkpoint again")
+        check_regular(file, CheckpointError)
     return files
 
 
 def _indexed_files(index: Path) -> list[Path]:
+    check_regular(index, CheckpointError)
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:

@@ -1,0 +1,65 @@
+"""A step for which memory ran out: some of its requests are dropped, not the server."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput, StepRows
+from vllm.errors import is_out_of_memory
+from vllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class FinishedOutput:
+    """The output of a step that is done."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+def compute_alone(
+    scheduled: SchedulerOutput,
+    can_repeat: Callable[[str], bool],
+    execute: Callable[[SchedulerOutput], ModelRunnerOutput],
+) -> FinishedOutput:
+    """What a step gives whose requests are computed one by one. Those that cannot be repeated, and
+    those for which memory runs out again, are among its errors."""
+    merged = ModelRunnerOutput()
+    for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+        if not can_repeat(request_id):
+            _drop(merged, request_id)
+            continue
+        step = SchedulerOutput(num_scheduled_tokens={request_id: num_tokens})
+        try:
+            _add(merged, execute(step))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _drop(merged, request_id)
+    logger.error(
+        "Out of memory in a step of %d requests: %d of them were computed one by one, %d end with "
+        "an error; lower --max-num-batched-tokens or --max-num-seqs, or the size of the KV cache",
+        len(scheduled.num_scheduled_tokens),
+        len(scheduled.num_scheduled_tokens) - len(merged.errors),
+        len(merged.errors),
+    )
+    return FinishedOutput(merged)
+
+
+def _drop(merged: ModelRunnerOutput, request_id: str) -> None:
+    merged.errors[request_id] = "out of memory: the server has none left for this request now"
+    merged.out_of_memory.add(request_id)
+
+
+def _add(merged: ModelRunnerOutput, one: ModelRunnerOutput) -> None:
+    merged.request_ids += one.request_ids
+    merged.sampled_token_ids += one.sampled_token_ids
+    merged.logprobs |= one.logprobs
+    merged.prompt_logprobs |= one.prompt_logprobs
+    merged.pooler_output |= one.pooler_output
+    merged.errors |= one.errors
+    merged.num_compiled += one.num_compiled
+    merged.rows = StepRows(*(a + b for a, b in zip(merged.rows, one.rows)))
