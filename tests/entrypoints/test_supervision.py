@@ -241,6 +241,7 @@ def test_systemd_is_told_and_its_absence_harms_nothing(
     ("usec", "pid", "seconds"),
     [("2000000", None, 2.0), ("2000000", str(os.getpid()), 2.0), ("2000000", "1", None),
      ("0", None, None), ("soon", None, None), (None, None, None)],
+    ids=["any", "own", "another", "zero", "no number", "none"],
 )  # fmt: skip
 def test_a_watchdog_may_be_of_another_process(
     usec: str | None, pid: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
