@@ -75,7 +75,7 @@ class BodyReader:
             if coding not in ("identity", "gzip"):
                 text = f"Content-Encoding {coding:.40} is not supported: send gzip or none"
                 raise ApiError(415, text)
-            max_bytes = self.max_bytes(request.url.path)
+            max_bytes = self.max_bytes(request.scope["path"])
             if coding == "identity" and len(body) <= INLINE_BYTES:
                 return parse(parse_object(body))
             return await self._aside(_parsed, body, coding == "gzip", max_bytes, parse)
@@ -99,7 +99,7 @@ class BodyReader:
     async def _whole(self, request: Request, held: "_Held") -> bytearray:
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
-                return await _read(request, self.max_bytes(request.url.path), held)
+                return await _read(request, self.max_bytes(request.scope["path"]), held)
         except TimeoutError:
             message = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
             raise ApiError(408, message, headers={"Connection": "close"}) from None
