@@ -174,13 +174,16 @@ def test_nothing_is_preempted_where_no_client_has_more_than_another_would():
 
 def test_a_sequence_of_better_priority_yields_to_no_other():
     s = scheduler(max_num_seqs=4, policy="priority")
-    add(s, "a", 8, max_tokens=100, priority=1)
+    add(s, "a", 4, max_tokens=100, priority=1)
     advance(s)
     s.add(request("b0", priority=2))
-    s.add(equal := request("c0", max_tokens=200, priority=1))
     for _ in range(2 * FAIR_STEPS):
         advance(s)
-    assert equal in s.running and running(s) == "aaac"
+    assert running(s) == "aaaa" and s.num_preemptions == 0
+    s.add(request("c0", max_tokens=200, priority=1))
+    for _ in range(2 * FAIR_STEPS):
+        advance(s)
+    assert running(s) == "aaac"
 
 
 def test_blocks_are_shared_as_places_are():
@@ -203,10 +206,40 @@ def test_who_holds_most_blocks_is_preempted_for_lack_of_them():
     s.add(small)
     advance(s)
     assert small in s.running
-    while small.finish_reason is None:
+    steps_until(s, lambda: small.finish_reason is not None or small not in s.running)
+    assert s.num_preemptions and small.finish_reason is not None
+
+
+def test_who_finds_no_block_in_a_step_has_one_in_the_next():
+    """The one to preempt is in the step already, with the last free block."""
+    s = scheduler(num_blocks=12, max_model_len=48)
+    large, small = request("a0", range(39), 9), request("b0", range(3), 9)
+    s.add(large)
+    s.add(small)
+    for _ in range(3):
         advance(s)
-        assert small.finish_reason or small in s.running
-    assert s.num_preemptions
+    assert (large.num_output_tokens, small.num_output_tokens) == (3, 2) and not s.pool.num_free
+    advance(s)
+    assert small.num_output_tokens == 3 and large in s.waiting
+    while s.has_requests:
+        advance(s)
+    assert (large.num_output_tokens, small.num_output_tokens) == (9, 9)
+    s.pool.check_idle()
+
+
+def test_what_was_preempted_for_another_client_is_not_admitted_in_the_same_step():
+    """It may be in the step in flight. The other one's blocks turn out to be cached."""
+    own = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    s = Scheduler(own, 40, BLOCK, 160, prefix_caching=True)
+    add(s, "a", 4, prompt=range(40), max_tokens=60)
+    while s.pool.num_free > 11:
+        advance(s)
+    s.add(other := request("b0", prompt=range(40), max_tokens=9))
+    other.queued_step -= FAIR_STEPS
+    step = s.schedule()
+    gone = [r.request_id for r in s.waiting]
+    assert gone and s.num_preemptions == len(gone)
+    assert [new.request for new in step.scheduled_new_reqs] == [other]
 
 
 # ---------------------------------------------------------------- shares of a step
@@ -267,6 +300,13 @@ def test_prompts_with_logprobs_take_more_where_all_of_one_client_have_them():
 def test_whatever_clients_send_every_request_ends_with_its_own_tokens(
     seed, num_blocks, policy, ahead, limit
 ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.core.scheduler.FAIR_STEPS", 2)
+        run_random(seed, num_blocks, policy, ahead, limit)
+
+
+def run_random(seed, num_blocks, policy, ahead, limit) -> None:
+    """The next token is a function of the tokens so far: a mix-up of state would change it."""
     rng = random.Random(seed)
     s = scheduler(4, num_blocks, 16, num_blocks * BLOCK, policy=policy,
                   max_num_seqs_per_client=limit)  # fmt: skip
@@ -287,8 +327,13 @@ def test_whatever_clients_send_every_request_ends_with_its_own_tokens(
             s.abort(gone)
         step = s.schedule()
         sampled = {}
-        for name in step.num_scheduled_tokens:
+        if in_flight is not None:
+            new = {new.request.request_id for new in step.scheduled_new_reqs}
+            assert not new & {*in_flight[0].num_scheduled_tokens}
+        for name, num_tokens in step.num_scheduled_tokens.items():
             r = s.requests[name]
+            assert r in s.running and r.num_scheduled_tokens >= num_tokens
+            assert len(r.block_ids) * BLOCK >= r.num_computed_tokens + r.num_scheduled_tokens
             if r.num_unscheduled_tokens == 1 and r.num_pending_tokens:
                 text = texts.setdefault(name, list(r.all_token_ids))
                 sampled[name] = sum(text) % 50
