@@ -36,8 +36,6 @@ def test_disk_full(fault: Fault, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-
-
 def test_cache_cannot_be_written(fault: Fault, tiny_model: Path, tmp_path: Path) -> None:
     """No file of the cache can be written: a model that is there is served."""
     (tmp_path / "in-the-way").write_text("")

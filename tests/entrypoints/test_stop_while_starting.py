@@ -44,7 +44,9 @@ def _stopped(
     """SIGTERM to `command` once `when(its process id)`. Returns its exit code, the seconds until
     then and the processes that it left behind."""
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment(**variables))
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment(**variables)
+        )
     target = process.pid
     if command[0] == "unshare":  # it is process 1's parent, and passes no signals on
         while not (inside := _children(process.pid)):
@@ -88,7 +90,15 @@ def _when_logged(log: Path, text: str) -> Callable[[int], bool]:
 
 
 def _serve(model: Path | str) -> list[str]:
-    return [*COMMAND, "serve", *([str(model)] if model else []), "--host", "127.0.0.1", "--port", "0"]
+    return [
+        *COMMAND,
+        "serve",
+        *([str(model)] if model else []),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("moment", [0.3, 1.0, "sampling defaults", "Loading weights"])

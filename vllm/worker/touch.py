@@ -54,9 +54,7 @@ def _populate(address: int, size: int) -> bool:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = round_up(address + size - start, mmap.PAGESIZE)
     libc = ctypes.CDLL(None)
-    return bool(
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE) == 0
-    )
+    return bool(libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE) == 0)
 
 
 def _warn(done: int, tensors: "Sequence[weakref.ref[Tensor]]") -> None:
