@@ -1,4 +1,4 @@
-"""The chaos suite: `make test-chaos`. Every case is one fault, and a row of the table at the end."""
+"""The chaos suite: `make test-chaos`. Every case is one fault, a row of the table at its end."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", default="60s", help="how long the soak lasts, such as 2h")
     parser.addoption("--hostile", type=int, default=3000, help="number of hostile requests")
     parser.addoption("--write-page", action="store_true",
-                     help="write the table to docs/reliability.md and its figures beside")  # fmt: skip
+                     help="write docs/reliability.md and the figures")  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)

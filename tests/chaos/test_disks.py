@@ -1,5 +1,7 @@
-"""Disks that are full, or cannot be written. A slow disk is not among the cases: nothing that can be
-had without a driver of its own slows a disk down for one process alone."""
+"""Disks that are full, or cannot be written.
+
+A slow disk is not among the cases: nothing slows one down for one process without a driver.
+"""
 
 import subprocess
 from pathlib import Path

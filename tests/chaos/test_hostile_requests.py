@@ -22,7 +22,7 @@ FIELDS = ("prompt", "messages", "input", "max_tokens", "n", "temperature", "top_
           "guided_regex", "guided_json", "response_format", "tools", "tool_choice", "stream",
           "stream_options", "repetition_penalty", "presence_penalty", "bad_words", "priority",
           "allowed_token_ids", "min_tokens", "echo", "tokens", "truncate_prompt_tokens",
-          "use_beam_search", "length_penalty", "chat_template_kwargs", "structural_tag")  # fmt: skip
+          "use_beam_search", "length_penalty", "structural_tag")  # fmt: skip
 NUMBERS = st.one_of(
     st.integers(-3, 70), st.integers(), st.floats(),
     st.sampled_from([1e-300, 5e-324, 2**31, 2**63, -(2**63), 10**400]),

@@ -90,12 +90,14 @@ def test_prompt_logprobs_of_a_long_prompt(fault: Fault, server: RunningServer) -
 
 def test_slow_grammars(fault: Fault, server: RunningServer) -> None:
     """Grammars that take long to compile, one after another, and a neighbour with a small one."""
-    slow = {"prompt": "a", "guided_regex": "(a|b){1,500}(c|d){1,500}(e|f){1,500}", "max_tokens": 2}
+
+    def slow(number: int) -> int:
+        regex = f"(a|b){{1,500}}(c|d){{1,500}}(e|f){{1,500}}{number}"
+        fields = {"prompt": "a", "guided_regex": regex, "max_tokens": 2}
+        return server.post(TEXT, fields).status
+
     fault.begins()
-    sent = [
-        Background(lambda i=i: server.post(TEXT, {**slow, "guided_regex": f"{slow['guided_regex']}{i}"}).status)
-        for i in range(8)
-    ]  # fmt: skip
+    sent = [Background(lambda number=number: slow(number)) for number in range(8)]
     small = {"prompt": "a", "guided_choice": ["ban", "mest"], "max_tokens": 4}
     assert Background(lambda: server.post(TEXT, small).status).join(30) == 200
     fault.recovered()

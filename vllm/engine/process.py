@@ -113,7 +113,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank) -> No
     """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
     ZMQ addresses that the parent has bound. The last message says why the process ends."""
     parent = multiprocessing.parent_process()
-    die_with_parent(parent and parent.pid)
+    die_with_parent(parent.pid if parent is not None else None)
     leave_signals_to_parent()
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)

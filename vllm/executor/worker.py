@@ -15,8 +15,8 @@ from vllm.executor import messages, prefetch
 from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
+    from vllm.executor.base import PendingOutput
     from vllm.executor.uniproc import UniprocExecutor
-    from vllm.worker.async_output import AsyncModelRunnerOutput
 
 
 def run_local(descriptor: int) -> None:
@@ -84,7 +84,7 @@ def _hide_progress() -> None:
 
 
 def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool) -> None:
-    running: deque[AsyncModelRunnerOutput] = deque()
+    running: deque[PendingOutput] = deque()
 
     def take() -> None:
         result = running.popleft().result()
