@@ -2,6 +2,8 @@
 # make test    the same set-up, then all tests that need no GPU and are not slow; GPU tests up to
 #              their first use of one
 # make test-all   the tests marked `slow`, which `make test` leaves out
+# make test-chaos   faults that a server outlives, 20 minutes; ARGS="--soak 2h --hostile 10000", and
+#              --write-page writes the table to docs/reliability.md
 # make build   the native library again after a change under csrc/, CPU kernels only
 # make lint    ruff, mypy, clang-format, the architecture lints and the import contracts
 # make audit   known weaknesses of the installed packages, asked of PyPI: needs the network
@@ -24,7 +26,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
   -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm.version; print(vllm.version.OWN_VERSION)')
 
-.PHONY: help serve test test-all test-build test-gpu lint audit build build-cuda format clean
+.PHONY: help serve test test-all test-chaos test-build test-gpu lint audit build build-cuda format clean
 
 help:
 	@sed -n 's/^# \?//p;/^$$/q' Makefile
@@ -39,6 +41,9 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test $(VENV)/.clients
 	$(PYTEST) -m slow $(ARGS)
+
+test-chaos: $(VENV)/.test
+	$(BIN)/python -m pytest tests/chaos -m chaos --durations 10 $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

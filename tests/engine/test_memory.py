@@ -2,6 +2,7 @@
 
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,8 +44,9 @@ def test_limits_of_cgroups_count_and_pages_of_files_do_not(tmp_path, monkeypatch
 
 
 def test_the_limit_of_a_group_within_another_is_found(tmp_path, monkeypatch):
-    lines = [line for line in open("/proc/self/cgroup") if line.startswith("0:")]
-    path = lines[0].strip().split(":", 2)[2].strip("/") if lines else ""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = [line.split(":", 2)[2].strip("/") for line in lines if line.startswith("0:")]
+    path = own[0] if own else ""
     monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
     put_group(tmp_path, "max", 0, "")
     put_group(tmp_path / path, 200 * MIB, 50 * MIB, "")

@@ -71,22 +71,29 @@ def _stopped(
 
 def _after(seconds: float) -> Callable[[int], bool]:
     """Seconds from when the command itself runs."""
-    began: list[float] = []
+    return _later(_is_ours, seconds)
 
-    def condition(pid: int) -> bool:
-        try:
-            is_ours = b"vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return False
-        if is_ours and not began:
-            began.append(time.monotonic())
-        return bool(began) and time.monotonic() - began[0] > seconds
 
-    return condition
+def _is_ours(pid: int) -> bool:
+    try:
+        return b"vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _when_logged(log: Path, text: str) -> Callable[[int], bool]:
     return lambda pid: text in log.read_text()
+
+
+def _later(first: Callable[[int], bool], seconds: float) -> Callable[[int], bool]:
+    began: list[float] = []
+
+    def condition(pid: int) -> bool:
+        if first(pid) and not began:
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() - began[0] > seconds
+
+    return condition
 
 
 def _serve(model: Path | str) -> list[str]:
@@ -125,15 +132,7 @@ def test_sigterm_ends_the_writing_of_the_demo_model_and_leaves_no_half_of_it(
 ) -> None:
     log = tmp_path / "log"
     for seconds in (0.5, 2.0, 4.0):
-        is_writing = _when_logged(log, "Preparing the demo model")
-        moment = _after(0.0)
-        begun: list[float] = []
-
-        def when(pid: int, seconds: float = seconds) -> bool:
-            if is_writing(pid) and moment(pid) and not begun:
-                begun.append(time.monotonic())
-            return bool(begun) and time.monotonic() - begun[0] > seconds
-
+        when = _later(_when_logged(log, "Preparing the demo model"), seconds)
         folder = tmp_path / f"tmp{seconds}"
         folder.mkdir()
         variables = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TMPDIR": str(folder)}

@@ -13,7 +13,6 @@ import torch
 from selection_cases import LIBS, ask, linear, moe
 from slow import quick
 
-from vllm.errors import ConfigError
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels import registry
 from vllm.kernels.evidence.quarantine import (

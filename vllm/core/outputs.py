@@ -75,8 +75,8 @@ class ModelRunnerOutput:
     are accepted. logprobs: one entry per sampled token, where requested. prompt_logprobs: once,
     with the step that completes the prompt; the first prompt token has no entry. pooler_output:
     vectors of pooling requests. draft_token_ids: proposals to verify in the next step. errors: why
-    requests got no token. out_of_memory: those of `errors` for which memory ran out; the others have
-    non-finite logits. num_compiled: kernels compiled since the last step.
+    requests got no token. out_of_memory: those of `errors` for which memory ran out; the others
+    have non-finite logits. num_compiled: kernels compiled since the last step.
     rows: what its kernels computed.
     """
 

@@ -118,7 +118,7 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank, page:
     ZMQ addresses that the parent has bound; page: of heartbeats. The last message says why the
     process ends."""
     parent = multiprocessing.parent_process()
-    die_with_parent(parent.pid if parent else None)
+    die_with_parent(parent.pid if parent is not None else None)
     PULSE.attach(page, 0)
     leave_signals_to_parent()
     context = zmq.Context()

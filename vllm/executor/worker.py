@@ -17,8 +17,8 @@ from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import no_collections
 
 if TYPE_CHECKING:
+    from vllm.executor.base import PendingOutput
     from vllm.executor.uniproc import UniprocExecutor
-    from vllm.worker.async_output import AsyncModelRunnerOutput
 
 
 def run_local(descriptor: int, watched: tuple[int, int, int] | None = None) -> None:
@@ -93,7 +93,7 @@ def _hide_progress() -> None:
 
 
 def _serve(connection: Connection, executor: "UniprocExecutor", is_output: bool) -> None:
-    running: deque[AsyncModelRunnerOutput] = deque()
+    running: deque[PendingOutput] = deque()
 
     def take() -> None:
         result = running.popleft().result()

@@ -47,6 +47,9 @@ logger = get_logger(__name__)
 class ModelRunner:
     """The model with its KV cache and the input batch. async_scheduling: as of an Executor."""
 
+    # Where the batch stood before the step, and who wanted prompt logprobs.
+    _before: tuple[np.ndarray, frozenset[str]] | None = None
+
     def __init__(
         self,
         config: VllmConfig,
@@ -92,8 +95,6 @@ class ModelRunner:
             self.device,
         )
         self._inputs.planners = planners(self.model)
-        # Where the batch stood once it knew the requests of the step, and who wants prompt logprobs.
-        self._before: tuple[np.ndarray, frozenset[str]] | None = None
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
@@ -216,8 +217,7 @@ class ModelRunner:
 
     @property
     def _can_drop_requests(self) -> bool:
-        """Whether the batch is as it was before the step. Ranks must not fail alone; and tokens of
-        a step in flight are taken over on a GPU, whose memory is measured at the start."""
+        """Ranks must not fail alone; on a GPU tokens of a step in flight are taken over."""
         is_alone = self._parallel.engine.size == 1
         return is_alone and not self.async_scheduling and self._before is not None
 
@@ -229,12 +229,9 @@ class ModelRunner:
         assert self._before is not None
         self.batch.num_computed[:], taken = self._before
 
-        def can_repeat(request_id: str) -> bool:
-            return not self._state_layers and request_id not in taken
-
-        return compute_alone(
-            scheduler_output, can_repeat, lambda step: self._execute(step, bitmasks).result()
-        )
+        if self._state_layers:
+            taken = frozenset(scheduler_output.num_scheduled_tokens)
+        return compute_alone(scheduler_output, bitmasks, taken, self._execute)
 
     @contextmanager
     def _cores_for_kernels(self) -> Iterator[None]:

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput, StepRows
 from vllm.errors import is_out_of_memory
 from vllm.logger import get_logger
+from vllm.worker.async_output import AsyncModelRunnerOutput
 
 logger = get_logger(__name__)
 
@@ -22,19 +25,20 @@ class FinishedOutput:
 
 def compute_alone(
     scheduled: SchedulerOutput,
-    can_repeat: Callable[[str], bool],
-    execute: Callable[[SchedulerOutput], ModelRunnerOutput],
+    bitmasks: dict[str, Tensor],
+    changed: frozenset[str],
+    execute: Callable[[SchedulerOutput, dict[str, Tensor]], AsyncModelRunnerOutput],
 ) -> FinishedOutput:
-    """What a step gives whose requests are computed one by one. Those that cannot be repeated, and
-    those for which memory runs out again, are among its errors."""
+    """What a step gives whose requests are computed one by one. Those that memory runs out for
+    again are among its errors, and `changed`: requests that the step may have changed already."""
     merged = ModelRunnerOutput()
     for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-        if not can_repeat(request_id):
+        if request_id in changed:
             _drop(merged, request_id)
             continue
         step = SchedulerOutput(num_scheduled_tokens={request_id: num_tokens})
         try:
-            _add(merged, execute(step))
+            _add(merged, execute(step, bitmasks).result())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
