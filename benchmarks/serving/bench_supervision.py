@@ -2,8 +2,7 @@
 
 usage: python benchmarks/serving/bench_supervision.py --out FILE [--model FOLDER]
 
-Starts two servers, one with two tensor-parallel ranks (of which each needs the whole time of a
-start on a machine with few cores), and counts seconds.
+Starts two servers, the second with two ranks (pipeline stages), and counts seconds.
 """
 
 import argparse
@@ -104,7 +103,7 @@ def main() -> None:
     figures: dict[str, Any] = {"dead_after_s": DEAD_AFTER}
     with served(args.model) as (client, pid):
         figures["engine"] = of_process(client, pid, b"spawn_main")
-    with served(args.model, "-tp", "2") as (client, pid):
+    with served(args.model, "-pp", "2") as (client, pid):
         figures["rank_of_two"] = of_process(client, pid, b"vllm-rank-1")
     told = {
         "command": "python benchmarks/serving/bench_supervision.py",
