@@ -155,7 +155,8 @@ async def figures(url: str, args: argparse.Namespace) -> dict[str, Any]:
             }
         if "n" in args.cases:
             prompts = [prompt(number) for number in range(16)]
-            rows["n"] = await beside(session, prompt=prompts, n=128, max_tokens=64, temperature=1)
+            rows["n"] = await beside(session, prompt=prompts, n=128, max_tokens=args.n_tokens,
+                                     temperature=1)  # fmt: skip
         if "logprobs" in args.cases:
             long = prompt(3, args.prompt_tokens)
             rows["logprobs"] = await beside(session, prompt=long, max_tokens=1, prompt_logprobs=20)
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--clients", type=int, default=100, help="The greedy one among them.")
     parser.add_argument("--turns", type=int, default=5, help="Requests of each other client.")
+    parser.add_argument("--n-tokens", type=int, default=64, help="Of each choice in the case n.")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--cases", nargs="+", default=["greedy", "n", "logprobs"])
     parser.add_argument("--out", type=Path)
