@@ -361,3 +361,35 @@ def run_random(seed, num_blocks, policy, ahead, limit) -> None:
         assert r.all_token_ids == tokens
         assert r.num_output_tokens == r.max_tokens
     s.pool.check_idle()
+
+
+# ---------------------------------------------------------------- a greedy client
+
+
+def p99_in_steps(num_greedy: int) -> int:
+    """Of 99 clients that send one request after another, each a step after the answer to the one
+    before; beside one that sends `num_greedy` at once."""
+    s = scheduler(max_num_seqs=64, num_blocks=4096, budget=2048)
+    add(s, "!", num_greedy, prompt=range(16), max_tokens=16)
+    clients = [chr(200 + number) for number in range(99)]
+    due = {client: [number % 16, 8] for number, client in enumerate(clients)}  # step, turns left
+    since: dict[str, int] = {}
+    times = []
+    for step in range(10_000):
+        for client, (when, _) in due.items():
+            if when == step:
+                s.add(request(f"{client}{step}", range(16), 16))
+                since[client] = step
+        for r in advance(s):
+            if r.client in due:
+                times.append(step - since[r.client] + 1)
+                due[r.client][0], due[r.client][1] = step + 2, due[r.client][1] - 1
+                if not due[r.client][1]:
+                    del due[r.client]
+        if not due:
+            return sorted(times)[int(0.99 * len(times))]
+    raise AssertionError("they are not answered")
+
+
+def test_a_thousand_requests_of_one_client_change_little_for_the_others():
+    assert p99_in_steps(1000) <= 1.5 * p99_in_steps(0)

@@ -19,7 +19,7 @@ from vllm.core.waiting import WaitingQueue
 LOOKAHEAD = 16
 # Steps that a request of a client with less than its share waits before another client's sequence
 # is preempted for it.
-FAIR_STEPS = 16
+FAIR_STEPS = 4
 
 
 def _rank(request: Request) -> tuple[int, float]:
