@@ -58,7 +58,7 @@ def test_tokenizer_raises(fault: Fault, tiny_model: Path, tmp_path: Path) -> Non
             answer = server.post("/v1/completions", {"prompt": "poison"})
             assert answer.status == 500 and answer.json["error"]["type"] == "server_error"
             chat = {"messages": [{"role": "user", "content": "poison"}]}
-            assert server.post("/v1/chat/completions", chat).status == 500
+            assert server.post("/v1/chat/completions", chat).status in (400, 500)
         fault.noticed()
         assert tokens(server) == expected
         fault.recovered()

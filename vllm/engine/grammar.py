@@ -6,19 +6,48 @@ compiles it in a child; what compiled in time there is then compiled in the engi
 
 import json
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.json_schemas import check_schema
 from vllm.errors import GrammarError
-from vllm.platforms.child import Child, ChildEndedError, requests
+from vllm.platforms.child import Child, ChildEndedError, requests, run
+from vllm.platforms.libraries import passed_trials, remember_trial
 
 MAX_GRAMMAR_CHARS = 200_000
 MAX_COMPILE_SECONDS = 10.0
 _START_SECONDS = 120.0
+_IMPORT_SECONDS = 60.0
 _MAX_MEMORY = 4 << 30
 # Unlimited white space lets a small model produce nothing else.
 _MAX_WHITESPACE = 16
+
+
+@cache
+def broken_library() -> str | None:
+    """Why xgrammar cannot be loaded, tried in a child process where it was not on this machine: an
+    import that faults or hangs must not end the engine. None where it can, or is not installed."""
+    spec = find_spec("xgrammar")
+    if spec is None or spec.origin is None:
+        return None
+    key = f"import of {spec.origin} of {Path(spec.origin).stat().st_mtime_ns}"
+    if key in passed_trials():
+        return None
+    try:
+        run("vllm.engine.grammar:import_library", timeout=_IMPORT_SECONDS)
+    except ChildEndedError as error:
+        return f"loading it {error}"
+    except TimeoutError:
+        return f"loading it took more than {_IMPORT_SECONDS:g} s"
+    remember_trial(key)
+    return None
+
+
+def import_library() -> None:
+    import xgrammar  # noqa: F401
 
 
 def make_compiler(tokenizer_info: Any) -> Any:

@@ -16,7 +16,13 @@ from torch import Tensor
 from vllm.config.model import ModelConfig
 from vllm.core.request import Request
 from vllm.engine.fair_pool import FairPool
-from vllm.engine.grammar import GRAMMAR_KINDS, GrammarChecker, compile_grammar, make_compiler
+from vllm.engine.grammar import (
+    GRAMMAR_KINDS,
+    GrammarChecker,
+    broken_library,
+    compile_grammar,
+    make_compiler,
+)
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import GrammarError
 from vllm.sampling_params import StructuredOutputsParams
@@ -155,6 +161,8 @@ class StructuredOutputs:
         self._passed.add(key)
 
     def _make_compiler(self) -> None:
+        if (why := broken_library()) is not None:
+            raise GrammarError(f"xgrammar is broken here: {why}; install it again")
         try:
             import xgrammar
         except ImportError as error:

