@@ -134,7 +134,7 @@ def test_an_engine_that_is_stopped_is_named_and_killed(experts):
             begin = time.monotonic()
             message = r"^data-parallel engine 0: the engine process .* no sign of life .*SIGSTOP"
             with pytest.raises(EngineDeadError, match=message):
-                await ask(llm)
+                await asyncio.wait_for(ask(llm), 30)
             assert 5 <= time.monotonic() - begin < 8
         finally:
             await llm.shutdown()
