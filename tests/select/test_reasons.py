@@ -217,3 +217,10 @@ def test_a_forced_kernel_is_not_charged_with_the_exclusions_it_outranks():
 def test_versions_compare_by_number():
     assert version_key("0.6.13") > version_key("0.6.9")
     assert version_key("0.1.15.post2") > version_key("0.1.15")
+
+
+def test_experts_with_biases_are_rejected_by_kernels_that_take_none():
+    decision = ask(moe(bias=True), "90")
+    texts = {c.backend: [r.text for r in c.reasons] for c in decision.candidates}
+    assert texts["cutlass"] == texts["deep_gemm"] == ["takes no biases of experts"]
+    assert not texts["triton"]
