@@ -172,14 +172,11 @@ def _add_generation_paths(
         path: str,
         kind: type[Generation],
         create: Callable[[Service, Generation, str], Coroutine[Any, Any, Response]],
-        generates: bool = True,
     ) -> None:
         read = partial(read_request, kind, is_strict=settings.strict_requests)
 
         async def endpoint(request: Request) -> Response:
             caller = Caller.of(request.scope, gate.client(request.scope), settings.request_timeout)
-            if generates:  # at a full queue even reading a body takes time from others
-                service.admission.check(caller.client, 1)
             body, left_out = await bodies.read(request, read)
             for name in left_out:
                 metrics.record_ignored_field(name if name in ignored_fields(kind) else "other")
@@ -200,9 +197,9 @@ def _add_generation_paths(
     add("/v1/completions", CompletionRequest, create_completion)
     add("/v1/chat/completions", ChatCompletionRequest, create_chat_completion)
     add("/v1/responses", ResponsesRequest, create_response)
-    add("/v1/responses/input_tokens", ResponsesRequest, count_input_tokens, generates=False)
+    add("/v1/responses/input_tokens", ResponsesRequest, count_input_tokens)
     add("/v1/messages", MessagesRequest, create_message)
-    add("/v1/messages/count_tokens", CountTokensRequest, count_message_tokens, generates=False)
+    add("/v1/messages/count_tokens", CountTokensRequest, count_message_tokens)
 
 
 def _add_response_paths(app: FastAPI, service: Service) -> None:
