@@ -2,14 +2,11 @@
 
 import os
 import subprocess
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from entrypoints.serving import COMMAND, RunningServer, environment, run_cli
+from entrypoints.serving import COMMAND, Background, RunningServer, environment, run_cli
 from slowness import slowness
 
 from .harness import Fault, answers, resident, tokens, wait_for
@@ -18,20 +15,6 @@ pytestmark = pytest.mark.chaos
 
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-class Background:
-    """Runs `call` in a thread."""
-
-    def __init__(self, call: Callable[[], Any]):
-        self.results: list[Any] = []
-        self._thread = threading.Thread(target=lambda: self.results.append(call()), daemon=True)
-        self._thread.start()
-
-    def join(self, seconds: float = 240) -> Any:
-        self._thread.join(seconds)
-        assert self.results, "it did not end in time"
-        return self.results[0]
 
 
 def seconds_for(server: RunningServer) -> float:
@@ -47,7 +30,7 @@ def test_body_of_800000_elements(fault: Fault, server: RunningServer) -> None:
     fault.begins()
     sent = Background(lambda: server.request("POST", CHAT, body, JSON).status)
     assert seconds_for(server) < 10
-    assert 400 <= sent.join() < 500
+    assert 400 <= sent.join(240) < 500
     fault.recovered()
 
 
@@ -74,7 +57,7 @@ def test_many_sequences_of_one_client(fault: Fault, server: RunningServer) -> No
     loaded = max(seconds_for(server) for _ in range(5))
     fault.recovered()
     assert loaded <= 3 * quiet + 1.0, f"{loaded:.2f} s and not {quiet:.2f} s"
-    assert sent.join() in (200, 400, 429)
+    assert sent.join(240) in (200, 400, 429)
 
 
 def test_prompt_logprobs_of_a_long_prompt(fault: Fault, server: RunningServer) -> None:
@@ -86,7 +69,7 @@ def test_prompt_logprobs_of_a_long_prompt(fault: Fault, server: RunningServer) -
     loaded = max(seconds_for(server) for _ in range(3))
     fault.recovered()
     assert loaded <= 3 * quiet + 1.0, f"{loaded:.2f} s and not {quiet:.2f} s"
-    assert {one.join() for one in sent} <= {200, 429}
+    assert {one.join(240) for one in sent} <= {200, 429}
 
 
 def test_slow_grammars(fault: Fault, server: RunningServer) -> None:
@@ -102,7 +85,7 @@ def test_slow_grammars(fault: Fault, server: RunningServer) -> None:
     small = {"prompt": "a", "guided_choice": ["ban", "mest"], "max_tokens": 4}
     assert Background(lambda: server.post(TEXT, small).status).join(30) == 200
     fault.recovered()
-    assert all(one.join() in (200, 400, 429, 503) for one in sent)
+    assert all(one.join(240) in (200, 400, 429, 503) for one in sent)
 
 
 def test_waiting_requests_are_bounded(fault: Fault, server: RunningServer) -> None:
@@ -177,7 +160,7 @@ def test_memory_under_load(fault: Fault, tiny_model: Path, tmp_path: Path) -> No
                                                       "ignore_eos": True}).status)
             for i in range(64)
         ]  # fmt: skip
-        assert {one.join() for one in sent} <= {200, 429}
+        assert {one.join(240) for one in sent} <= {200, 429}
         assert resident(pid) - before < 100 << 20
         fault.recovered()
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,6 +153,32 @@ class RunningServer:
         """Resident bytes of the API process."""
         text = Path(f"/proc/{self.process.pid}/statm").read_text()
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+class Background:
+    """Runs `call` in a thread; `join` gives its result."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._results: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._results.append(call()), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._results)
+
+    def join(self, seconds: float = 60) -> Any:
+        self._thread.join(seconds)
+        assert self.is_done, "it did not end in time, or raised"
+        return self._results[0]
+
+
+def in_background(server: RunningServer, **fields: Any) -> Background:
+    """A completion; `join` gives its Answer."""
+    return Background(lambda: server.post("/v1/completions", fields))
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 40) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm import AsyncLLM
 from vllm.errors import KernelFailedError
 
-from .serving import REPOSITORY, Answer, RunningServer, run_cli, started_server, wait_until
-
-LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-
-
-class Background:
-    """A request made in a thread; `answer` is there after `join`."""
-
-    def __init__(self, server: RunningServer, **fields: Any):
-        self.answer: Answer | None = None
-        self._thread = threading.Thread(target=self._run, args=(server, fields))
-        self._thread.start()
-
-    def _run(self, server: RunningServer, fields: Any) -> None:
-        self.answer = server.post("/v1/completions", fields)
-
-    def join(self) -> Answer:
-        self._thread.join(60)
-        assert self.answer is not None
-        return self.answer
+from .serving import (
+    LONG,
+    REPOSITORY,
+    Answer,
+    RunningServer,
+    in_background,
+    run_cli,
+    started_server,
+    wait_until,
+)
 
 
 def wait_for_running(server: RunningServer) -> None:
@@ -93,9 +82,9 @@ class Keyed(RunningServer):
 
 def check_full_queue(server: RunningServer) -> None:
     server = Keyed(server.process, server.port, server.log)
-    running = Background(server, **LONG)
+    running = in_background(server, **LONG)
     wait_for_running(server)
-    waiting = Background(server, **{**LONG, "max_tokens": 5})
+    waiting = in_background(server, **{**LONG, "max_tokens": 5})
     wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
     before = server.metric("vllm:generation_tokens_total")
     wait_until(lambda: server.metric("vllm:generation_tokens_total") > before)
@@ -119,9 +108,9 @@ def check_full_queue(server: RunningServer) -> None:
 
 def check_drain(server: RunningServer) -> None:
     server = Keyed(server.process, server.port, server.log)
-    running = Background(server, **LONG)
+    running = in_background(server, **LONG)
     wait_for_running(server)
-    waiting = Background(server, **{**LONG, "max_tokens": 5})
+    waiting = in_background(server, **{**LONG, "max_tokens": 5})
     wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/health").status == 503)
@@ -235,7 +224,7 @@ def test_kernels_that_fail_at_every_start_end_it(
 
 def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path) -> None:
     with started_server(tiny_model, tmp_path / "log", "--restarts", "0") as server:
-        whole = Background(server, **LONG)
+        whole = in_background(server, **LONG)
         streaming = server.connect()
         server.send_completion(streaming, stream=True)
         assert streaming.recv(1000).startswith(b"HTTP/1.1 200")
@@ -262,7 +251,7 @@ def test_when_the_engine_dies_everybody_is_told(tiny_model: Path, tmp_path: Path
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(tiny_model: Path, tmp_path: Path) -> None:
     with started_server(tiny_model, tmp_path / "log", "--shutdown-timeout", "60") as server:
-        running = Background(server, **{**LONG, "n": 32, "temperature": 1.0})
+        running = in_background(server, **{**LONG, "n": 32, "temperature": 1.0})
         wait_for_running(server)
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.get("/health").status == 503)

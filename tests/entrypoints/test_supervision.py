@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,26 +15,15 @@ import pytest
 
 from vllm.utils import systemd
 
-from .serving import COMMAND, Answer, RunningServer, environment, started_server, wait_until
-
-LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-
-
-class Background:
-    """A request made in a thread; `answer` is there after `join`."""
-
-    def __init__(self, server: RunningServer, **fields: Any):
-        self.answer: Answer | None = None
-        self._thread = threading.Thread(target=self._run, args=(server, fields))
-        self._thread.start()
-
-    def _run(self, server: RunningServer, fields: Any) -> None:
-        self.answer = server.post("/v1/completions", fields)
-
-    def join(self) -> Answer:
-        self._thread.join(60)
-        assert self.answer is not None
-        return self.answer
+from .serving import (
+    COMMAND,
+    LONG,
+    RunningServer,
+    environment,
+    in_background,
+    started_server,
+    wait_until,
+)
 
 
 def health(server: RunningServer) -> str:
@@ -71,7 +59,9 @@ def test_a_stopped_engine_is_named_goes_on_and_is_replaced_when_killed(
         expected = server.complete()["choices"][0]["text"]
         os.kill(engine, signal.SIGSTOP)
         stopped = time.monotonic()
-        meanwhile = Background(server, model="tiny", prompt="ban fick", max_tokens=8, temperature=0)
+        meanwhile = in_background(
+            server, model="tiny", prompt="ban fick", max_tokens=8, temperature=0
+        )
         wait_until(lambda: health(server) != "", 10)
         assert time.monotonic() - stopped < 6.5
         text = health(server)
@@ -122,7 +112,8 @@ def test_a_stopped_rank_is_named_and_replaced_and_nothing_of_it_is_left(
         ranks = ranks_of(engine)
         os.kill(ranks[1], signal.SIGSTOP)
         stopped = time.monotonic()
-        asked = Background(server, model="tiny", prompt="ban fick", max_tokens=8, temperature=0)
+        asked = in_background(server, model="tiny", prompt="ban fick", max_tokens=8,
+                              temperature=0)  # fmt: skip
         wait_until(lambda: health(server) != "", 10)
         assert time.monotonic() - stopped < 6.5
         assert f"rank 1 (pid {ranks[1]}) gives no sign of life" in health(server)
@@ -133,7 +124,7 @@ def test_a_stopped_rank_is_named_and_replaced_and_nothing_of_it_is_left(
 
         os.kill(ranks[1], signal.SIGSTOP)
         stopped = time.monotonic()
-        running = Background(server, **LONG)
+        running = in_background(server, **LONG)
         answer = running.join()
         assert answer.status == 500
         assert f"rank 1 (pid {ranks[1]}) gives no sign of life" in answer.error
@@ -150,9 +141,11 @@ def test_a_request_that_waits_is_answered_by_the_next_engine(
 ) -> None:
     with started_server(tiny_model, tmp_path / "log", "--max-num-seqs", "1") as server:
         expected = server.complete()["choices"][0]["text"]
-        running = Background(server, **LONG)
+        running = in_background(server, **LONG)
         wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
-        waiting = Background(server, model="tiny", prompt="ban fick", max_tokens=8, temperature=0)
+        waiting = in_background(
+            server, model="tiny", prompt="ban fick", max_tokens=8, temperature=0
+        )
         wait_until(lambda: server.metric("vllm:num_requests_waiting") == 1)
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert running.join().status == 500
@@ -201,9 +194,9 @@ def test_a_long_step_is_no_trouble_but_one_that_computes_nothing_is(
         found = {}
         for how in ("computes", "waits"):
             (tmp_path / "slow").write_text(how)
-            asked = Background(server, model="tiny", prompt="ban fick", max_tokens=2)
+            asked = in_background(server, model="tiny", prompt="ban fick", max_tokens=2)
             found[how] = set()
-            while asked.answer is None:
+            while not asked.is_done:
                 found[how].add(re.sub(r" since .*\), ", ", ", health(server)))
                 time.sleep(0.1)
             assert asked.join().status == 200

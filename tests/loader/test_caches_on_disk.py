@@ -1,10 +1,8 @@
 """What is kept on disk is written once whoever asks at the same time, and again when it broke."""
 
-import contextlib
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from vllm.entrypoints import demo
 from vllm.errors import ConfigError
@@ -185,17 +184,6 @@ def test_six_starts_at_once_write_the_demo_model_once_and_a_broken_one_heals(tmp
     assert not [p for p in weights.parents[1].iterdir() if p.name.startswith(f".{demo.DEMO_NAME}-")]
 
 
-@contextlib.contextmanager
-def small_files():
-    """Files of this process hold at most 16 KiB, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
@@ -204,7 +192,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
         (folder / "model").write_bytes(bytes(1 << 20))
 
     monkeypatch.setattr(demo, "_make", make)
-    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT"), small_files():
+    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT"), full_disk():
         demo.demo_model_path()
     assert [path.name for path in (tmp_path / "models").iterdir()] == [f".{demo.DEMO_NAME}.lock"]
 

@@ -1,10 +1,8 @@
 """The demo model's own errors."""
 
-import resource
-from contextlib import contextmanager
-
 import pytest
 import torch
+from full_disk import full_disk
 from transformers import LlamaConfig
 
 from vllm.entrypoints import demo
@@ -32,17 +30,6 @@ def test_a_folder_half_written_is_never_left_under_the_final_name(tmp_path):
         (folder / "part").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-
-
-@contextmanager
-def full_disk():
-    """Files of this process hold at most 16 KiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_runs_full_is_told_and_nothing_is_left(checkpoint, tmp_path):
