@@ -140,7 +140,8 @@ def test_answers_until_the_server_is_killed_are_saved(data, tmp_path):
     with started_server(texts.MODEL, tmp_path / "log") as server:
         command += ["--port", str(server.port)]
         asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
-        wait_until(lambda: server.metric("vllm:request_success_total") >= 8)
+        # Of those that the server has counted, 4 may not have reached the asker: its concurrency.
+        wait_until(lambda: server.metric("vllm:request_success_total") >= 12)
         server.process.kill()
         output, _ = asking.communicate(timeout=180)
     assert asking.returncode == 1
