@@ -34,6 +34,7 @@ class Admission:
         self._total = 0
         self._busy_since = 0.0
         self._finished: deque[tuple[float, int]] = deque()  # when, and how many sequences
+        self._num_finished = 0  # their sum
 
     def check(self, client: str, num_sequences: int) -> None:
         """QueueFullError where `num_sequences` more are too many; RequestError where they would be
@@ -67,6 +68,7 @@ class Admission:
         if not self._total:
             self._busy_since = self._clock()
             self._finished.clear()
+            self._num_finished = 0
         self._total += num_sequences
         self._num_in_flight[client] += num_sequences
         try:
@@ -77,6 +79,7 @@ class Admission:
             if not self._num_in_flight[client]:
                 del self._num_in_flight[client]
             self._finished.append((self._clock(), num_sequences))
+            self._num_finished += num_sequences
             self._forget_old()
 
     def retry_after_s(self) -> int:
@@ -84,12 +87,11 @@ class Admission:
         finished lately. While none has, it is as long again as they have run."""
         self._forget_old()
         elapsed = min(self._clock() - self._busy_since, _WINDOW_S)
-        num_finished = sum(number for _, number in self._finished)
         num_waiting = max(1, self._total - self._max_running)
-        seconds = elapsed * (num_waiting / num_finished if num_finished else 1)
+        seconds = elapsed * (num_waiting / self._num_finished if self._num_finished else 1)
         return max(1, min(_MAX_RETRY_S, math.ceil(seconds)))
 
     def _forget_old(self) -> None:
         oldest = self._clock() - _WINDOW_S
         while self._finished and self._finished[0][0] < oldest:
-            self._finished.popleft()
+            self._num_finished -= self._finished.popleft()[1]

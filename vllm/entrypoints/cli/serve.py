@@ -28,7 +28,12 @@ from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
 from vllm.logger import get_logger
 from vllm.utils.files import is_regular
-from vllm.utils.startup import begin_report, current_report, process_start
+from vllm.utils.startup import (
+    begin_report,
+    current_report,
+    process_start,
+    settle_collections,
+)
 
 logger = get_logger(__name__)
 
@@ -203,11 +208,12 @@ def run(args: argparse.Namespace) -> int:
     def on_ready(model_name: str) -> None:
         url = _url(args, listener)
         report.log(who="Server")
+        settle_collections()
         print(_greeting(url, model_name, report.total, bool(settings.api_key)))
         sys.stdout.flush()
 
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner() as runner:
             runner.run(serve(engine_args, listener, settings, on_ready))
     except EngineDeadError as error:
         print(f"vllm: error: {error}", file=sys.stderr)
@@ -385,14 +391,6 @@ def _model(args: argparse.Namespace) -> str:
         path = demo_model_path()
     args.served_model_name = args.served_model_name or [path.name]
     return str(path)
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _local_name(host: str) -> str:

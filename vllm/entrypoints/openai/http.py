@@ -6,7 +6,7 @@ import hmac
 import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ from vllm.engine.metrics import Metrics
 from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.protocol import REQUEST_ID
+from vllm.entrypoints.openai.turns import Turns
 from vllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -90,7 +91,8 @@ class Gate:
 
 @dataclass
 class GateMiddleware:
-    """Request ids, admission, handling of unexpected errors, request counts and the access log."""
+    """Request ids, turns, admission, handling of unexpected errors, request counts and the access
+    log."""
 
     app: ASGIApp
     gate: Gate
@@ -98,6 +100,7 @@ class GateMiddleware:
     known_paths: frozenset[str]
     root_path: str
     logs_requests: bool
+    turns: Turns = field(default_factory=Turns)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
@@ -119,6 +122,8 @@ class GateMiddleware:
         is_open = scope["path"] in OPEN_PATHS
         self.gate.num_active += not is_open
         try:
+            if not is_open:
+                await self.turns.wait()
             self.gate.check(scope)
             await self.app(scope, receive, send_tagged)
         except Exception as error:
