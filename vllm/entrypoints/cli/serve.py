@@ -28,12 +28,7 @@ from vllm.errors import CheckpointError, ConfigError, EngineDeadError
 from vllm.kernels import registry
 from vllm.logger import get_logger
 from vllm.utils.files import is_regular
-from vllm.utils.startup import (
-    begin_report,
-    current_report,
-    process_start,
-    settle_collections,
-)
+from vllm.utils.startup import begin_report, current_report, process_start, settle_collections
 
 logger = get_logger(__name__)
 
