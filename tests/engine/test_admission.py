@@ -76,7 +76,7 @@ def test_the_time_to_come_again_is_that_of_the_queue_at_the_rate_of_late():
         with admission.reserve("b", 60):
             clock.now += 1
         clock.now += 1000
-        assert admission.retry_after_s() == 60, "what finished longer ago than the window is forgotten"
+        assert admission.retry_after_s() == 60, "what finished long ago is forgotten"
     with admission.reserve("a", 102):
         clock.now += 20
         assert admission.retry_after_s() == 20, "what it did before it was idle tells nothing"
