@@ -48,6 +48,10 @@ BODIES = st.one_of(
 )  # fmt: skip
 
 
+# A server that has just started prepares for grammars as soon as it is idle.
+_REST = 12.0
+
+
 class Neighbour:
     """Asks the same again and again; what it got, and how long that took."""
 
@@ -79,6 +83,7 @@ def test_hostile_requests(fault: Fault, server: RunningServer, num_hostile: int)
     """Thousands of hostile requests, and a neighbour with the same tokens as without them."""
     sys.setswitchinterval(5e-4)  # or this process keeps the neighbour waiting
     expected = tokens(server)
+    time.sleep(_REST)
     quiet = Neighbour(server)
     time.sleep(10)
     quiet.end()

@@ -62,9 +62,11 @@ def test_rank_stopped(fault: Fault, tiny_model: Path, tmp_path: Path) -> None:
     flags = ("-tp", "2", "--dead-after", "60")
     with fault.server(tiny_model, tmp_path / "log", *flags) as server:
         engine = server.engine_pid()
-        children = Path(f"/proc/{engine}/task").glob("*/children")
-        pids = [int(pid) for child in children for pid in child.read_text().split()]
-        ranks = [p for p in pids if b"run_local" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        ranks = [
+            p
+            for p in server.children_of(engine)
+            if b"run_local" in Path(f"/proc/{p}/cmdline").read_bytes()
+        ]
         os.kill(ranks[-1], signal.SIGSTOP)
         fault.begins()
         try:

@@ -149,6 +149,11 @@ class RunningServer:
         (pid,) = self.engine_pids()
         return pid
 
+    @staticmethod
+    def children_of(pid: int) -> list[int]:
+        files = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for file in files for child in file.read_text().split()]
+
     def memory(self) -> int:
         """Resident bytes of the API process."""
         text = Path(f"/proc/{self.process.pid}/statm").read_text()

@@ -113,22 +113,33 @@ GRAMMAR_KINDS = tuple(_COMPILERS)
 
 
 class GrammarChecker:
-    """A child process for one thread at a time, started by the first grammar. tokenizer_info:
-    xgrammar's, as JSON."""
+    """A child process for one thread at a time, started by `start` or the first grammar.
 
-    def __init__(self, tokenizer_info: str):
-        self._tokenizer_info = tokenizer_info
+    tokenizer_info: xgrammar's, as JSON; it may be set after `start`.
+    """
+
+    def __init__(self, tokenizer_info: str = ""):
+        self.tokenizer_info = tokenizer_info
         self._child: Child | None = None
+        self._knows_tokenizer = False
+
+    def start(self) -> Child:
+        """The process, started where none runs; its imports take seconds, not waited for here."""
+        if self._child is None:
+            self._child = Child("vllm.engine.grammar:serve", max_memory=_MAX_MEMORY)
+            self._knows_tokenizer = False
+        return self._child
 
     def check(self, kind: str, text: str, timeout: float = MAX_COMPILE_SECONDS) -> None:
         """GrammarError if the grammar does not compile, or not within `timeout` seconds."""
         try:
-            if self._child is None:
-                serve = "vllm.engine.grammar:serve"
-                self._child = Child(serve, self._tokenizer_info, max_memory=_MAX_MEMORY)
-                self._child.receive(_START_SECONDS)
-            self._child.send((kind, text))
-            error = self._child.receive(timeout)
+            child = self.start()
+            if not self._knows_tokenizer:
+                child.send(self.tokenizer_info)
+                child.receive(_START_SECONDS)
+                self._knows_tokenizer = True
+            child.send((kind, text))
+            error = child.receive(timeout)
         except TimeoutError:
             self.close()
             raise GrammarError(
@@ -147,11 +158,12 @@ class GrammarChecker:
             child.close()
 
 
-def serve(channel: Connection, tokenizer_info: str) -> None:
-    """Runs in the child: answers each (kind, text) with what is wrong with it, "" for nothing."""
+def serve(channel: Connection) -> None:
+    """Runs in the child: takes xgrammar's tokenizer info as JSON, then answers each (kind, text)
+    with what is wrong with it, "" for nothing."""
     import xgrammar
 
-    compiler = make_compiler(xgrammar.TokenizerInfo.deserialize_json(tokenizer_info))
+    compiler = make_compiler(xgrammar.TokenizerInfo.deserialize_json(channel.recv()))
     channel.send("")
     for kind, text in requests(channel):
         error = ""

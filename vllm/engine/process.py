@@ -28,6 +28,8 @@ from vllm.utils.startup import current_report, no_collections
 logger = get_logger(__name__)
 
 _IDLE_POLL_MS = 1000
+# An engine idle for so many polls does what its first request with a grammar would wait for.
+_POLLS_OF_REST = 3
 # Longest time between messages of a busy engine.
 _HEARTBEAT_SECONDS = 1.0
 
@@ -210,6 +212,7 @@ class _EngineLoop:
     def run(self) -> None:
         core = self.core
         sent_idle = True
+        num_idle = 0
         while True:
             PULSE.step()
             is_busy = core.has_work or core.is_awaited
@@ -221,8 +224,12 @@ class _EngineLoop:
                 is_due = time.monotonic() - self._last_sent > _HEARTBEAT_SECONDS
                 if outputs or is_due or (had_work and not core.has_work):
                     self.send(Outputs(outputs, core.stats()))
-                sent_idle = False
-            elif not sent_idle:
+                sent_idle, num_idle = False, 0
+                continue
+            num_idle += 1
+            if num_idle == _POLLS_OF_REST:
+                core.grammars.prepare()
+            if not sent_idle:
                 core.check_idle()
                 self.send(Outputs([], core.stats()))
                 sent_idle = True

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class StructuredOutputs:
         self._pool = FairPool(_NUM_COMPILERS, _MOST_OF_CLIENT, "grammar")
         # The one used last is taken first: its process runs already.
         self._idle_checkers: queue.LifoQueue[GrammarChecker] = queue.LifoQueue()
-        self._checkers: list[GrammarChecker] = []
+        self._checkers = [GrammarChecker() for _ in range(_NUM_COMPILERS)]
         self._passed: set[bytes] = set()
         self._pending: dict[str, tuple[Request, Future[Any]]] = {}
         self._matchers: dict[str, Any] = {}
@@ -57,6 +58,10 @@ class StructuredOutputs:
     @property
     def has_pending(self) -> bool:
         return bool(self._pending)
+
+    def prepare(self) -> None:
+        """Does beside the engine's steps what the first grammar would wait for, some seconds."""
+        self._pool.submit("", self._compile, StructuredOutputsParams(json_object=True))
 
     def submit(self, request: Request) -> None:
         """Starts to compile the grammar of `request`, which waits here meanwhile."""
@@ -161,21 +166,22 @@ class StructuredOutputs:
         self._passed.add(key)
 
     def _make_compiler(self) -> None:
-        if (why := broken_library()) is not None:
-            raise GrammarError(f"xgrammar is broken here: {why}; install it again")
-        try:
-            import xgrammar
-        except ImportError as error:
+        if find_spec("xgrammar") is None:
             raise GrammarError(
                 "structured output needs xgrammar, which is not installed: pip install xgrammar"
-            ) from error
+            )
+        if (why := broken_library()) is not None:
+            raise GrammarError(f"xgrammar is broken here: {why}; install it again")
+        self._checkers[-1].start()  # it imports what it needs while this process does
+        import xgrammar
+
         info = xgrammar.TokenizerInfo.from_huggingface(
             load_tokenizer(self._model_config),
             vocab_size=self._model_config.vocab_size,
             stop_token_ids=sorted(self._model_config.eos_token_ids),
         )
-        self._checkers = [GrammarChecker(info.serialize_json()) for _ in range(_NUM_COMPILERS)]
         for checker in self._checkers:
+            checker.tokenizer_info = info.serialize_json()
             self._idle_checkers.put(checker)
         self._compiler = make_compiler(info)
 
