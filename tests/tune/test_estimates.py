@@ -150,7 +150,7 @@ def test_the_source_names_the_file_and_the_chip():
         linear("nvfp4"),
         linear(dtype="fp16"),
         linear(n=128 * 1000),  # more rows than four times the most measured
-        linear(k=32),
+        linear(k=8),
         linear(n=4000 + 96, parts=(4000, 96)),  # partial scale blocks
         linear(n=192, cut_n=4),
         moe(layout="batched"),
