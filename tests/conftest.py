@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("build"):
             item.add_marker(pytest.mark.skip("compiles every GPU kernel: make test-build"))
+
+
+@pytest.fixture
+def ends_soon() -> Iterator[None]:
+    """A test that would wait for ever, in a call of the system too, fails after 20 s."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

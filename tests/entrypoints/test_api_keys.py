@@ -134,6 +134,7 @@ def test_a_file_without_keys_is_told(
     assert error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("ends_soon")
 def test_a_pipe_in_place_of_a_file_of_keys_is_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

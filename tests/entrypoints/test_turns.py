@@ -3,6 +3,8 @@
 import asyncio
 from itertools import pairwise
 
+import pytest
+
 from vllm.entrypoints.openai.turns import PER_TURN, Turns
 
 
@@ -33,6 +35,7 @@ def test_few_begin_at_once():
     assert asyncio.run(_arrive(PER_TURN))[0] == PER_TURN
 
 
+@pytest.mark.usefixtures("ends_soon")
 def test_one_that_was_cancelled_takes_no_place():
     async def run() -> list[str]:
         turns, begun = Turns(), []

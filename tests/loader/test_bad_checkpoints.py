@@ -118,6 +118,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "config.json", "to
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("ends_soon")
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(folder, name, kind):
     (folder / name).unlink(missing_ok=True)
     KINDS[kind](folder / name)

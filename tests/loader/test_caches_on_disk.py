@@ -95,6 +95,7 @@ def put_a_file(folder: Path) -> None:
     [truncate, flip_a_byte, lose_a_file, put_a_pipe, break_the_record, put_a_file],
     ids=lambda broken: broken.__name__,
 )
+@pytest.mark.usefixtures("ends_soon")
 def test_a_broken_folder_is_written_again_with_a_line_in_the_log(
     broken, tmp_path, caplog, monkeypatch
 ):
