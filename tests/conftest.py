@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def ends_soon() -> Iterator[None]:
-    """A test that would wait for ever, in a call of the system too, fails after 20 s."""
+    """A test that would wait for ever, in a call of the system too, fails after a minute."""
 
     def fail(*_: object) -> None:
         raise TimeoutError("it waits")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
