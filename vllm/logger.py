@@ -4,6 +4,7 @@ import logging
 import sys
 
 from vllm import envs
+from vllm.utils.log_stream import LineHandler
 
 _ROOT = "vllm"
 
@@ -15,7 +16,7 @@ class _Formatter(logging.Formatter):
 
 
 def _configure() -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineHandler(sys.stderr)
     handler.setFormatter(
         _Formatter("%(levelname)s %(asctime)s [%(module_name)s] %(message)s", "%m-%d %H:%M:%S")
     )

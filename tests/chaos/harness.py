@@ -101,7 +101,7 @@ class Fault:
         self._probers.append(prober)
 
     @contextlib.contextmanager
-    def server(self, model: Path, log: Path, *flags: str, **env: str) -> Iterator[RunningServer]:
+    def server(self, model: Path, log: Path, *flags: str, **env: Any) -> Iterator[RunningServer]:
         """A server of this case alone, whose /health is asked all the time."""
         with started_server(model, log, *flags, **env) as server:
             prober = Prober(server.port)

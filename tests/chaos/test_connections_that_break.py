@@ -1,8 +1,12 @@
 """Connections that are dropped, half open, or slow."""
 
 import contextlib
+import os
+import signal
 import socket
 import struct
+import subprocess
+from pathlib import Path
 
 import pytest
 from entrypoints.serving import RunningServer
@@ -62,3 +66,31 @@ def test_readers_slow(fault: Fault, server: RunningServer) -> None:
     assert server.memory() - before < 200 << 20
     for connection in connections:
         connection.close()
+
+
+def test_log_not_read(fault: Fault, tiny_model: Path, tmp_path: Path) -> None:
+    """The reader of the log's pipe is stopped (SIGSTOP) under requests that are logged."""
+    log = tmp_path / "log"
+    log.touch()
+    with log.open("ab") as file:
+        reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
+    assert reader.stdin is not None
+    try:
+        with fault.server(tiny_model, log, log_pipe=reader.stdin.fileno()) as server:
+            expected = tokens(server)
+            os.kill(reader.pid, signal.SIGSTOP)
+            fault.begins()
+            for _ in range(1000):
+                assert server.post("/v1/completions", {"prompt": 5}).status == 400
+            assert tokens(server) == expected
+            os.kill(reader.pid, signal.SIGCONT)
+            wait_for(lambda: server.get("/health").status == 200 and _says_lost(server), 10)
+            fault.recovered()
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+def _says_lost(server: RunningServer) -> bool:
+    server.post("/v1/completions", {"prompt": 5})
+    return "as nobody read the log" in server.log.read_text()

@@ -195,14 +195,25 @@ def wait_until(condition: Callable[[], bool], seconds: float = 40) -> None:
 
 @contextlib.contextmanager
 def started_server(
-    model: Path, log: Path, *flags: str, start_seconds: float = START_SECONDS, **variables: str
+    model: Path,
+    log: Path,
+    *flags: str,
+    start_seconds: float = START_SECONDS,
+    log_pipe: int | None = None,
+    **variables: str,
 ) -> Iterator[RunningServer]:
-    """A server that is ready, on a free port; killed at the end if it still runs."""
+    """A server that is ready, on a free port; killed at the end if it still runs.
+
+    log_pipe: of somebody who writes to `log` what comes through it.
+    """
     command = [*COMMAND, "serve", str(model), "--host", "127.0.0.1", "--port", "0",
                "--served-model-name", "tiny", "alias", *flags]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment(**variables)
+            command,
+            stdout=output if log_pipe is None else log_pipe,
+            stderr=subprocess.STDOUT,
+            env=environment(**variables),
         )
     try:
         yield RunningServer(process, _port_when_ready(process, log, start_seconds), log)
