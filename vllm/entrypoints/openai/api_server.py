@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the web framework is imported, here or in t
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from vllm.engine.metrics import CONTENT_TYPE, Metrics
+from vllm.entrypoints.demo import DEMO_NAME, DEMO_ORIGIN
 from vllm.entrypoints.openai.anthropic_messages import count_message_tokens, create_message
 from vllm.entrypoints.openai.anthropic_protocol import CountTokensRequest, MessagesRequest
 from vllm.entrypoints.openai.bodies import BodyReader
@@ -140,14 +142,18 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:
+    folder = service.engine.model_config.model
+    origin = {"description": DEMO_ORIGIN} if Path(folder).name == DEMO_NAME else {}
+
     def card(name: str) -> dict[str, object]:
         return {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "vllm",
-            "root": service.engine.model_config.model,
+            "root": folder,
             "max_model_len": service.max_model_len,
+            **origin,
         }
 
     @app.get("/v1/models")
