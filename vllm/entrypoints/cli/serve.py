@@ -207,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
         report.log(who="Server")
         settle_collections()
         print(_greeting(url, model_name, report.total, bool(settings.api_key)))
+        if settings.ui and not args.uds:
+            print(f"Or open {url}/ in a browser.")
         sys.stdout.flush()
 
     try:

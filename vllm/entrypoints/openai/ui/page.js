@@ -83,7 +83,8 @@ startTheme();
 startKey();
 startChat();
 startTabs();
-if (byId('chat').hidden === false) byId('prompt').focus();
+// On a phone the keyboard would cover half the page.
+if (!byId('chat').hidden && matchMedia('(pointer: fine)').matches) byId('prompt').focus();
 untilServing().then(showModels).catch(error => {
   byId('state').textContent = error.message;
   byId('state').hidden = false;

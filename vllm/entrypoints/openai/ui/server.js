@@ -24,10 +24,11 @@ const percent = value => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 const rate = value => value < 10 ? value.toFixed(1) : whole(value);
 const latency = value => value < 0.01 ? `${(value * 1000).toFixed(1)} ms` : seconds(value);
 
-// By title: how a number is written, and of each line its name and value at a sample.
+// By title: how a number is written, of each line its name and value at a sample, and the value at
+// the top, where that is not the largest.
 const CHARTS = [
   ['Requests', whole, [['running', at => at.running], ['waiting', at => at.waiting]]],
-  ['KV cache in use', percent, [['of the blocks', at => at.cache]]],
+  ['KV cache in use', percent, [['of all blocks', at => at.cache]], 1],
   ['Tokens per second', rate, [['generated', at => perSecond(at, 'generated')], ['of prompts', at => perSecond(at, 'prompts')]]],
   ['Time to first token', latency, [['median', at => over(at, 'first', 0.5)], ['95 %', at => over(at, 'first', 0.95)]]],
   ['Time between tokens', latency, [['median', at => over(at, 'between', 0.5)], ['95 %', at => over(at, 'between', 0.95)]]],
@@ -49,11 +50,11 @@ function over(sample, name, share) {
   return earlier ? quantile(earlier[name], sample[name], share) : null;
 }
 
-function chart([title, written, lines]) {
+function chart([title, written, lines, top]) {
   const end = samples.at(-1).at, width = 300, height = 100;
   const series = lines.map(([, value]) => samples.map(sample => [sample.at, sample.values.get(value)]));
   const values = series.flat().map(([, value]) => value).filter(value => value !== null);
-  const most = Math.max(...values, 0), scale = most || 1;
+  const most = Math.max(...values, 0), scale = top ?? (most || 1);
   const x = at => (width * (1 - (end - at) / SHOWN_MS)).toFixed(1);
   const y = value => (height * (1 - value / scale)).toFixed(1);
   const paths = series.map((points, index) =>
