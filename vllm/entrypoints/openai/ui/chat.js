@@ -241,6 +241,9 @@ function startChat() {
   byId('stop').addEventListener('click', () => { stop(); field.focus() });
   byId('new').addEventListener('click', newChat);
   byId('show-settings').addEventListener('click', () => showSettings(byId('settings').hidden));
-  showSettings(matchMedia('(min-width: 68rem)').matches);
+  // Beside the conversation where there is room for it.
+  const isWide = matchMedia('(min-width: 68rem)');
+  isWide.addEventListener('change', () => showSettings(isWide.matches));
+  showSettings(isWide.matches);
   showRunning();
 }

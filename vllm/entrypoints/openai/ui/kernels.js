@@ -18,12 +18,18 @@ async function showKernels(panel) {
   panel.replaceChildren(
     element('h2', {}, 'Kernels'),
     element('p', {}, 'Each layer was given its kernel once, when the model was loaded.'),
-    element('dl', {class: 'facts'}, fact('Device', report.device), fact('Libraries', report.libs.join(', ') || 'none'),
+    element('dl', {class: 'facts'}, fact('Device', report.device), fact('Libraries', libraries(report.libs)),
       ...(report.model?.notes ?? []).map(note => fact('Note', note))),
     fullReport(), filter, found,
     element('div', {class: 'scroll', tabIndex: 0, role: 'region', 'aria-label': 'Decisions'},
       element('table', {class: 'decisions'}, element('thead', {}, head),
         element('tbody', {}, ...rows.map(({row}) => row)))));
+}
+
+// Names and versions, without what each can do: `torch=2.13.0+scaled-blocks`.
+function libraries(libs) {
+  const named = libs.map(lib => lib.split('+')[0].replace(/=$/, '')).filter(name => name !== 'build');
+  return named.map(name => name.replace('=', ' ')).join(', ') || 'none';
 }
 
 function decisionRow({layers, problem, chosen, origin, candidates}) {

@@ -55,6 +55,7 @@ function chart([title, written, lines, top]) {
   const series = lines.map(([, value]) => samples.map(sample => [sample.at, sample.values.get(value)]));
   const values = series.flat().map(([, value]) => value).filter(value => value !== null);
   const most = Math.max(...values, 0), scale = top ?? (most || 1);
+  const mostText = values.length ? written(most) : '–';
   const x = at => (width * (1 - (end - at) / SHOWN_MS)).toFixed(1);
   const y = value => (height * (1 - value / scale)).toFixed(1);
   const paths = series.map((points, index) =>
@@ -68,8 +69,8 @@ function chart([title, written, lines, top]) {
     element('figcaption', {}, element('h3', {}, title), element('div', {class: 'legend'},
       ...now.map((text, index) => element('span', {class: `series-${index}`}, text)))),
     svg('svg', {viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: 'none', role: 'img',
-      'aria-label': `${title}: now ${now.join(', ')}; at most ${written(most)} in the last 5 minutes`}, ...grid, ...paths),
-    element('div', {class: 'axis'}, element('span', {}, '5 min ago'), element('span', {}, `most: ${written(most)}`),
+      'aria-label': `${title}: now ${now.join(', ')}; at most ${mostText} in the last 5 minutes`}, ...grid, ...paths),
+    element('div', {class: 'axis'}, element('span', {}, '5 min ago'), element('span', {}, `most: ${mostText}`),
       element('span', {}, 'now')));
 }
 
@@ -133,11 +134,11 @@ function startTable(name, phases) {
   const row = ({labels, value}) => element('tr', {},
     element('th', {scope: 'row'}, labels.phase), element('td', {class: 'number'}, `${value.toFixed(2)} s`),
     element('td', {'aria-hidden': 'true'}, svg('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none'},
-      svg('rect', {x: 0, y: 0, height: 10, width: (100 * value / most).toFixed(1), rx: 1}))));
+      svg('rect', {x: 0, y: 0, height: 10, width: (100 * value / most).toFixed(1)}))));
   const head = element('tr', {}, element('th', {scope: 'col'}, 'Phase'), element('th', {scope: 'col', class: 'number'}, 'Time'),
     element('td', {'aria-hidden': 'true'}));
   const caption = `${name.charAt(0).toUpperCase()}${name.slice(1)}: ${total.toFixed(2)} s`;
-  return element('section', {}, element('h3', {}, caption), element('div', {class: 'scroll phases-box'},
+  return element('section', {}, element('h3', {}, caption), element('div', {class: 'scroll'},
     element('table', {class: 'phases', 'aria-label': caption}, element('thead', {}, head),
       element('tbody', {}, ...phases.map(row)))));
 }
