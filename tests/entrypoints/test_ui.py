@@ -4,6 +4,7 @@ network."""
 import base64
 import hashlib
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm.entrypoints.openai.protocol import (
 )
 
 from .bare_app import bare_app
-from .serving import RunningServer
+from .serving import REPOSITORY, RunningServer
 
 PATHS = ("/", "/docs", "/redoc")
 FOLDER = Path(pages.__file__).with_name("ui")
@@ -83,6 +84,13 @@ def test_a_page_may_run_its_own_scripts_alone(client: TestClient, path: str) -> 
 def test_no_text_is_read_as_html(file: Path) -> None:
     assert not UNSAFE.search(file.read_text())
     assert file.suffix == ".html" or "</script" not in file.read_text()
+
+
+def test_the_files_of_the_pages_are_in_the_package() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["vllm"]
+    packaged = {file for pattern in patterns for file in (REPOSITORY / "vllm").glob(pattern)}
+    assert {*FOLDER.iterdir()} <= packaged
 
 
 def test_pages_are_for_those_without_a_key_too(keyed: RunningServer) -> None:

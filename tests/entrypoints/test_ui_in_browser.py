@@ -293,7 +293,7 @@ def test_kernels_are_those_of_the_report(page: Session, talker: RunningServer) -
 
 def test_the_load_is_drawn_while_its_tab_is_shown(page: Session, talker: RunningServer) -> None:
     page.click("#tab-server")
-    page.until("document.querySelectorAll('figure path').length === 9")
+    page.until("document.querySelectorAll('figure path').length === 11")
     for _ in range(3):
         talker.complete(max_tokens=16, ignore_eos=True)
     page.until("samples.length > 1 && samples.at(-1).generated >= samples[0].generated + 48")

@@ -70,25 +70,28 @@ function operation(path, method, described) {
   const curl = example(method, path, content.example);
   const fold = element('details', {class: 'path', id: `${method} ${path}`},
     element('summary', {}, element('b', {class: method}, method), element('code', {}, path),
-      element('span', {}, about.split('\n')[0])));
+      element('span', {}, about)));
   // Filled when it is opened: a body may have a hundred fields.
   fold.addEventListener('toggle', () => {
     if (!fold.open || fold.children.length > 1) return;
-    fold.append(element('div', {}, about ? element('p', {class: 'soft'}, about) : null,
+    fold.append(element('div', {},
       element('h3', {}, 'Example', copyButton(() => curl)), element('pre', {class: 'example', tabIndex: 0}, curl),
       ...bodies.flatMap(body => [
         element('h3', {}, bodies.length > 1 ? `Fields of ${body.title}` : 'Fields'),
         fieldTable(body, definitions, `Fields of ${path}`)])));
   });
   const words = [method, path, ...bodies.flatMap(body => Object.keys(body.properties ?? {}))].join(' ').toLowerCase();
-  return {fold, words};
+  return {fold, words, isRefused: about.startsWith('Refused')};
 }
 
 async function showPaths() {
   const {info, paths} = await (await get('openapi.json')).json();
   byId('version').textContent = info.version;
+  // First what generates, last what is refused.
+  const rank = ({fold, isRefused}) => isRefused ? 2 : fold.id.includes(' /v1/') ? 0 : 1;
   const rows = Object.entries(paths).flatMap(([path, methods]) =>
-    Object.entries(methods).map(([method, described]) => operation(path, method.toUpperCase(), described)));
+    Object.entries(methods).map(([method, described]) => operation(path, method.toUpperCase(), described)))
+    .sort((a, b) => rank(a) - rank(b));
   byId('paths').replaceChildren(...rows.map(({fold}) => fold));
   byId('filter').addEventListener('input', event => {
     const wanted = event.target.value.trim().toLowerCase();

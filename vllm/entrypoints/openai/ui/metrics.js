@@ -60,6 +60,7 @@ function sampleOf(metrics, at) {
     cached: sumOf(metrics, 'prompt_tokens_cached_total'),
     finished: sumOf(metrics, 'request_success_total'),
     preempted: sumOf(metrics, 'num_preemptions_total'),
+    queue: bucketsOf(metrics, 'request_queue_time_seconds'),
     first: bucketsOf(metrics, 'time_to_first_token_seconds'),
     between: bucketsOf(metrics, 'inter_token_latency_seconds'),
   };

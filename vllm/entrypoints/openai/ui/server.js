@@ -30,6 +30,7 @@ const CHARTS = [
   ['Requests', whole, [['running', at => at.running], ['waiting', at => at.waiting]]],
   ['KV cache in use', percent, [['of all blocks', at => at.cache]], 1],
   ['Tokens per second', rate, [['generated', at => perSecond(at, 'generated')], ['of prompts', at => perSecond(at, 'prompts')]]],
+  ['Time in the queue', latency, [['median', at => over(at, 'queue', 0.5)], ['95 %', at => over(at, 'queue', 0.95)]]],
   ['Time to first token', latency, [['median', at => over(at, 'first', 0.5)], ['95 %', at => over(at, 'first', 0.95)]]],
   ['Time between tokens', latency, [['median', at => over(at, 'between', 0.5)], ['95 %', at => over(at, 'between', 0.95)]]],
 ];
