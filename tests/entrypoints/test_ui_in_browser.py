@@ -343,7 +343,8 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(window: Session, keyed: Runnin
     kept = "return [{...sessionStorage}, {...localStorage}, document.cookie, location.href]"
     assert window.run(kept) == [{"vllm-key": "from-file"}, {}, "", f"{keyed.url}/#server"]
     addresses = window.run("return performance.getEntriesByType('resource').map(e => e.name)")
-    assert addresses and all(one.startswith(keyed.url) and "from-file" not in one for one in addresses)
+    assert addresses and all(address.startswith(keyed.url) for address in addresses)
+    assert all("from-file" not in address for address in addresses)
     assert "from-file" not in window.run("return document.documentElement.outerHTML")
     window.open(f"{keyed.url}/docs")
     window.until("document.querySelector('.path')")

@@ -61,7 +61,7 @@ def describe_paths(app: FastAPI, model_name: str) -> None:
     for route in app.routes:
         if not isinstance(route, APIRoute) or not route.include_in_schema:
             continue
-        for method in route.methods:
+        for method in route.methods or ():
             route.description = ABOUT[f"{method} {route.path_format}"]
         if (example := EXAMPLES.get(route.path)) is not None:
             named = example | ({"model": model_name} if "model" in example else {})

@@ -21,7 +21,9 @@ function typeText(schema, definitions, depth = 0) {
   if (own.type === 'array') {
     return `list of ${own.items && depth < 2 ? typeText(own.items, definitions, depth + 1) : 'values'}`;
   }
-  return own.title && own.properties ? own.title : typeName[own.type] ?? 'any value';
+  const names = Object.keys(own.properties ?? {});
+  if (names.length) return `object with ${names.slice(0, 5).join(', ')}${names.length > 5 ? ', …' : ''}`;
+  return typeName[own.type] ?? 'any value';
 }
 
 function limits(schema) {

@@ -35,7 +35,7 @@ function libraries(libs) {
 function decisionRow({layers, problem, chosen, origin, candidates}) {
   const others = candidates.filter(({backend}) => backend !== chosen);
   const items = others.map(({backend, reasons}) => element('li', {}, element('b', {}, spaced(backend)), ' ',
-    reasons.length ? reasons.map(({why, text}) => `${why}: ${text}`).join('; ') : 'could run'));
+    verdict(reasons)));
   const fold = others.length
     ? element('details', {}, element('summary', {}, plural(others.length, 'other')), element('ul', {}, ...items))
     : 'no other';
@@ -46,6 +46,13 @@ function decisionRow({layers, problem, chosen, origin, candidates}) {
     cell('Kernel', chosen ? spaced(chosen) : 'none', {class: 'kernel'}), cell('Decided by', origin.text),
     cell('Candidates', fold));
   return {row, names: layers};
+}
+
+// The first reason against a kernel; the full report has all.
+function verdict(reasons) {
+  if (!reasons.length) return 'could run';
+  const [{why, text}, ...more] = reasons;
+  return `${why}: ${text}${more.length ? `, and ${plural(more.length, 'reason')} more` : ''}`;
 }
 
 // Splits by the number of tokens: `skinny<=16|torch`.
@@ -77,7 +84,7 @@ function ranges(numbers) {
 
 // A link cannot send a key, so with one the page is fetched and saved.
 function fullReport() {
-  const text = 'Full report, with times and every reason';
+  const text = 'Full report, with times and all reasons';
   if (!sessionStorage.getItem(KEY)) {
     return element('p', {}, element('a', {href: 'kernels', target: '_blank', rel: 'noopener'}, text));
   }
@@ -86,5 +93,5 @@ function fullReport() {
     const address = URL.createObjectURL(await response.blob());
     element('a', {href: address, download: 'kernels.html'}).click();
     setTimeout(() => URL.revokeObjectURL(address), 1000);
-  }));
+  }, {class: ''}));
 }
