@@ -452,7 +452,7 @@ def test_the_keyboard_reaches_every_control_and_shows_where_it_is(page: Session)
         name, outline = page.run(
             """const at = document.activeElement, style = getComputedStyle(at);
                const box = at.closest('.composer') && getComputedStyle(at.closest('.composer'));
-               return [at.id, style.outlineStyle !== 'none' || box?.boxShadow !== 'none']"""
+               return [at.id, style.outlineStyle !== 'none' || (box?.boxShadow ?? 'none') !== 'none']"""
         )
         if name in seen:
             break
