@@ -451,8 +451,8 @@ def test_the_keyboard_reaches_every_control_and_shows_where_it_is(page: Session)
         page.press(TAB)
         name, outline = page.run(
             """const at = document.activeElement, style = getComputedStyle(at);
-               const box = at.closest('.composer') && getComputedStyle(at.closest('.composer'));
-               return [at.id, style.outlineStyle !== 'none' || (box?.boxShadow ?? 'none') !== 'none']"""
+               const box = at.closest('.composer') ?? at, shadow = getComputedStyle(box).boxShadow;
+               return [at.id, style.outlineStyle !== 'none' || shadow !== 'none']"""
         )
         if name in seen:
             break
