@@ -77,7 +77,8 @@ async function* eventsOf(response) {
 
 // Adds an event to the answer that it is a part of.
 function take(message, event) {
-  for (const {delta, finish_reason: finish} of event.choices) {
+  for (const {index, delta, finish_reason: finish} of event.choices) {
+    if (index) continue; // of several choices the first is shown
     message.content += delta.content ?? '';
     message.reasoning += delta.reasoning_content ?? delta.reasoning ?? '';
     for (const part of delta.tool_calls ?? []) {
@@ -153,6 +154,7 @@ function say(content) {
 }
 
 function giveResults(results) {
+  focusChat();
   const {calls} = chat.messages.at(-1);
   calls.forEach((call, index) => add({role: 'tool', content: results[index], tool_call_id: call.id}, null));
   return answer();
@@ -164,7 +166,13 @@ function cutTo(count) {
   for (const view of chat.views.splice(count)) view?.node.remove();
 }
 
+// Where the keyboard goes on after a button that is gone. A phone's would cover half the page.
+function focusChat() {
+  byId(matchMedia('(pointer: fine)').matches ? 'prompt' : 'log').focus();
+}
+
 function regenerate() {
+  focusChat();
   cutTo(chat.messages.length - 1);
   return answer();
 }
@@ -183,7 +191,7 @@ function newChat() {
   stop();
   chat.running = null;
   cutTo(0);
-  byId('prompt').focus();
+  focusChat();
   byId('told').textContent = 'New chat.';
   showRunning();
 }
@@ -236,9 +244,9 @@ function startChat() {
   byId('chat').addEventListener('keydown', event => {
     if (event.key !== 'Escape' || !chat.running) return;
     stop();
-    field.focus();
+    focusChat();
   });
-  byId('stop').addEventListener('click', () => { stop(); field.focus() });
+  byId('stop').addEventListener('click', () => { stop(); focusChat() });
   byId('new').addEventListener('click', newChat);
   byId('show-settings').addEventListener('click', () => showSettings(byId('settings').hidden));
   // Beside the conversation where there is room for it.

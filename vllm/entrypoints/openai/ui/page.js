@@ -83,8 +83,7 @@ startTheme();
 startKey();
 startChat();
 startTabs();
-// On a phone the keyboard would cover half the page.
-if (!byId('chat').hidden && matchMedia('(pointer: fine)').matches) byId('prompt').focus();
+if (!byId('chat').hidden) focusChat();
 untilServing().then(showModels).catch(error => {
   byId('state').textContent = error.message;
   byId('state').hidden = false;
