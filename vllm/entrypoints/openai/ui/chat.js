@@ -168,7 +168,7 @@ function cutTo(count) {
 
 // Where the keyboard goes on after a button that is gone. A phone's would cover half the page.
 function focusChat() {
-  byId(matchMedia('(pointer: fine)').matches ? 'prompt' : 'log').focus();
+  byId(matchMedia('(pointer: coarse)').matches ? 'log' : 'prompt').focus();
 }
 
 function regenerate() {
