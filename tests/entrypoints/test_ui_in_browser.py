@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow import quick
 
 from .serving import RunningServer, started_server, wait_until
 from .test_tools import TEMPLATE, TOOLS, check_call
@@ -413,7 +414,7 @@ _NAMELESS = """
 """
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", quick(["light", "dark"], ["light"]))
 def test_all_views_fit_and_are_read_easily(page: Session, tmp_path: Path, scheme: str) -> None:
     page.prefer(scheme)
     set_values(page, seed=3)
