@@ -4,7 +4,6 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +17,16 @@ from vllm.entrypoints.compatibility.flags import translated
 from vllm.entrypoints.compatibility.tables import KINDS, NO_EFFECT, OBEYED, REFUSED, TABLES, Row
 from vllm.entrypoints.compatibility.tables import table as rows_of
 from vllm.entrypoints.compatibility.variables import notice_of
-from vllm.entrypoints.openai.api_server import build_app, validated
+from vllm.entrypoints.openai.api_server import validated
 from vllm.entrypoints.openai.field_policy import IGNORED_FIELDS
-from vllm.entrypoints.openai.http import Gate
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
 
+from .bare_app import bare_app
 from .serving import REPOSITORY
 
 # Values as people write them; a flag takes at least one of them.
@@ -261,14 +259,7 @@ def test_a_refused_field_is_named_in_the_error() -> None:
 @pytest.fixture(scope="module")
 def app() -> Any:
     """The whole application; no engine answers, because no request here needs one."""
-    settings = ServerSettings(**{
-        **dict.fromkeys(ServerSettings.__dataclass_fields__),
-        "max_request_bytes": 1 << 20, "root_path": "", "disable_log_requests": True,
-        "allowed_origins": ("*",), "allowed_methods": ("*",), "allowed_headers": ("*",),
-        "allow_credentials": False,
-    })  # fmt: skip
-    service: Any = SimpleNamespace(model_names=("m",), engine=None)
-    return build_app(service, Gate(refusal=None), Metrics("m", 64), settings)
+    return bare_app()
 
 
 def test_an_endpoint_that_is_served_has_a_route(app: Any) -> None:

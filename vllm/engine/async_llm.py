@@ -120,6 +120,7 @@ class AsyncLLM(EngineCalls):
         with report.phase("waiting for the engine"):
             ready = await self._processes.load()
         self._serve(ready)
+        self.metrics.record_startup("server", report.phases())
 
     def _serve(self, ready: list[process.Ready]) -> None:
         self._is_ready = True
@@ -129,7 +130,8 @@ class AsyncLLM(EngineCalls):
         self._inputs = InputProcessor(model, self.tokenizer)
         self._kernels = ready[0].kernels
         self.metrics.record_cache_config(self.vllm_config.cache_config, ready[0].num_blocks)
-        for engine in self._engines:
+        for engine, message in zip(self._engines, ready):
+            self.metrics.record_startup(f"engine {engine.dp_rank.rank}", message.startup)
             self._tasks += [
                 asyncio.create_task(self._read_outputs(engine)),
                 asyncio.create_task(self._watch_process(engine)),

@@ -155,6 +155,11 @@ class Metrics:
             "vllm:seconds_since_heartbeat", "Since the last sign of life of a process.",
             ["process"], registry=self.registry,
         )  # fmt: skip
+        self._startup = client.Gauge(
+            "vllm:startup_seconds", "Of the last start of a process, by phase.",
+            ["process", "phase"], registry=self.registry,
+        )  # fmt: skip
+        self._phases: dict[str, Mapping[str, float]] = {}
         labels = ["handler", "method", "status"]
         self._http_classes = make("http_requests", "HTTP requests by class of status.", labels)
         self._http_seconds = client.Histogram(
@@ -175,6 +180,14 @@ class Metrics:
 
     def record_restart(self) -> None:
         self._restarts.inc()
+
+    def record_startup(self, process: str, phases: Mapping[str, float]) -> None:
+        """phases: seconds by phase, in order; they replace those of a start before."""
+        self._phases[process] = phases
+        self._startup.clear()
+        for name, own in self._phases.items():
+            for phase, seconds in own.items():
+                self._startup.labels(process=name, phase=phase).set(seconds)
 
     def record_silence(self, seconds: Mapping[str, float]) -> None:
         """By the name of the process."""

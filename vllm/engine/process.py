@@ -65,12 +65,13 @@ class Stop(msgspec.Struct, tag="stop"):
 
 class Ready(msgspec.Struct, tag="ready"):
     """The model is loaded. max_model_len: as resolved; kernels: what /kernels shows; num_blocks: of
-    the KV cache. is_gpu: whether steps run on a GPU."""
+    the KV cache. is_gpu: whether steps run on a GPU. startup: seconds by phase of the start."""
 
     max_model_len: int
     kernels: dict[str, Any]
     num_blocks: int
     is_gpu: bool = False
+    startup: dict[str, float] = {}
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -198,7 +199,8 @@ class _EngineLoop:
         max_model_len = self.core.config.model_config.max_model_len
         num_blocks = self.core.executor.num_blocks
         self.core.on_scheduled = self._on_scheduled
-        self.send(Ready(max_model_len, kernels, num_blocks, is_gpu))
+        startup = current_report().phases()
+        self.send(Ready(max_model_len, kernels, num_blocks, is_gpu, startup))
 
     def _on_scheduled(self, scheduled: SchedulerOutput) -> None:
         """Tells of requests that start to run before their step, which may take long or end this

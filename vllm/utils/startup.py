@@ -46,11 +46,14 @@ class StartupReport:
         """Seconds since the beginning."""
         return time.perf_counter() - self._begin
 
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, with `other` for what is in none: `total` in all."""
+        return {**self.seconds, "other": self._rest()}
+
     def log(self, more: str = "", who: str = "") -> None:
         """One line: the total since the beginning, every phase with its share, and `more` that is
         to be told. who: what is ready, where it is not the engine."""
-        phases = {**self.seconds, "other": self._rest()}
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases().items())
         ready = f"{who} ready" if who else "Ready"
         logger.info("%s after %.1f s: %s%s", ready, self.total, parts, more and f"; {more}")
 

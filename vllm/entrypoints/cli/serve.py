@@ -89,6 +89,8 @@ def add_server_flags(group: Any) -> None:
     text("--reasoning-parser", type=_text, metavar="NAME",
          help="How the model marks its reasoning; default: none, it is content.")  # fmt: skip
     text("--root-path", type=_path_prefix, default="", help="Path prefix that a proxy strips.")
+    text("--ui", action=_SWITCH, default=True, help="Serve the page at /: a chat, and what answers "
+         "it.")  # fmt: skip
     text("--disable-fastapi-docs", action=_SWITCH, default=False,
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
@@ -205,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
         report.log(who="Server")
         settle_collections()
         print(_greeting(url, model_name, report.total, bool(settings.api_key)))
+        if settings.ui and not args.uds:
+            print(f"Or open {url}/ in a browser.")
         sys.stdout.flush()
 
     try:

@@ -29,6 +29,7 @@ from vllm.entrypoints.openai.bodies import BodyReader
 from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.chat import create_chat_completion
 from vllm.entrypoints.openai.completions import create_completion
+from vllm.entrypoints.openai.descriptions import describe_paths
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, status_error
 from vllm.entrypoints.openai.field_policy import (
     ignored_fields,
@@ -45,6 +46,7 @@ from vllm.entrypoints.openai.http import (
     until_disconnect,
 )
 from vllm.entrypoints.openai.management import add_management_paths
+from vllm.entrypoints.openai.pages import add_pages
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -73,10 +75,12 @@ Generation = TypeVar("Generation", bound=GenerationRequest | TranslatedRequest)
 
 def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSettings) -> ASGIApp:
     """The whole application, middleware included."""
-    pages: dict[str, Any] = {}
-    if settings.disable_fastapi_docs:
-        pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(title="vLLM", version=__version__, **pages)
+    schema_path = None if settings.disable_fastapi_docs else "/openapi.json"
+    # FastAPI's own pages load their scripts from the network.
+    app = FastAPI(
+        title="vLLM", version=__version__, openapi_url=schema_path, docs_url=None, redoc_url=None
+    )
+    add_pages(app, settings)
     _add_status_paths(app, service, gate, metrics)
     _add_model_paths(app, service)
     bodies = BodyReader(settings.max_request_bytes)
@@ -84,6 +88,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     _add_response_paths(app, service)
     _add_tokenizer_paths(app, service, settings, bodies)
     add_management_paths(app, service, gate, settings)
+    describe_paths(app, service.model_names[0])
     _add_error_handlers(app)
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     root_path = settings.root_path.rstrip("/")

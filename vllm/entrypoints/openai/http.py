@@ -27,7 +27,10 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/metrics"})
+PAGE_PATHS = frozenset({"/", "/docs", "/redoc"})
+"""Pages without a secret, which ask their user for the key that their requests need."""
+
+OPEN_PATHS = PAGE_PATHS | {"/health", "/live", "/ping", "/version", "/metrics"}
 """Answered while loading and while shutting down, and without an API key but for the metrics of a
 server that protects them."""
 

@@ -23,6 +23,7 @@ class ServerSettings:
     generation_config: str
     override_generation_config: dict[str, Any]
     enable_force_include_usage: bool
+    ui: bool
     disable_fastapi_docs: bool
     tool_call_parser: str | None
     tool_parser_plugin: str | None
