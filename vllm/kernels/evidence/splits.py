@@ -3,11 +3,12 @@
 Pure functions of `Timings`, standard library only.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from functools import cached_property
+from itertools import compress, repeat
 from math import exp, inf, log
-from operator import eq
+from operator import add, itemgetter, mul, ne, truediv
 from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.steps import is_telling
@@ -84,19 +85,14 @@ class Timings(Evidence):
             return _best_for_all(self, able)
         if not self.tokens or self.tokens[-1] * REACH < m_range[1]:
             return ()
-        counts = () if self.error else roundings
-        case = _Case.of(self, able, _columns(self, m_range), layouts, counts)
-        path = case.cheapest()
+        columns = _columns(self, m_range)
+        here = slice(columns.start, columns.stop)
+        rows = _rows(self, able, here, layouts, () if self.error else roundings)
+        case = _Case(rows, _noise(self, rows, here))
         for name in compiling:
-            if name not in case.rows:
-                continue
-            fewer = case.without(name)
-            if not _is_near(fewer.best, case.fastest, _COSTS_OF_LEAVING_OUT):
-                continue
-            others = fewer.cheapest() if case.depends_on(name, path) else path
-            if others and fewer.can_spare(case.rows[name], others):
-                case, path = fewer, others
-        return _parts(path, case.tokens)
+            if name in case.rows:
+                case = case.sparing(name)
+        return _parts(case.path, self.tokens[here])
 
 
 def _stays(
@@ -160,102 +156,127 @@ def _best_for_all(timings: Timings, able: Able) -> Parts:
 
 
 class _Row(NamedTuple):
-    """One backend: microseconds of each column, inf for none, and their relative noise, [] for
-    none. may_be_last: it takes any number of tokens. layouts: of the weight, that it takes."""
+    """One backend: microseconds of each column, inf for none. may_be_last: it takes any number of
+    tokens. layouts: of the weight, that it takes."""
 
-    us: list[float]
-    noise: list[float]
+    us: Sequence[float]
     may_be_last: bool
     roundings: int
     layouts: tuple[str, ...]
 
 
-class _Case(NamedTuple):
-    """rows: by backend. tokens: of the columns. best: in each, of the rows. fastest: the same of
-    all that could run at first.
+_STORED = (STORED,)
+
+
+def _rows(
+    timings: Evidence, able: Able, here: slice, layouts: Layouts, roundings: Roundings
+) -> dict[str, _Row]:
+    """By backend. Of times that are not measured here, all are as long as they may be but those of
+    the first backend that takes any number of tokens."""
+    known, taken, counts = dict(timings.us), dict(layouts), dict(roundings)
+    errors, tokens = dict(timings.error), timings.tokens[here]
+    if errors:
+        errors.pop(next((name for name, limit in able if limit is None), ""), None)
+    rows = {}
+    for name, limit in able:
+        if name not in known:
+            continue
+        us: Any = known[name][here]
+        if limit is not None:
+            num = bisect_right(tokens, limit)
+            us = us[:num] + (inf,) * (len(us) - num)
+        if None in us:
+            us = [inf if t is None else t for t in us]
+        if name in errors:
+            us = [*map(mul, us, map((1.0).__add__, errors[name][here]))]
+        rows[name] = _Row(us, limit is None, counts.get(name, 0), taken.get(name, _STORED))
+    return rows
+
+
+def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
+    """By backend and column; {} where it is not known or not measured here."""
+    known = () if timings.error else dict(timings.noise)
+    none = (0.0,) * len(timings.tokens)
+    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name in rows if known}
+
+
+class _Case:
+    """The backends that may serve. noise: as of `_noise`. best: of each column the least time, inf
+    for none. fastest: the same of all that could run at first.
 
     A path has by column the backend that serves it, "" where none has a time.
     """
 
-    rows: dict[str, _Row]
-    tokens: tuple[int, ...]
-    best: list[float]
-    fastest: list[float]
+    def __init__(
+        self,
+        rows: Mapping[str, _Row],
+        noise: Mapping[str, list[float]],
+        best: Sequence[float] = (),
+        fastest: Sequence[float] = (),
+    ):
+        self.rows, self.noise = rows, noise
+        self.best = best or [*map(min, zip(*[row.us for row in rows.values()]))]
+        self.fastest = fastest or self.best
 
-    @classmethod
-    def of(
-        cls, timings: Evidence, able: Able, columns: range, layouts: Layouts, roundings: Roundings
-    ) -> "_Case":
-        """Of times that are not measured here, all are as long as they may be but those of the
-        first backend that takes any number of tokens."""
-        known, errors = dict(timings.us), dict(timings.error)
-        noise = {} if errors else dict(timings.noise)
-        errors.pop(next((name for name, limit in able if limit is None), ""), None)
-        here = slice(columns.start, columns.stop)
-        tokens, taken, counts = timings.tokens[here], dict(layouts), dict(roundings)
-        rows = {}
-        for name, limit in able:
-            if name not in known:
-                continue
-            us: list[Any] = list(known[name][here])
-            if limit is not None or None in us:
-                us = [_time(t, m, limit) for t, m in zip(us, tokens)]
-            if name in errors:
-                us = [t * (1 + error) for t, error in zip(us, errors[name][here])]
-            doubt = [part or 0.0 for part in noise.get(name, ())[here]]
-            own = taken.get(name, (STORED,))
-            rows[name] = _Row(us, doubt, limit is None, counts.get(name, 0), own)
-        best = _best(rows)
-        return cls(rows, tokens, best, best)
-
-    def without(self, name: str) -> "_Case":
+    def sparing(self, name: str) -> "_Case":
+        """Without a backend that compiles, where it hardly saves anything; else this one."""
         rows = {other: row for other, row in self.rows.items() if other != name}
-        return self._replace(rows=rows, best=_best(rows))
-
-    def depends_on(self, name: str, path: Sequence[str]) -> bool:
-        """Whether it may be another without that backend, whose times and roundings those of
-        others are compared with."""
-        is_compared = any(row.roundings for row in self.rows.values())
-        return is_compared or name in path or any(map(eq, self.rows[name].us, self.best))
-
-    def can_spare(self, compiled: _Row, path: Sequence[str]) -> bool:
-        """Whether the path takes hardly longer than one could with a backend that compiles."""
-        rows = [self.rows[name] for name in path if name]
-        spares = all(compiled.roundings < row.roundings for row in rows)
+        if 0.0 in self.costs[name]:
+            fewer = _Case(rows, self.noise, (), self.fastest)
+            if not _is_near(fewer.best, self.fastest, _COSTS_OF_LEAVING_OUT):
+                return self
+        else:  # then no cost depends on it
+            fewer = _Case(rows, self.noise, self.best, self.fastest)
+            fewer.costs = self.costs
+            if name not in self.path:
+                fewer.path = self.path
+        path = fewer.path
+        spares = all(self.rows[name].roundings < rows[own].roundings for own in {*path} if own)
         mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(path)]
-        return _is_near(us, self.fastest, mean_and_worst)
+        us = [rows[own].us[i] if own else inf for i, own in enumerate(path)]
+        return fewer if path and _is_near(us, self.fastest, mean_and_worst) else self
 
-    def cheapest(self) -> list[str]:
-        """At most MAX_PARTS ranges, whose backends share a layout; [] where there are none."""
+    @cached_property
+    def costs(self) -> dict[str, list[float]]:
+        """By backend and column: none for the fastest and what is as fast, nan where none has a
+        time."""
+        best, rows = self.best, self.rows
+        if not self.noise:
+            return {
+                name: [0.0 if t <= TOLERANCE else log(t) for t in map(truediv, row.us, best)]
+                for name, row in rows.items()
+            }
+        noise = [self.noise[name] for name in rows]
+        times = zip(*[row.us for row in rows.values()])
+        doubt = [1 + own[us.index(low)] for us, own, low in zip(times, zip(*noise), best)]
+        found = {}
+        for (name, row), own in zip(rows.items(), noise):
+            limits = map(max, repeat(TOLERANCE), map(add, doubt, own))
+            ratios = map(truediv, row.us, best)
+            found[name] = [0.0 if t <= most else log(t) for t, most in zip(ratios, limits)]
+        return found
+
+    @cached_property
+    def path(self) -> list[str]:
+        """The cheapest of at most MAX_PARTS ranges, whose backends share a layout; [] for none."""
         if min(self.best, default=inf) == inf:
             return []
-        costs, least, found = self._costs(), inf, list[str]()
+        served = [us < inf for us in self.best] if inf in self.best else ()
+        least, found = inf, list[str]()
         for names in self._by_layout():
-            own, common = [costs[name] for name in names], 0.0
+            own, common = [self.costs[name] for name in names], 0.0
+            if served:
+                own = [[*compress(costs, served)] for costs in own]
             if any(counts := [self.rows[name].roundings for name in names]):
                 own, common = _rounded(own, counts)
             ends = [self.rows[name].may_be_last for name in names]
             cost, path = _cheapest_path(own, ends, least - common)
             if path:
                 least, found = cost + common, [names[row] for row in path]
-        served = iter(found)
-        return [next(served) if us < inf else "" for us in self.best] if found else []
-
-    def _costs(self) -> dict[str, list[float]]:
-        """In the columns that some row has a time for: none for the fastest and what is as fast."""
-        best, rows = self.best, self.rows
-        fast = [us * TOLERANCE for us in best]
-        if not any(row.noise for row in rows.values()):
-            return {name: _cost(row.us, fast, best) for name, row in rows.items()}
-        noise = [row.noise or [0.0] * len(best) for row in rows.values()]
-        times = zip(*[row.us for row in rows.values()])
-        doubt = [1 + own[us.index(low)] for us, own, low in zip(times, zip(*noise), best)]
-        found = {}
-        for (name, row), own in zip(rows.items(), noise):
-            fast = [low * max(TOLERANCE, one + two) for low, one, two in zip(best, doubt, own)]
-            found[name] = _cost(row.us, fast, best)
-        return found
+        if not served or not found:
+            return found
+        rest = iter(found)
+        return [next(rest) if is_served else "" for is_served in served]
 
     def _by_layout(self) -> Iterable[list[str]]:
         groups: dict[str, list[str]] = {}
@@ -265,26 +286,16 @@ class _Case(NamedTuple):
         return groups.values()
 
 
-def _best(rows: Mapping[str, _Row]) -> list[float]:
-    return [min(us) for us in zip(*[row.us for row in rows.values()])]
-
-
 def _is_near(
     us: Sequence[float], fastest: Sequence[float], mean_and_worst: tuple[float, float]
 ) -> bool:
     """Whether times are no more than so much longer, as ratios less one; inf does not count."""
     mean, worst = mean_and_worst
-    ratios = [own / least for own, least in zip(us, fastest) if own < inf]
+    ratios = [*map(truediv, us, fastest)]
+    if inf in us:
+        ratios = [ratio for ratio in ratios if ratio < inf]
     longest = max(ratios, default=inf) - 1
     return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
-
-
-def _cost(us: Sequence[float], fast: Sequence[float], best: Sequence[float]) -> list[float]:
-    return [
-        0.0 if own <= most else log(own / low)
-        for own, most, low in zip(us, fast, best)
-        if low < inf
-    ]
 
 
 def _rounded(
@@ -292,62 +303,75 @@ def _rounded(
 ) -> tuple[list[list[float]], float]:
     """With what each backend rounds more than that which rounds least of those that are fast
     somewhere, and what all round: where all round alike, nothing is added."""
-    least = min((count for own, count in zip(costs, counts) if 0.0 in own), default=0)
+    least = min([count for own, count in zip(costs, counts) if 0.0 in own], default=0)
+    common = least * len(costs[0]) * ROUNDING_COST
+    if max(counts) <= least:
+        return [*costs], common
     more = [max(0, count - least) * ROUNDING_COST for count in counts]
-    rounded = [[cost + extra for cost in own] for own, extra in zip(costs, more)]
-    return rounded, least * len(costs[0]) * ROUNDING_COST
+    return [[cost + extra for cost in own] for own, extra in zip(costs, more)], common
 
 
 def _cheapest_path(
     costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
 ) -> tuple[float, list[int]]:
     """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
-    each further run. No rows where there is none that costs less than `most`.
-
-    Viterbi's algorithm over rows, for one run more at a time until no further one can pay; of equal
-    costs the earlier row stays.
-    """
-    least = sum(map(min, zip(*costs)))
-    totals = {row: [*accumulate(own)] for row, own in enumerate(costs)}
-    steps, lowest = list[dict[int, list[float]]](), list[list[float]]()  # by further runs
-    end, run = 0, -1
-    while least + len(steps) * PART_COST < most and len(steps) < MAX_PARTS:
-        if steps:
-            lowest.append([*map(min, zip(*totals.values()))])
-            left = most - len(steps) * PART_COST
-            totals = {j: _entered(costs[j], lowest[-1]) for j in totals if min(costs[j]) < left}
-        for row, total in totals.items():
-            if total[-1] < most and may_be_last[row]:
-                most, end, run = total[-1], row, len(steps)
-        steps.append(totals)
-    return (most, _traced(steps, lowest, end, run)) if run >= 0 else (inf, [])
+    each further run. No rows where there is none that costs less than `most`."""
+    columns = [*zip(*costs)]
+    if most < inf and sum(map(min, columns)) >= most:
+        return inf, []
+    cost, path = _any_runs(columns, may_be_last)
+    if sum(map(ne, path, path[1:])) >= MAX_PARTS:
+        cost, path = _few_runs(columns, may_be_last)
+    return (cost, path) if cost < most else (inf, [])
 
 
-def _entered(costs: Sequence[float], lowest: Sequence[float]) -> list[float]:
-    """Totals of a row by column, entered where that is cheapest; lowest: totals of one run less."""
-    total = inf
-    found = [total]
-    for cost, before in zip(costs[1:], lowest):
-        switched = before + PART_COST
-        total = (switched if switched < total else total) + cost
-        found.append(total)
-    return found
-
-
-def _traced(
-    steps: Sequence[Mapping[int, Sequence[float]]],
-    lowest: Sequence[Sequence[float]],
-    row: int,
-    run: int,
-) -> list[int]:
-    """The rows by which the total of `row` came about in the last column."""
+def _any_runs(
+    columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
+) -> tuple[float, list[int]]:
+    """With any number of runs, by Viterbi's algorithm; of equal costs the earlier row stays."""
+    totals, steps = columns[0], []
+    for column in columns[1:]:
+        enter = min(totals) + PART_COST
+        steps.append((totals, enter))
+        totals = [(enter if enter < stay else stay) + cost for stay, cost in zip(totals, column)]
+    cost, row = _cheapest_end(totals, may_be_last)
     path = [row]
-    for i in range(len(steps[run][row]) - 2, -1, -1):
-        if run and lowest[run - 1][i] + PART_COST < steps[run][row][i]:
-            run -= 1
-            row = next(j for j, total in steps[run].items() if total[i] == lowest[run][i])
+    for totals, enter in reversed(steps):
+        if enter < totals[row]:
+            row = totals.index(min(totals))
         path.append(row)
-    return path[::-1]
+    return cost, path[::-1]
+
+
+def _few_runs(
+    columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
+) -> tuple[float, list[int]]:
+    """With at most MAX_PARTS: the same, with totals for each number of runs that came before."""
+    none = [inf] * len(may_be_last)
+    levels, steps = [columns[0], *[none] * (MAX_PARTS - 1)], []
+    for column in columns[1:]:
+        enters = [inf, *[min(totals) + PART_COST for totals in levels[:-1]]]
+        steps.append((levels, enters))
+        levels = [
+            [(enter if enter < stay else stay) + cost for stay, cost in zip(totals, column)]
+            for totals, enter in zip(levels, enters)
+        ]
+    ends = [_cheapest_end(totals, may_be_last) for totals in levels]
+    cost, row = min(ends, key=itemgetter(0))
+    level, path = ends.index((cost, row)), [row]
+    for levels, enters in reversed(steps):
+        if enters[level] < levels[level][row]:
+            level -= 1
+            row = levels[level].index(min(levels[level]))
+        path.append(row)
+    return cost, path[::-1]
+
+
+def _cheapest_end(totals: Sequence[float], may_be_last: Sequence[bool]) -> tuple[float, int]:
+    """The least total, and the first row that has it, of those that may be last."""
+    ends = [total if may else inf for total, may in zip(totals, may_be_last)]
+    cost = min(ends)
+    return cost, ends.index(cost)
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> range:

@@ -85,10 +85,13 @@ def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[R
     return [Reason(Why(q.why), q.text) for q in own]
 
 
-def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
-    """Every requirement of `spec` on sizes that the problem does not meet."""
+def size_reasons(
+    spec: KernelSpec, problem: Problem, fit: Fit | None, has_few_tokens: bool = False
+) -> list[Reason]:
+    """Every requirement of `spec` on sizes that the problem does not meet. has_few_tokens: no more
+    than the kernel takes in a call, whatever the problem says."""
     if isinstance(problem, LinearProblem):
-        reasons = _linear_reasons(spec, problem, fit)
+        reasons = _linear_reasons(spec, problem, fit, has_few_tokens)
     elif isinstance(problem, MoEProblem):
         reasons = _moe_reasons(spec, problem, fit)
     elif others := problem.variants - spec.variants:
@@ -98,13 +101,16 @@ def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Re
     return reasons + spec.check(problem) if spec.check is not None else reasons
 
 
-def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> list[Reason]:
+def _linear_reasons(
+    spec: KernelSpec, problem: LinearProblem, fit: Fit | None, has_few_tokens: bool
+) -> list[Reason]:
     reasons = []
     weight = problem.weight
     if problem.bias and not spec.takes_bias:
         reasons.append(Reason(Why.SHAPE, "takes no bias"))
-    if spec.max_tokens is not None and problem.m_range[1] > spec.max_tokens:
-        text = f"serves up to {spec.max_tokens} tokens, not {problem.m_range[1]}"
+    most = None if has_few_tokens else spec.max_tokens
+    if most is not None and problem.m_range[1] > most:
+        text = f"serves up to {most} tokens, not {problem.m_range[1]}"
         reasons.append(Reason(Why.SHAPE, text))
     is_cut = weight.scale == "group" and problem.k % weight.block[1]
     if is_cut and problem.format in spec.formats:
