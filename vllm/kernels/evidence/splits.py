@@ -5,8 +5,8 @@ Pure functions of `Timings`, standard library only.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import compress, repeat
+from functools import cached_property, lru_cache
+from itertools import compress, pairwise, repeat
 from math import exp, inf, log
 from operator import add, itemgetter, mul, ne, truediv
 from typing import Any, NamedTuple
@@ -188,9 +188,15 @@ def _rows(
         if None in us:
             us = [inf if t is None else t for t in us]
         if name in errors:
-            us = [*map(mul, us, map((1.0).__add__, errors[name][here]))]
+            us = [*map(mul, us, _factors(errors[name])[here])]
         rows[name] = _Row(us, limit is None, counts.get(name, 0), taken.get(name, _STORED))
     return rows
+
+
+@lru_cache(maxsize=512)
+def _factors(errors: tuple[float, ...]) -> tuple[float, ...]:
+    """What makes times as long as they may be; the errors of a kernel are those of all sizes."""
+    return tuple(1 + error for error in errors)
 
 
 def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
@@ -223,18 +229,23 @@ class _Case:
         rows = {other: row for other, row in self.rows.items() if other != name}
         if 0.0 in self.costs[name]:
             fewer = _Case(rows, self.noise, (), self.fastest)
-            if not _is_near(fewer.best, self.fastest, _COSTS_OF_LEAVING_OUT):
+            if not _is_near(_ratios(fewer.best, self.fastest), _COSTS_OF_LEAVING_OUT):
                 return self
         else:  # then no cost depends on it
             fewer = _Case(rows, self.noise, self.best, self.fastest)
             fewer.costs = self.costs
             if name not in self.path:
-                fewer.path = self.path
-        path = fewer.path
-        spares = all(self.rows[name].roundings < rows[own].roundings for own in {*path} if own)
+                fewer.path, fewer.ratios = self.path, self.ratios
+        counts = [rows[other].roundings for other in {*fewer.path} if other]
+        spares = self.rows[name].roundings < min(counts, default=0)
         mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-        us = [rows[own].us[i] if own else inf for i, own in enumerate(path)]
-        return fewer if path and _is_near(us, self.fastest, mean_and_worst) else self
+        return fewer if fewer.path and _is_near(fewer.ratios, mean_and_worst) else self
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """Times of the path over the fastest."""
+        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(self.path)]
+        return _ratios(us, self.fastest)
 
     @cached_property
     def costs(self) -> dict[str, list[float]]:
@@ -286,14 +297,15 @@ class _Case:
         return groups.values()
 
 
-def _is_near(
-    us: Sequence[float], fastest: Sequence[float], mean_and_worst: tuple[float, float]
-) -> bool:
-    """Whether times are no more than so much longer, as ratios less one; inf does not count."""
-    mean, worst = mean_and_worst
+def _ratios(us: Sequence[float], fastest: Sequence[float]) -> list[float]:
+    """In the columns that have a time."""
     ratios = [*map(truediv, us, fastest)]
-    if inf in us:
-        ratios = [ratio for ratio in ratios if ratio < inf]
+    return [ratio for ratio in ratios if ratio < inf] if inf in us else ratios
+
+
+def _is_near(ratios: Sequence[float], mean_and_worst: tuple[float, float]) -> bool:
+    """Whether they are no more than so much above one."""
+    mean, worst = mean_and_worst
     longest = max(ratios, default=inf) - 1
     return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
 
@@ -389,14 +401,9 @@ def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
 
 
 def _parts(path: Sequence[str], tokens: Sequence[int]) -> Parts:
-    parts: list[tuple[int | None, str]] = []
-    for backend, num_tokens in zip(path, tokens):
-        if not backend:
-            continue
-        if parts and parts[-1][1] == backend:
-            parts.pop()
-        parts.append((num_tokens, backend))
-    return (*parts[:-1], (None, parts[-1][1])) if parts else ()
+    served = [pair for pair in zip(tokens, path) if pair[1]]
+    ends = [one for one, after in pairwise(served) if one[1] != after[1]]
+    return (*ends, (None, served[-1][1])) if served else ()
 
 
 # ---------------------------------------------------------------- what a choice costs

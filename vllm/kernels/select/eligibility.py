@@ -116,8 +116,8 @@ def _linear_reasons(
     if is_cut and problem.format in spec.formats:
         text = f"K = {problem.k} is not whole groups of {weight.block[1]}"
         reasons.append(Reason(Why.SHAPE, text))
-    if spec.blocks:
-        reasons += _block_reasons(spec, weight)
+    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+        reasons.append(_block_reason(spec, weight))
     n, k = fit.sizes if fit is not None else (problem.n, problem.k)
     if n % spec.n_align:
         reasons.append(Reason(Why.SHAPE, f"N = {n} is not a multiple of {spec.n_align}"))
@@ -136,8 +136,9 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
         reasons.append(Reason(Why.NUMERICS, text))
     if problem.bias and not spec.takes_expert_bias:
         reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
-    if spec.blocks:
-        reasons += _block_reasons(spec, problem.weight)
+    weight = problem.weight
+    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+        reasons.append(_block_reason(spec, weight))
     inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
     for name, size in (("hidden", hidden), ("intermediate", inner)):
         if size % spec.k_align:
@@ -146,11 +147,10 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
     return reasons
 
 
-def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> Iterator[Reason]:
-    if weight.scale == "block" and weight.block not in spec.blocks:
-        accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
-        text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
-        yield Reason(Why.FORMAT, text)
+def _block_reason(spec: KernelSpec, weight: WeightFormat) -> Reason:
+    accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
+    text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
+    return Reason(Why.FORMAT, text)
 
 
 def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:

@@ -47,7 +47,9 @@ def select(
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     padded = problem.block_fit(False)
     fits = padded, None if padded is None else problem.block_fit(True)
-    case = _Case(problem, fits, device, libs, policy, override, _grades(evidence))
+    judges = policy.requires_native or policy.least_grade is not Grade.COMPILED
+    grades = _grades(evidence) if evidence else {}
+    case = _Case(problem, fits, device, libs, policy, judges, override, grades)
     candidates = [kernel.ruled_out or _candidate(kernel, case) for kernel in kernels.every]
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
@@ -70,7 +72,8 @@ class _Case(NamedTuple):
     """What every candidate is judged by; what is the same for all is computed once.
 
     fits: how partial scale blocks are taken by a kernel of fixed blocks, and by one of any blocks.
-    grades: by backend, where there are times.
+    judges: whether the policy may reject kernels that it does not exclude. grades: by backend,
+    where there are times.
     """
 
     problem: Problem
@@ -78,6 +81,7 @@ class _Case(NamedTuple):
     device: Device
     libs: Libs
     policy: Policy
+    judges: bool
     override: Override | None
     grades: Mapping[str, Grade]
 
@@ -85,14 +89,15 @@ class _Case(NamedTuple):
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    refines: as of the spec. plain: the candidate that it is where nothing is known of it and the
-    problem adds no reason. ruled_out: the same where it does not run on the chip or does not take
-    the format; sizes are then no matter. max_tokens: of a call of the first of the backend's
-    kernels for the format that has a limit.
+    refines: as of the spec. rescales: as of the candidate. plain: the candidate that it is where
+    nothing is known of it and the problem adds no reason. ruled_out: the same where it does not run
+    on the chip or does not take the format; sizes are then no matter. max_tokens: of a call of the
+    first of the backend's kernels for the format that has a limit.
     """
 
     spec: KernelSpec
     refines: bool
+    rescales: bool
     plain: Candidate
     ruled_out: Candidate | None
     max_tokens: int | None
@@ -150,24 +155,23 @@ def _kernel(
     plain = Candidate(spec.backend, act, scales, reasons=tuple(reasons), grade=grade)
     limits = [other.max_tokens for other in able if other.max_tokens]
     limit = limits[0] if limits else None
-    return _Kernel(spec, spec.refines, plain, plain if is_out else None, limit)
+    out = plain if is_out else None
+    return _Kernel(spec, spec.refines, plain.rescales, plain, out, limit)
 
 
 def _candidate(kernel: _Kernel, case: _Case, has_few_tokens: bool = False) -> Candidate:
     """has_few_tokens: no more than the kernel takes in a call."""
     problem, policy, spec, plain = case.problem, case.policy, kernel.spec, kernel.plain
-    fit = case.fits[kernel.refines]
+    fit, requant = case.fits[kernel.refines], None
     reasons = eligibility.size_reasons(spec, problem, fit, has_few_tokens)
     if case.libs.quarantined:
         reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
-    requant = None
-    if plain.rescales:
+    if kernel.rescales:
         assert isinstance(problem, WeightProblem)
         requant = eligibility.requant_of(problem, plain.scales)
         reasons += eligibility.requant_reasons(spec, case.device, policy, plain.scales, requant)
     grade = case.grades.get(spec.backend, plain.grade)
-    is_judged = policy.requires_native or policy.least_grade is not Grade.COMPILED
-    if is_judged or spec.backend in policy.excluded:
+    if case.judges or spec.backend in policy.excluded:
         reasons += _policy_reasons(kernel, case, requant, grade)
     if not reasons and fit is requant is None and grade is plain.grade:
         return plain
@@ -201,10 +205,8 @@ def _is_known(grade: Grade, kernel: _Kernel, policy: Policy) -> bool:
     return (Grade.COMPILED if never_ran else grade).reaches(policy.least_grade)
 
 
-def _grades(evidence: Evidence | None) -> dict[str, Grade]:
+def _grades(evidence: Evidence) -> dict[str, Grade]:
     """What times are worth: those of another version or chip are estimates."""
-    if evidence is None:
-        return {}
     found = {name: evidence.grade for name, us in evidence.us if us.count(None) < len(us)}
     for name, *_ in evidence.stale:
         if name in found:
