@@ -6,9 +6,9 @@ Pure functions of `Timings`, standard library only.
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import compress, pairwise, repeat
+from itertools import compress, repeat
 from math import exp, inf, log
-from operator import add, itemgetter, mul, ne, truediv
+from operator import add, gt, itemgetter, mul, ne, truediv
 from typing import Any, NamedTuple
 
 from vllm.kernels.evidence.steps import is_telling
@@ -88,7 +88,8 @@ class Timings(Evidence):
         columns = _columns(self, m_range)
         here = slice(columns.start, columns.stop)
         rows = _rows(self, able, here, layouts, () if self.error else roundings)
-        case = _Case(rows, _noise(self, rows, here))
+        noise = _noise(self, rows, here)
+        case = _Case(rows if noise else _not_slower(rows, compiling), noise)
         for name in compiling:
             if name in case.rows:
                 case = case.sparing(name)
@@ -165,16 +166,13 @@ class _Row(NamedTuple):
     layouts: tuple[str, ...]
 
 
-_STORED = (STORED,)
-
-
 def _rows(
     timings: Evidence, able: Able, here: slice, layouts: Layouts, roundings: Roundings
 ) -> dict[str, _Row]:
     """By backend. Of times that are not measured here, all are as long as they may be but those of
     the first backend that takes any number of tokens."""
     known, taken, counts = dict(timings.us), dict(layouts), dict(roundings)
-    errors, tokens = dict(timings.error), timings.tokens[here]
+    errors, tokens, stored = dict(timings.error), timings.tokens[here], (STORED,)
     if errors:
         errors.pop(next((name for name, limit in able if limit is None), ""), None)
     rows = {}
@@ -189,7 +187,7 @@ def _rows(
             us = [inf if t is None else t for t in us]
         if name in errors:
             us = [*map(mul, us, _factors(errors[name])[here])]
-        rows[name] = _Row(us, limit is None, counts.get(name, 0), taken.get(name, _STORED))
+        rows[name] = _Row(us, limit is None, counts.get(name, 0), taken.get(name, stored))
     return rows
 
 
@@ -197,6 +195,23 @@ def _rows(
 def _factors(errors: tuple[float, ...]) -> tuple[float, ...]:
     """What makes times as long as they may be; the errors of a kernel are those of all sizes."""
     return tuple(1 + error for error in errors)
+
+
+def _not_slower(rows: dict[str, _Row], compiling: Collection[str]) -> dict[str, _Row]:
+    """Without backends that no path needs: those that everywhere count as slower than the first
+    that takes any number of tokens and is never left out, where their layouts of the weight give
+    them no part in a path without that one."""
+    first = next((n for n, row in rows.items() if row.may_be_last and n not in compiling), None)
+    if first is None:
+        return rows
+    most, shared = [us * TOLERANCE for us in rows[first].us], rows[first].layouts
+    every = [layout for row in rows.values() for layout in row.layouts]
+    return {
+        name: row
+        for name, row in rows.items()
+        if not all(map(gt, row.us, most))
+        or any(layout not in shared and every.count(layout) > 1 for layout in row.layouts)
+    }
 
 
 def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
@@ -401,9 +416,10 @@ def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
 
 
 def _parts(path: Sequence[str], tokens: Sequence[int]) -> Parts:
-    served = [pair for pair in zip(tokens, path) if pair[1]]
-    ends = [one for one, after in pairwise(served) if one[1] != after[1]]
-    return (*ends, (None, served[-1][1])) if served else ()
+    if "" in path:
+        tokens, path = zip(*[pair for pair in zip(tokens, path) if pair[1]])
+    ends = [(t, name) for t, name, after in zip(tokens, path, path[1:]) if name != after]
+    return (*ends, (None, path[-1])) if path else ()
 
 
 # ---------------------------------------------------------------- what a choice costs
