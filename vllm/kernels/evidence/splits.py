@@ -87,9 +87,8 @@ class Timings(Evidence):
             return ()
         columns = _columns(self, m_range)
         here = slice(columns.start, columns.stop)
-        rows = _rows(self, able, here, layouts, () if self.error else roundings)
-        noise = _noise(self, rows, here)
-        case = _Case(rows if noise else _not_slower(rows, compiling), noise)
+        rows = _rows(self, able, here, compiling, layouts, () if self.error else roundings)
+        case = _Case(rows, _noise(self, rows, here))
         for name in compiling:
             if name in case.rows:
                 case = case.sparing(name)
@@ -167,28 +166,69 @@ class _Row(NamedTuple):
 
 
 def _rows(
-    timings: Evidence, able: Able, here: slice, layouts: Layouts, roundings: Roundings
+    timings: Evidence,
+    able: Able,
+    here: slice,
+    compiling: Collection[str],
+    layouts: Layouts,
+    roundings: Roundings,
 ) -> dict[str, _Row]:
     """By backend. Of times that are not measured here, all are as long as they may be but those of
     the first backend that takes any number of tokens."""
-    known, taken, counts = dict(timings.us), dict(layouts), dict(roundings)
-    errors, tokens, stored = dict(timings.error), timings.tokens[here], (STORED,)
-    if errors:
-        errors.pop(next((name for name, limit in able if limit is None), ""), None)
+    times = _times(timings, able, here)
+    errors, last = dict(timings.error), [name for name, limit in able if limit is None]
+    if errors and last:
+        errors.pop(last[0], None)
+    taken, counts = dict(layouts), dict(roundings)
+    if not timings.noise:
+        first = next((name for name in last if name in times and name not in compiling), "")
+        times = _not_slower(times, first, errors, taken)
     rows = {}
-    for name, limit in able:
-        if name not in known:
-            continue
-        us: Any = known[name][here]
-        if limit is not None:
-            num = bisect_right(tokens, limit)
-            us = us[:num] + (inf,) * (len(us) - num)
-        if None in us:
-            us = [inf if t is None else t for t in us]
+    for name, us in times.items():
         if name in errors:
             us = [*map(mul, us, _factors(errors[name])[here])]
-        rows[name] = _Row(us, limit is None, counts.get(name, 0), taken.get(name, stored))
+        rows[name] = _Row(us, name in last, counts.get(name, 0), taken.get(name, _STORED))
     return rows
+
+
+_STORED = (STORED,)
+
+
+def _times(timings: Evidence, able: Able, here: slice) -> dict[str, Sequence[float]]:
+    """By backend, of each column; inf for none."""
+    known, tokens = dict(timings.us), timings.tokens[here]
+    found = {}
+    for name, limit in able:
+        us: Any = known.get(name, ())[here]
+        if limit is not None and us:
+            num = bisect_right(tokens, limit)
+            us = us[:num] + (inf,) * (len(us) - num)
+        if us:
+            found[name] = [inf if t is None else t for t in us] if None in us else us
+    return found
+
+
+def _not_slower(
+    times: dict[str, Sequence[float]],
+    first: str,
+    errors: Mapping[str, tuple[float, ...]],
+    layouts: Mapping[str, tuple[str, ...]],
+) -> dict[str, Sequence[float]]:
+    """Without backends that no path needs: those that everywhere count as slower than `first`, a
+    backend that is never left out, where their layouts of the weight give them no part in a path
+    without it."""
+    if not first:
+        return times
+    factor = TOLERANCE * (1 + max(errors.get(first, (0.0,))))
+    most = [us * factor for us in times[first]]
+    slower = [name for name, us in times.items() if all(map(gt, us, most))]
+    if not slower:
+        return times
+    own = layouts.get(first, _STORED)
+    every = [layout for name in times for layout in layouts.get(name, _STORED)]
+    shared = {layout for layout in every if layout not in own and every.count(layout) > 1}
+    out = [name for name in slower if shared.isdisjoint(layouts.get(name, _STORED))]
+    return {name: us for name, us in times.items() if name not in out}
 
 
 @lru_cache(maxsize=512)
@@ -197,28 +237,13 @@ def _factors(errors: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(1 + error for error in errors)
 
 
-def _not_slower(rows: dict[str, _Row], compiling: Collection[str]) -> dict[str, _Row]:
-    """Without backends that no path needs: those that everywhere count as slower than the first
-    that takes any number of tokens and is never left out, where their layouts of the weight give
-    them no part in a path without that one."""
-    first = next((n for n, row in rows.items() if row.may_be_last and n not in compiling), None)
-    if first is None:
-        return rows
-    most, shared = [us * TOLERANCE for us in rows[first].us], rows[first].layouts
-    every = [layout for row in rows.values() for layout in row.layouts]
-    return {
-        name: row
-        for name, row in rows.items()
-        if not all(map(gt, row.us, most))
-        or any(layout not in shared and every.count(layout) > 1 for layout in row.layouts)
-    }
-
-
 def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
     """By backend and column; {} where it is not known or not measured here."""
-    known = () if timings.error else dict(timings.noise)
+    if timings.error or not timings.noise:
+        return {}
+    known = dict(timings.noise)
     none = (0.0,) * len(timings.tokens)
-    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name in rows if known}
+    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name in rows}
 
 
 class _Case:

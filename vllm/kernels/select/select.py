@@ -50,7 +50,7 @@ def select(
     judges = policy.requires_native or policy.least_grade is not Grade.COMPILED
     grades = _grades(evidence) if evidence else {}
     case = _Case(problem, fits, device, libs, policy, judges, override, grades)
-    candidates = [kernel.ruled_out or _candidate(kernel, case) for kernel in kernels.every]
+    candidates = _candidates(kernels.every, case)
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
     if override is None:
@@ -90,24 +90,26 @@ class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
     refines: as of the spec. rescales: as of the candidate. plain: the candidate that it is where
-    nothing is known of it and the problem adds no reason. ruled_out: the same where it does not run
-    on the chip or does not take the format; sizes are then no matter. max_tokens: of a call of the
-    first of the backend's kernels for the format that has a limit.
+    nothing is known of it and the problem adds no reason. is_out: it does not run on the chip or
+    does not take the format; sizes are then no matter. max_tokens: of a call of the first of the
+    backend's kernels for the format that has a limit.
     """
 
     spec: KernelSpec
     refines: bool
     rescales: bool
     plain: Candidate
-    ruled_out: Candidate | None
+    is_out: bool
     max_tokens: int | None
 
 
 class _Kernels(NamedTuple):
-    """every: in order. compiling: backends that compile at run time, the dearest first. layouts: of
-    the weight, of backends that do not take the stored one alone."""
+    """every: in order. limited: by backend, those that take a limited number of tokens. compiling:
+    backends that compile at run time, the dearest first. layouts: of the weight, of backends that
+    do not take the stored one alone."""
 
     every: tuple[_Kernel, ...]
+    limited: Mapping[str, _Kernel]
     compiling: tuple[str, ...]
     layouts: Layouts
 
@@ -129,7 +131,8 @@ def _kernels(
     used = [kernel.spec for kernel in every]
     costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in used if spec.compiles}
     layouts = [(s.backend, s.weight_layouts) for s in used if s.weight_layouts != (STORED,)]
-    return _Kernels(every, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
+    limited = {kernel.spec.backend: kernel for kernel in every if kernel.max_tokens}
+    return _Kernels(every, limited, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
 
 
 def _kernel(
@@ -155,28 +158,36 @@ def _kernel(
     plain = Candidate(spec.backend, act, scales, reasons=tuple(reasons), grade=grade)
     limits = [other.max_tokens for other in able if other.max_tokens]
     limit = limits[0] if limits else None
-    out = plain if is_out else None
-    return _Kernel(spec, spec.refines, plain.rescales, plain, out, limit)
+    return _Kernel(spec, spec.refines, plain.rescales, plain, is_out, limit)
 
 
-def _candidate(kernel: _Kernel, case: _Case, has_few_tokens: bool = False) -> Candidate:
-    """has_few_tokens: no more than the kernel takes in a call."""
-    problem, policy, spec, plain = case.problem, case.policy, kernel.spec, kernel.plain
-    fit, requant = case.fits[kernel.refines], None
-    reasons = eligibility.size_reasons(spec, problem, fit, has_few_tokens)
-    if case.libs.quarantined:
-        reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
-    if kernel.rescales:
-        assert isinstance(problem, WeightProblem)
-        requant = eligibility.requant_of(problem, plain.scales)
-        reasons += eligibility.requant_reasons(spec, case.device, policy, plain.scales, requant)
-    grade = case.grades.get(spec.backend, plain.grade)
-    if case.judges or spec.backend in policy.excluded:
-        reasons += _policy_reasons(kernel, case, requant, grade)
-    if not reasons and fit is requant is None and grade is plain.grade:
-        return plain
-    every = (*plain.reasons, *reasons)
-    return Candidate(spec.backend, plain.act, plain.scales, fit, (), requant, every, grade)
+def _candidates(
+    kernels: Iterable[_Kernel], case: _Case, have_few_tokens: bool = False
+) -> list[Candidate]:
+    """have_few_tokens: no more than each kernel takes in a call."""
+    problem, fits, device, libs, policy, judges, _, grades = case
+    excluded, found = policy.excluded, []
+    for kernel in kernels:
+        if kernel.is_out:
+            found.append(kernel.plain)
+            continue
+        spec, plain, requant = kernel.spec, kernel.plain, None
+        fit = fits[kernel.refines]
+        reasons = eligibility.size_reasons(spec, problem, fit, have_few_tokens)
+        if libs.quarantined:
+            reasons += eligibility.quarantine_reasons(spec, problem, libs)
+        if kernel.rescales:
+            assert isinstance(problem, WeightProblem)
+            requant = eligibility.requant_of(problem, plain.scales)
+            reasons += eligibility.requant_reasons(spec, device, policy, plain.scales, requant)
+        grade = grades.get(spec.backend, plain.grade) if grades else plain.grade
+        if judges or spec.backend in excluded:
+            reasons += _policy_reasons(kernel, case, requant, grade)
+        if reasons or fit or requant or grade is not plain.grade:
+            own = (*plain.reasons, *reasons)
+            plain = Candidate(spec.backend, plain.act, plain.scales, fit, (), requant, own, grade)
+        found.append(plain)
+    return found
 
 
 def _policy_reasons(
@@ -207,7 +218,7 @@ def _is_known(grade: Grade, kernel: _Kernel, policy: Policy) -> bool:
 
 def _grades(evidence: Evidence) -> dict[str, Grade]:
     """What times are worth: those of another version or chip are estimates."""
-    found = {name: evidence.grade for name, us in evidence.us if us.count(None) < len(us)}
+    found = {name: evidence.grade for name, us in evidence.us if any(us)}
     for name, *_ in evidence.stale:
         if name in found:
             found[name] = least([evidence.grade, Grade.ESTIMATED])
@@ -223,13 +234,13 @@ def _best(
     """Where no override speaks: the first that can run, the fastest of those measured first."""
     measured = _measured(evidence, candidates, kernels, case) if evidence else []
     moved = [id(candidate) for candidate in measured]
-    ordered = (*measured, *[c for c in candidates if id(c) not in moved])
+    ordered = (*measured, *[c for c in candidates if not moved or id(c) not in moved])
     winner = next((c for c in ordered if not c.reasons), None)
     chosen = winner.backend if winner else None
     origin = _excluding_origin(chosen, ordered)
     if origin is None and evidence and id(winner) in moved:
         origin = Origin(RANK_MEASURED, f"{evidence.grade}: {evidence.source}")
-    if origin is None and chosen is not None:
+    if origin is None and chosen is not None and case.policy.preferred:
         preference = case.policy.preference_of(chosen, case.problem.family)
         origin = preference.origin if preference else None
     return Decision(case.problem, case.device, chosen, origin or DEFAULT_ORDER, ordered, evidence)
@@ -271,8 +282,8 @@ def _measured(
     for candidate in candidates:
         backend, limit = candidate.backend, None
         if candidate.reasons:
-            if backend in timed:
-                candidate, limit = _for_few_tokens(candidate, kernels, case)
+            if backend in timed and backend in kernels.limited:
+                candidate, limit = _for_few_tokens(candidate, kernels.limited[backend], case)
             if None in [reason.origin for reason in candidate.reasons]:
                 continue
         could.append((backend, limit))
@@ -302,26 +313,26 @@ def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> Roundings
 
 
 def _for_few_tokens(
-    candidate: Candidate, kernels: _Kernels, case: _Case
+    candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
     """As judged for the most tokens its kernel takes in a call, and how many; None for any."""
-    kernel = next(one for one in kernels.every if one.plain.backend == candidate.backend)
     most = kernel.max_tokens
     if most is None or most >= case.problem.m_range[1]:
         return candidate, None
-    return kernel.ruled_out or _candidate(kernel, case, has_few_tokens=True), most
+    (few,) = _candidates([kernel], case, have_few_tokens=True)
+    return few, most
 
 
 def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
     """One of several kernels, as judged for the tokens of each: `skinny<=16|deep_gemm`."""
-    kernels = [judged[backend] for _, backend in parts]
-    last = kernels[-1]
-    if len(kernels) == 1:
+    last = judged[parts[-1][1]]
+    if len(parts) == 1:
         return last
     name = "|".join([b if limit is None else f"{b}<={limit}" for limit, b in parts])
+    kernels = [judged[backend] for backend in dict.fromkeys([backend for _, backend in parts])]
     reasons = [
         replace(reason, text=f"{kernel.backend}: {reason.text}")
-        for kernel in {kernel.backend: kernel for kernel in kernels}.values()
+        for kernel in kernels
         for reason in kernel.reasons
     ]
     own = next((kernel for kernel in kernels if kernel.rescales), last)
