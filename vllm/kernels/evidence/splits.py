@@ -180,9 +180,9 @@ def _rows(
     if errors and last:
         errors.pop(last[0], None)
     taken, counts = dict(layouts), dict(roundings)
-    if not timings.noise:
-        first = next((name for name in last if name in times and name not in compiling), "")
-        times = _not_slower(times, first, errors, taken)
+    first = next((name for name in last if name in times and name not in compiling), "")
+    if first and first not in taken and not timings.noise:
+        times = _not_slower(times, first, max(errors.get(first, (0.0,))), taken)
     rows = {}
     for name, us in times.items():
         if name in errors:
@@ -209,26 +209,13 @@ def _times(timings: Evidence, able: Able, here: slice) -> dict[str, Sequence[flo
 
 
 def _not_slower(
-    times: dict[str, Sequence[float]],
-    first: str,
-    errors: Mapping[str, tuple[float, ...]],
-    layouts: Mapping[str, tuple[str, ...]],
+    times: dict[str, Sequence[float]], first: str, error: float, others: Collection[str]
 ) -> dict[str, Sequence[float]]:
-    """Without backends that no path needs: those that everywhere count as slower than `first`, a
-    backend that is never left out, where their layouts of the weight give them no part in a path
-    without it."""
-    if not first:
-        return times
-    factor = TOLERANCE * (1 + max(errors.get(first, (0.0,))))
-    most = [us * factor for us in times[first]]
-    slower = [name for name, us in times.items() if all(map(gt, us, most))]
-    if not slower:
-        return times
-    own = layouts.get(first, _STORED)
-    every = [layout for name in times for layout in layouts.get(name, _STORED)]
-    shared = {layout for layout in every if layout not in own and every.count(layout) > 1}
-    out = [name for name in slower if shared.isdisjoint(layouts.get(name, _STORED))]
-    return {name: us for name, us in times.items() if name not in out}
+    """Without backends that everywhere count as slower than `first`, which is never left out: no
+    path needs them. error: of its times. others: backends that may have another weight."""
+    most = [us * (1 + error) * TOLERANCE for us in times[first]]
+    slower = [name for name, us in times.items() if all(map(gt, us, most)) and name not in others]
+    return {name: us for name, us in times.items() if name not in slower} if slower else times
 
 
 @lru_cache(maxsize=512)
@@ -368,6 +355,9 @@ def _cheapest_path(
 ) -> tuple[float, list[int]]:
     """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
     each further run. No rows where there is none that costs less than `most`."""
+    if len(costs) == 1:
+        cost = sum(costs[0])
+        return (cost, [0] * len(costs[0])) if may_be_last[0] and cost < most else (inf, [])
     columns = [*zip(*costs)]
     if most < inf and sum(map(min, columns)) >= most:
         return inf, []

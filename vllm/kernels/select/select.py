@@ -90,15 +90,16 @@ class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
     refines: as of the spec. rescales: as of the candidate. plain: the candidate that it is where
-    nothing is known of it and the problem adds no reason. is_out: it does not run on the chip or
-    does not take the format; sizes are then no matter. max_tokens: of a call of the first of the
-    backend's kernels for the format that has a limit.
+    the problem adds no reason and nothing is known of its times. graded: the same by what is known.
+    is_out: it does not run on the chip or does not take the format; sizes are then no matter.
+    max_tokens: of a call of the first of the backend's kernels for the format that has a limit.
     """
 
     spec: KernelSpec
     refines: bool
     rescales: bool
     plain: Candidate
+    graded: Mapping[Grade, Candidate]
     is_out: bool
     max_tokens: int | None
 
@@ -158,7 +159,8 @@ def _kernel(
     plain = Candidate(spec.backend, act, scales, reasons=tuple(reasons), grade=grade)
     limits = [other.max_tokens for other in able if other.max_tokens]
     limit = limits[0] if limits else None
-    return _Kernel(spec, spec.refines, plain.rescales, plain, is_out, limit)
+    graded = {grade: replace(plain, grade=grade) for grade in Grade}
+    return _Kernel(spec, spec.refines, plain.rescales, plain, graded, is_out, limit)
 
 
 def _candidates(
@@ -183,9 +185,11 @@ def _candidates(
         grade = grades.get(spec.backend, plain.grade) if grades else plain.grade
         if judges or spec.backend in excluded:
             reasons += _policy_reasons(kernel, case, requant, grade)
-        if reasons or fit or requant or grade is not plain.grade:
-            own = (*plain.reasons, *reasons)
-            plain = Candidate(spec.backend, plain.act, plain.scales, fit, (), requant, own, grade)
+        if reasons or fit or requant:
+            own, scales = (*plain.reasons, *reasons), plain.scales
+            plain = Candidate(spec.backend, plain.act, scales, fit, (), requant, own, grade)
+        elif grade is not plain.grade:
+            plain = kernel.graded[grade]
         found.append(plain)
     return found
 
