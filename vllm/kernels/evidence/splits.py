@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import compress, repeat
-from math import exp, inf, log
+from math import exp, inf, log, prod
 from operator import add, gt, itemgetter, mul, ne, truediv
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
 # a run is less), the ratio of two by 2 %. For another kernel that compiles no mean over its range
 # counts: such kernels are left out for as much.
 STAYS_WITHIN, STAYS_WITHIN_AT_WORST = 0.045, 0.15
+# As factors of ratios of times.
+_PART, _ROUNDING = exp(PART_COST), exp(ROUNDING_COST)
 _COSTS_OF_LEAVING_OUT = MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT
 
 
@@ -254,7 +256,7 @@ class _Case:
     def sparing(self, name: str) -> "_Case":
         """Without a backend that compiles, where it hardly saves anything; else this one."""
         rows = {other: row for other, row in self.rows.items() if other != name}
-        if 0.0 in self.costs[name]:
+        if 1.0 in self.costs[name]:
             fewer = _Case(rows, self.noise, (), self.fastest)
             if not _is_near(_ratios(fewer.best, self.fastest), _COSTS_OF_LEAVING_OUT):
                 return self
@@ -276,12 +278,12 @@ class _Case:
 
     @cached_property
     def costs(self) -> dict[str, list[float]]:
-        """By backend and column: none for the fastest and what is as fast, nan where none has a
-        time."""
+        """By backend and column its time over the least: 1 for what is as fast, nan where none has
+        a time."""
         best, rows = self.best, self.rows
         if not self.noise:
             return {
-                name: [0.0 if t <= TOLERANCE else log(t) for t in map(truediv, row.us, best)]
+                name: [1.0 if ratio <= TOLERANCE else ratio for ratio in map(truediv, row.us, best)]
                 for name, row in rows.items()
             }
         noise = [self.noise[name] for name in rows]
@@ -291,7 +293,7 @@ class _Case:
         for (name, row), own in zip(rows.items(), noise):
             limits = map(max, repeat(TOLERANCE), map(add, doubt, own))
             ratios = map(truediv, row.us, best)
-            found[name] = [0.0 if t <= most else log(t) for t, most in zip(ratios, limits)]
+            found[name] = [1.0 if ratio <= most else ratio for ratio, most in zip(ratios, limits)]
         return found
 
     @cached_property
@@ -302,15 +304,15 @@ class _Case:
         served = [us < inf for us in self.best] if inf in self.best else ()
         least, found = inf, list[str]()
         for names in self._by_layout():
-            own, common = [self.costs[name] for name in names], 0.0
+            own, common = [self.costs[name] for name in names], 1.0
             if served:
                 own = [[*compress(costs, served)] for costs in own]
             if any(counts := [self.rows[name].roundings for name in names]):
                 own, common = _rounded(own, counts)
             ends = [self.rows[name].may_be_last for name in names]
-            cost, path = _cheapest_path(own, ends, least - common)
+            cost, path = _cheapest_path(own, ends, least / common)
             if path:
-                least, found = cost + common, [names[row] for row in path]
+                least, found = cost * common, [names[row] for row in path]
         if not served or not found:
             return found
         rest = iter(found)
@@ -342,24 +344,24 @@ def _rounded(
 ) -> tuple[list[list[float]], float]:
     """With what each backend rounds more than that which rounds least of those that are fast
     somewhere, and what all round: where all round alike, nothing is added."""
-    least = min([count for own, count in zip(costs, counts) if 0.0 in own], default=0)
-    common = least * len(costs[0]) * ROUNDING_COST
+    least = min([count for own, count in zip(costs, counts) if 1.0 in own], default=0)
+    common = _ROUNDING ** (least * len(costs[0]))
     if max(counts) <= least:
         return [*costs], common
-    more = [max(0, count - least) * ROUNDING_COST for count in counts]
-    return [[cost + extra for cost in own] for own, extra in zip(costs, more)], common
+    more = [_ROUNDING ** max(0, count - least) for count in counts]
+    return [[cost * extra for cost in own] for own, extra in zip(costs, more)], common
 
 
 def _cheapest_path(
     costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
 ) -> tuple[float, list[int]]:
-    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
-    each further run. No rows where there is none that costs less than `most`."""
+    """The product of its costs, and by column the row to take: at most MAX_PARTS runs of one row,
+    with _PART for each further run. No rows where there is none that costs less than `most`."""
     if len(costs) == 1:
-        cost = sum(costs[0])
+        cost = prod(costs[0])
         return (cost, [0] * len(costs[0])) if may_be_last[0] and cost < most else (inf, [])
     columns = [*zip(*costs)]
-    if most < inf and sum(map(min, columns)) >= most:
+    if most < inf and prod(map(min, columns)) >= most:
         return inf, []
     cost, path = _any_runs(columns, may_be_last)
     if sum(map(ne, path, path[1:])) >= MAX_PARTS:
@@ -370,16 +372,32 @@ def _cheapest_path(
 def _any_runs(
     columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
 ) -> tuple[float, list[int]]:
-    """With any number of runs, by Viterbi's algorithm; of equal costs the earlier row stays."""
-    totals, steps = columns[0], []
+    """With any number of runs, by Viterbi's algorithm; of equal costs the earlier row stays.
+
+    Where the cheapest row is cheaper by more than a run costs, and stays free, the column is
+    passed: it changes nothing but that another row may begin there.
+    """
+    totals, is_passed, steps = columns[0], False, []
+    low = min(totals)
+    enter, free = low * _PART, -1
     for column in columns[1:]:
-        enter = min(totals) + PART_COST
-        steps.append((totals, enter))
-        totals = [(enter if enter < stay else stay) + cost for stay, cost in zip(totals, column)]
-    cost, row = _cheapest_end(totals, may_be_last)
+        steps.append((totals, enter, is_passed))
+        is_passed = free >= 0 and column[free] == 1.0
+        if not is_passed:
+            totals = [
+                (enter if enter < stay else stay) * cost for stay, cost in zip(totals, column)
+            ]
+            low = min(totals)
+            enter = low * _PART
+            free = totals.index(low) if sorted(totals)[1] >= enter else -1
+    ends = [*totals]
+    if is_passed:
+        ends = [enter * cost for cost in columns[-1]]
+        ends[free] = low
+    cost, row = _cheapest_end(ends, may_be_last)
     path = [row]
-    for totals, enter in reversed(steps):
-        if enter < totals[row]:
+    for column, (totals, enter, is_passed) in zip(reversed(columns[:-1]), reversed(steps)):
+        if enter < (enter * column[row] if is_passed else totals[row]):
             row = totals.index(min(totals))
         path.append(row)
     return cost, path[::-1]
@@ -392,10 +410,10 @@ def _few_runs(
     none = [inf] * len(may_be_last)
     levels, steps = [columns[0], *[none] * (MAX_PARTS - 1)], []
     for column in columns[1:]:
-        enters = [inf, *[min(totals) + PART_COST for totals in levels[:-1]]]
+        enters = [inf, *[min(totals) * _PART for totals in levels[:-1]]]
         steps.append((levels, enters))
         levels = [
-            [(enter if enter < stay else stay) + cost for stay, cost in zip(totals, column)]
+            [(enter if enter < stay else stay) * cost for stay, cost in zip(totals, column)]
             for totals, enter in zip(levels, enters)
         ]
     ends = [_cheapest_end(totals, may_be_last) for totals in levels]
