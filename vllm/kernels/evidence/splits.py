@@ -90,7 +90,8 @@ class Timings(Evidence):
         columns = _columns(self, m_range)
         here = slice(columns.start, columns.stop)
         rows = _rows(self, able, here, compiling, layouts, () if self.error else roundings)
-        case = _Case(rows, _noise(self, rows, here))
+        best = _best([row.us for row in rows.values()])
+        case = _Case(rows, _noise(self, rows, here), best, best)
         for name in compiling:
             if name in case.rows:
                 case = case.sparing(name)
@@ -177,11 +178,11 @@ def _rows(
 ) -> dict[str, _Row]:
     """By backend. Of times that are not measured here, all are as long as they may be but those of
     the first backend that takes any number of tokens."""
-    times = _times(timings, able, here)
-    errors, last = dict(timings.error), [name for name, limit in able if limit is None]
+    times, errors = _times(timings, able, here), dict(timings.error)
+    taken, counts = dict(layouts), dict(roundings)
+    last = [name for name, limit in able if limit is None]
     if errors and last:
         errors.pop(last[0], None)
-    taken, counts = dict(layouts), dict(roundings)
     first = next((name for name in last if name in times and name not in compiling), "")
     if first and first not in taken and not timings.noise:
         times = _not_slower(times, first, max(errors.get(first, (0.0,))), taken)
@@ -237,7 +238,7 @@ def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str
 
 class _Case:
     """The backends that may serve. noise: as of `_noise`. best: of each column the least time, inf
-    for none. fastest: the same of all that could run at first.
+    for none. fastest: the same of all that could run at first. costs: as of `_costs`.
 
     A path has by column the backend that serves it, "" where none has a time.
     """
@@ -246,25 +247,25 @@ class _Case:
         self,
         rows: Mapping[str, _Row],
         noise: Mapping[str, list[float]],
-        best: Sequence[float] = (),
-        fastest: Sequence[float] = (),
+        best: list[float],
+        fastest: list[float],
+        costs: dict[str, list[float]] | None = None,
     ):
-        self.rows, self.noise = rows, noise
-        self.best = best or [*map(min, zip(*[row.us for row in rows.values()]))]
-        self.fastest = fastest or self.best
+        self.rows, self.noise, self.best, self.fastest = rows, noise, best, fastest
+        self.costs = costs or _costs(rows, noise, best)
 
     def sparing(self, name: str) -> "_Case":
         """Without a backend that compiles, where it hardly saves anything; else this one."""
-        rows = {other: row for other, row in self.rows.items() if other != name}
-        if 1.0 in self.costs[name]:
-            fewer = _Case(rows, self.noise, (), self.fastest)
-            if not _is_near(_ratios(fewer.best, self.fastest), _COSTS_OF_LEAVING_OUT):
+        best, is_fast = self.best, 1.0 in self.costs[name]
+        if is_fast:
+            best = _best([row.us for other, row in self.rows.items() if other != name])
+            if not _is_near(_ratios(best, self.fastest), _COSTS_OF_LEAVING_OUT):
                 return self
-        else:  # then no cost depends on it
-            fewer = _Case(rows, self.noise, self.best, self.fastest)
-            fewer.costs = self.costs
-            if name not in self.path:
-                fewer.path, fewer.ratios = self.path, self.ratios
+        rows = {other: row for other, row in self.rows.items() if other != name}
+        costs = None if is_fast else self.costs  # of others, which do not depend on it then
+        fewer = _Case(rows, self.noise, best, self.fastest, costs)
+        if not is_fast and name not in self.path:
+            fewer.path, fewer.ratios = self.path, self.ratios
         counts = [rows[other].roundings for other in {*fewer.path} if other]
         spares = self.rows[name].roundings < min(counts, default=0)
         mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
@@ -275,26 +276,6 @@ class _Case:
         """Times of the path over the fastest."""
         us = [self.rows[name].us[i] if name else inf for i, name in enumerate(self.path)]
         return _ratios(us, self.fastest)
-
-    @cached_property
-    def costs(self) -> dict[str, list[float]]:
-        """By backend and column its time over the least: 1 for what is as fast, nan where none has
-        a time."""
-        best, rows = self.best, self.rows
-        if not self.noise:
-            return {
-                name: [1.0 if ratio <= TOLERANCE else ratio for ratio in map(truediv, row.us, best)]
-                for name, row in rows.items()
-            }
-        noise = [self.noise[name] for name in rows]
-        times = zip(*[row.us for row in rows.values()])
-        doubt = [1 + own[us.index(low)] for us, own, low in zip(times, zip(*noise), best)]
-        found = {}
-        for (name, row), own in zip(rows.items(), noise):
-            limits = map(max, repeat(TOLERANCE), map(add, doubt, own))
-            ratios = map(truediv, row.us, best)
-            found[name] = [1.0 if ratio <= most else ratio for ratio, most in zip(ratios, limits)]
-        return found
 
     @cached_property
     def path(self) -> list[str]:
@@ -324,6 +305,30 @@ class _Case:
             for layout in row.layouts:
                 groups.setdefault(layout, []).append(name)
         return groups.values()
+
+
+def _best(times: Sequence[Sequence[float]]) -> list[float]:
+    return [*map(min, zip(*times))]
+
+
+def _costs(
+    rows: Mapping[str, _Row], noise: Mapping[str, list[float]], best: Sequence[float]
+) -> dict[str, list[float]]:
+    """By backend and column its time over the least: 1 for what counts as fast, nan where none has
+    a time."""
+    if not noise:
+        return {
+            name: [1.0 if ratio <= TOLERANCE else ratio for ratio in map(truediv, row.us, best)]
+            for name, row in rows.items()
+        }
+    times, own = zip(*[row.us for row in rows.values()]), zip(*[noise[name] for name in rows])
+    doubt = [1 + each[us.index(low)] for us, each, low in zip(times, own, best)]
+    found = {}
+    for name, row in rows.items():
+        limits = map(max, repeat(TOLERANCE), map(add, doubt, noise[name]))
+        ratios = map(truediv, row.us, best)
+        found[name] = [1.0 if ratio <= most else ratio for ratio, most in zip(ratios, limits)]
+    return found
 
 
 def _ratios(us: Sequence[float], fastest: Sequence[float]) -> list[float]:
