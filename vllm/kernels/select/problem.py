@@ -53,10 +53,13 @@ class LinearProblem:
 
     def block_fit(self, takes_any_block: bool) -> Fit | None:
         """How a kernel of fixed or of any blocks takes partial ones; None where there are none."""
-        if self.weight.scale != "block":
+        weight, parts = self.weight, self.parts or (self.n,)
+        if weight.scale != "block" or not (
+            self.k % weight.block[1] or any([part % weight.block[0] for part in parts])
+        ):
             return None
-        rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
-        return linear_fit(rows, columns, self.weight.block, takes_any_block)
+        rows, columns = Axis(parts, self.cut_n), Axis((self.k,), self.cut_k)
+        return linear_fit(rows, columns, weight.block, takes_any_block)
 
     @cached_property
     def size_key(self) -> str:
