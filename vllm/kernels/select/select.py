@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from vllm.formats.act_scheme import ActScheme
@@ -156,10 +157,11 @@ def _kernel(
     grade = Grade.RUN if ran_on(device, weight_format) in spec.ran_on else Grade.COMPILED
     is_out = not able or not eligibility.is_meant(spec, device)
     scales = "" if is_out else eligibility.scale_form(spec, device, e8m0)
-    plain = Candidate(spec.backend, act, scales, reasons=tuple(reasons), grade=grade)
+    known = spec.backend, act, scales, None, (), None, tuple(reasons)
+    plain = Candidate(*known, grade)
     limits = [other.max_tokens for other in able if other.max_tokens]
     limit = limits[0] if limits else None
-    graded = {grade: replace(plain, grade=grade) for grade in Grade}
+    graded = {} if is_out else {one: Candidate(*known, one) for one in Grade}
     return _Kernel(spec, spec.refines, plain.rescales, plain, graded, is_out, limit)
 
 
@@ -288,7 +290,7 @@ def _measured(
         if candidate.reasons:
             if backend in timed and backend in kernels.limited:
                 candidate, limit = _for_few_tokens(candidate, kernels.limited[backend], case)
-            if None in [reason.origin for reason in candidate.reasons]:
+            if not all(map(_ORIGIN, candidate.reasons)):
                 continue
         could.append((backend, limit))
         if backend in timed:
@@ -306,6 +308,9 @@ def _measured(
             if parts:
                 found[parts] = _split(parts, judged)
     return [*found.values()]
+
+
+_ORIGIN = attrgetter("origin")
 
 
 def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> Roundings:
