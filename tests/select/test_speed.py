@@ -10,9 +10,8 @@ from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.select import select
 
-MAX_MICROSECONDS = 50
-# With the search for the split, which nothing remembers from another problem.
-MAX_WITH_MEASUREMENTS, MAX_WITH_ESTIMATES = 130, 240
+# Of a choice, whatever decides it: nothing is remembered from another problem.
+MAX_MICROSECONDS = 60
 # Two kinds of work do not slow down alike.
 ALLOWANCE = 1.2
 PROBLEMS = {
@@ -38,7 +37,7 @@ def microseconds(problem, device: str, wishes: str, timings=None) -> float:
     return seconds_elsewhere(choose) * 1e6
 
 
-def test_a_choice_takes_50_microseconds_at_most():
+def test_a_choice_by_the_default_order_takes_60_microseconds_at_most():
     took = {
         (name, device, wishes): microseconds(problem, device, wishes)
         for name, problem in PROBLEMS.items()
@@ -49,18 +48,26 @@ def test_a_choice_takes_50_microseconds_at_most():
     assert not slow, f"microseconds: {slow}"
 
 
-def test_a_choice_by_measurements_takes_130_microseconds_at_most():
-    took = microseconds(linear(), "90", "-", MEASURED)
-    assert took <= MAX_WITH_MEASUREMENTS * ALLOWANCE, f"{took:.1f} us"
+H100 = Chip(parse_device("90"), 132, 3352)
 
 
-def test_a_choice_by_estimates_of_seven_kernels_takes_240_microseconds_at_most():
+def test_a_choice_by_measurements_takes_60_microseconds_at_most():
+    """The second is a row of this build's table: a split of five parts over 18 token counts."""
+    problem = linear(n=4096, k=12288)
+    measured = Known.of(H100).evidence(problem)
+    assert measured.grade is Grade.MEASURED and len(measured.us) == 5
+    cases = (linear(), MEASURED), (problem, measured)
+    took = [microseconds(one, "90", "-", by) for one, by in cases]
+    assert max(took) <= MAX_MICROSECONDS * ALLOWANCE, f"microseconds: {took}"
+
+
+def test_a_choice_by_estimates_of_seven_kernels_takes_60_microseconds_at_most():
     """Of a size that nobody measured, which becomes a split of five parts."""
     problem = linear(n=2816, k=3072)
-    estimated = Known.of(Chip(parse_device("90"), 132, 3352)).evidence(problem)
+    estimated = Known.of(H100).evidence(problem)
     assert estimated.grade is Grade.ESTIMATED and len(estimated.us) == 7
     took = microseconds(problem, "90", "-", estimated)
-    assert took <= MAX_WITH_ESTIMATES * ALLOWANCE, f"{took:.1f} us"
+    assert took <= MAX_MICROSECONDS * ALLOWANCE, f"{took:.1f} us"
 
 
 def test_that_others_timed_no_two_kernels_is_found_out_in_microseconds():

@@ -285,12 +285,12 @@ class _Case:
         served = [us < inf for us in self.best] if inf in self.best else ()
         least, found = inf, list[str]()
         for names in self._by_layout():
-            own, common = [self.costs[name] for name in names], 1.0
+            rows, own, common = [self.rows[n] for n in names], [self.costs[n] for n in names], 1.0
             if served:
                 own = [[*compress(costs, served)] for costs in own]
-            if any(counts := [self.rows[name].roundings for name in names]):
+            if any(counts := [row.roundings for row in rows]):
                 own, common = _rounded(own, counts)
-            ends = [self.rows[name].may_be_last for name in names]
+            ends = [row.may_be_last for row in rows]
             cost, path = _cheapest_path(own, ends, least / common)
             if path:
                 least, found = cost * common, [names[row] for row in path]

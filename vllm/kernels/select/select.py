@@ -344,7 +344,7 @@ def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
         for kernel in kernels
         for reason in kernel.reasons
     ]
-    own = next((kernel for kernel in kernels if kernel.rescales), last)
+    own = next((kernel for kernel in kernels if kernel.requant), last)
     grade = least([kernel.grade for kernel in kernels])
     act, fit, requant = last.act, last.fit, own.requant
     return Candidate(name, act, own.scales, fit, parts, requant, tuple(reasons), grade)
