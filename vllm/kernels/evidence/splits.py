@@ -7,27 +7,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import compress, repeat
-from math import exp, inf, log, prod
-from operator import add, gt, itemgetter, mul, ne, truediv
+from math import exp, inf, log
+from operator import add, gt, mul, truediv
 from typing import Any, NamedTuple
 
+from vllm.kernels.evidence.cheapest_path import cheapest_path, rounded
 from vllm.kernels.evidence.steps import is_telling
 from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings, serving
 from vllm.kernels.select.spec import STORED
 from vllm.utils.dataclasses import dataclass
 
-MAX_PARTS = 5
 # A backend this close to the fastest counts as fast, and so does one that the noise of both times
 # leaves in doubt: nothing is split, and nothing replaces what comes earlier in order, for noise.
 TOLERANCE = 1.03
 # How far beyond its largest measured token count a row may decide: one that was measured for
 # decoding alone, or cut short, says nothing about prompts.
 REACH = 32
-# What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
-PART_COST = 0.045
-# What each token count costs for each rounding of the kernel that serves it: so little that it
-# decides between equals alone.
-ROUNDING_COST = 1e-6
 # Kernels that compile when the engine starts are left out as long as that costs no more than this
 # over the measured token counts: seconds of every cold start are not spent for a few percent.
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
@@ -37,8 +32,6 @@ MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
 # a run is less), the ratio of two by 2 %. For another kernel that compiles no mean over its range
 # counts: such kernels are left out for as much.
 STAYS_WITHIN, STAYS_WITHIN_AT_WORST = 0.045, 0.15
-# As factors of ratios of times.
-_PART, _ROUNDING = exp(PART_COST), exp(ROUNDING_COST)
 _COSTS_OF_LEAVING_OUT = MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT
 
 
@@ -289,9 +282,9 @@ class _Case:
             if served:
                 own = [[*compress(costs, served)] for costs in own]
             if any(counts := [row.roundings for row in rows]):
-                own, common = _rounded(own, counts)
+                own, common = rounded(own, counts)
             ends = [row.may_be_last for row in rows]
-            cost, path = _cheapest_path(own, ends, least / common)
+            cost, path = cheapest_path(own, ends, least / common)
             if path:
                 least, found = cost * common, [names[row] for row in path]
         if not served or not found:
@@ -342,101 +335,6 @@ def _is_near(ratios: Sequence[float], mean_and_worst: tuple[float, float]) -> bo
     mean, worst = mean_and_worst
     longest = max(ratios, default=inf) - 1
     return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
-
-
-def _rounded(
-    costs: Sequence[list[float]], counts: Sequence[int]
-) -> tuple[list[list[float]], float]:
-    """With what each backend rounds more than that which rounds least of those that are fast
-    somewhere, and what all round: where all round alike, nothing is added."""
-    least = min([count for own, count in zip(costs, counts) if 1.0 in own], default=0)
-    common = _ROUNDING ** (least * len(costs[0]))
-    if max(counts) <= least:
-        return [*costs], common
-    more = [_ROUNDING ** max(0, count - least) for count in counts]
-    return [[cost * extra for cost in own] for own, extra in zip(costs, more)], common
-
-
-def _cheapest_path(
-    costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
-) -> tuple[float, list[int]]:
-    """The product of its costs, and by column the row to take: at most MAX_PARTS runs of one row,
-    with _PART for each further run. No rows where there is none that costs less than `most`."""
-    if len(costs) == 1:
-        cost = prod(costs[0])
-        return (cost, [0] * len(costs[0])) if may_be_last[0] and cost < most else (inf, [])
-    columns = [*zip(*costs)]
-    if most < inf and prod(map(min, columns)) >= most:
-        return inf, []
-    cost, path = _any_runs(columns, may_be_last)
-    if sum(map(ne, path, path[1:])) >= MAX_PARTS:
-        cost, path = _few_runs(columns, may_be_last)
-    return (cost, path) if cost < most else (inf, [])
-
-
-def _any_runs(
-    columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
-) -> tuple[float, list[int]]:
-    """With any number of runs, by Viterbi's algorithm; of equal costs the earlier row stays.
-
-    Where the cheapest row is cheaper by more than a run costs, and stays free, the column is
-    passed: it changes nothing but that another row may begin there.
-    """
-    totals, is_passed, steps = columns[0], False, []
-    low = min(totals)
-    enter, free = low * _PART, -1
-    for column in columns[1:]:
-        steps.append((totals, enter, is_passed))
-        is_passed = free >= 0 and column[free] == 1.0
-        if not is_passed:
-            totals = [
-                (enter if enter < stay else stay) * cost for stay, cost in zip(totals, column)
-            ]
-            low = min(totals)
-            enter = low * _PART
-            free = totals.index(low) if sorted(totals)[1] >= enter else -1
-    ends = [*totals]
-    if is_passed:
-        ends = [enter * cost for cost in columns[-1]]
-        ends[free] = low
-    cost, row = _cheapest_end(ends, may_be_last)
-    path = [row]
-    for column, (totals, enter, is_passed) in zip(reversed(columns[:-1]), reversed(steps)):
-        if enter < (enter * column[row] if is_passed else totals[row]):
-            row = totals.index(min(totals))
-        path.append(row)
-    return cost, path[::-1]
-
-
-def _few_runs(
-    columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
-) -> tuple[float, list[int]]:
-    """With at most MAX_PARTS: the same, with totals for each number of runs that came before."""
-    none = [inf] * len(may_be_last)
-    levels, steps = [columns[0], *[none] * (MAX_PARTS - 1)], []
-    for column in columns[1:]:
-        enters = [inf, *[min(totals) * _PART for totals in levels[:-1]]]
-        steps.append((levels, enters))
-        levels = [
-            [(enter if enter < stay else stay) * cost for stay, cost in zip(totals, column)]
-            for totals, enter in zip(levels, enters)
-        ]
-    ends = [_cheapest_end(totals, may_be_last) for totals in levels]
-    cost, row = min(ends, key=itemgetter(0))
-    level, path = ends.index((cost, row)), [row]
-    for levels, enters in reversed(steps):
-        if enters[level] < levels[level][row]:
-            level -= 1
-            row = levels[level].index(min(levels[level]))
-        path.append(row)
-    return cost, path[::-1]
-
-
-def _cheapest_end(totals: Sequence[float], may_be_last: Sequence[bool]) -> tuple[float, int]:
-    """The least total, and the first row that has it, of those that may be last."""
-    ends = [total if may else inf for total, may in zip(totals, may_be_last)]
-    cost = min(ends)
-    return cost, ends.index(cost)
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> range:
