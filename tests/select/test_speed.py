@@ -15,6 +15,8 @@ MAX_MICROSECONDS = 60
 MAX_OF_18_COUNTS = 75
 # Two kinds of work do not slow down alike.
 ALLOWANCE = 1.2
+# Of longer calls, which others on the machine interrupt more often than the yardstick.
+ATTEMPTS = 3
 PROBLEMS = {
     "plain": linear(),
     "merged and cut": linear(n=960, parts=(576, 192, 192), cut_n=32),
@@ -26,7 +28,7 @@ PROBLEMS = {
 MEASURED = timed(skinny=(1, 8), deep_gemm=(9, 512), cutlass=(513, 8192), torch=(1, 0))
 
 
-def microseconds(problem, device: str, wishes: str, timings=None) -> float:
+def microseconds(problem, device: str, wishes: str, timings=None, attempts: int = 1) -> float:
     policy = policy_of(wishes, "qwen3_5_moe_text", device)
     chip = parse_device(device)
     specs = registry.specs(problem.family, chip.family)
@@ -35,7 +37,7 @@ def microseconds(problem, device: str, wishes: str, timings=None) -> float:
     def choose() -> object:
         return select(*arguments, "model.layers.0.mlp.down_proj", timings)
 
-    return seconds_elsewhere(choose) * 1e6
+    return min(seconds_elsewhere(choose) for _ in range(attempts)) * 1e6
 
 
 def test_a_choice_by_the_default_order_takes_60_microseconds_at_most():
@@ -53,7 +55,7 @@ H100 = Chip(parse_device("90"), 132, 3352)
 
 
 def test_a_choice_by_measurements_takes_60_microseconds_at_most():
-    took = microseconds(linear(), "90", "-", MEASURED)
+    took = microseconds(linear(), "90", "-", MEASURED, ATTEMPTS)
     assert took <= MAX_MICROSECONDS * ALLOWANCE, f"{took:.1f} us"
 
 
@@ -62,7 +64,7 @@ def test_a_choice_by_a_row_of_18_counts_takes_75_microseconds_at_most():
     problem = linear(n=4096, k=12288)
     measured = Known.of(H100).evidence(problem)
     assert measured.grade is Grade.MEASURED and len(measured.tokens) == 18
-    took = microseconds(problem, "90", "-", measured)
+    took = microseconds(problem, "90", "-", measured, ATTEMPTS)
     assert took <= MAX_OF_18_COUNTS * ALLOWANCE, f"{took:.1f} us"
 
 
@@ -71,7 +73,7 @@ def test_a_choice_by_estimates_of_seven_kernels_takes_75_microseconds_at_most():
     problem = linear(n=2816, k=3072)
     estimated = Known.of(H100).evidence(problem)
     assert estimated.grade is Grade.ESTIMATED and len(estimated.us) == 7
-    took = microseconds(problem, "90", "-", estimated)
+    took = microseconds(problem, "90", "-", estimated, ATTEMPTS)
     assert took <= MAX_OF_18_COUNTS * ALLOWANCE, f"{took:.1f} us"
 
 
