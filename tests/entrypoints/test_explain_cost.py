@@ -31,6 +31,7 @@ def test_explaining_a_large_model_takes_half_a_second_and_no_torch(tmp_path):
     [
         ("Qwen3.5-397B-A17B-NVFP4", ()),
         ("DeepSeek-V3.1", ()),
+        ("DeepSeek-V3.1", ("--device", "h100")),
     ],
 )
 def test_explaining_the_largest_models_briefly_takes_150_milliseconds(tmp_path, model, words):

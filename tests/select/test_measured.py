@@ -11,10 +11,9 @@ from selection_cases import LIBS, TOKENS, ask, linear, moe, timed
 from selection_strategies import devices, excluding, linears, models, some_libs
 
 from vllm.kernels import registry
+from vllm.kernels.evidence.cheapest_path import MAX_PARTS, PART_COST
 from vllm.kernels.evidence.splits import (
-    MAX_PARTS,
     MEAN_COST_OF_LEAVING_OUT,
-    PART_COST,
     REACH,
     TOLERANCE,
     WORST_COST_OF_LEAVING_OUT,
@@ -222,6 +221,21 @@ def test_no_other_split_costs_less(timings):
     least = min((cost_of(timings, able, parts) for parts in allowed), default=inf)
     assert (cost_of(timings, able, found) if found else inf) == pytest.approx(least)
     assert len(found) <= MAX_PARTS
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sampled_from((10.0, 10.6, 12.0, 20.0))] * 3), min_size=7, max_size=7)
+)
+def test_where_more_parts_would_pay_the_cheapest_of_so_many_are_taken(columns):
+    """Seven token counts, of which the fastest kernel may be another each time."""
+    tokens, names = tuple(2**i for i in range(len(columns))), ("a", "b", "c")
+    timings = Timings("", tokens, tuple(zip(names, zip(*columns))))
+    able = tuple((name, None) for name in names)
+    found = best_split(timings, able, (1, 64))
+    assert len(found) <= MAX_PARTS
+    least = min(cost_of(timings, able, split) for split in every_split(tokens, names))
+    assert cost_of(timings, able, found) == pytest.approx(least)
 
 
 def test_nothing_is_split_for_noise_or_for_a_gain_at_a_single_count():

@@ -10,11 +10,13 @@ from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.select import select
 
-MAX_MICROSECONDS = 50
-# With the search for the split, which nothing remembers from another problem.
-MAX_WITH_MEASUREMENTS, MAX_WITH_ESTIMATES = 130, 240
+MAX_MICROSECONDS = 60
+# With a search for the split over 18 token counts: nothing is remembered from another problem.
+MAX_OF_18_COUNTS = 75
 # Two kinds of work do not slow down alike.
 ALLOWANCE = 1.2
+# Of longer calls, which others on the machine interrupt more often than the yardstick.
+ATTEMPTS = 3
 PROBLEMS = {
     "plain": linear(),
     "merged and cut": linear(n=960, parts=(576, 192, 192), cut_n=32),
@@ -26,7 +28,7 @@ PROBLEMS = {
 MEASURED = timed(skinny=(1, 8), deep_gemm=(9, 512), cutlass=(513, 8192), torch=(1, 0))
 
 
-def microseconds(problem, device: str, wishes: str, timings=None) -> float:
+def microseconds(problem, device: str, wishes: str, timings=None, attempts: int = 1) -> float:
     policy = policy_of(wishes, "qwen3_5_moe_text", device)
     chip = parse_device(device)
     specs = registry.specs(problem.family, chip.family)
@@ -35,10 +37,10 @@ def microseconds(problem, device: str, wishes: str, timings=None) -> float:
     def choose() -> object:
         return select(*arguments, "model.layers.0.mlp.down_proj", timings)
 
-    return seconds_elsewhere(choose) * 1e6
+    return min(seconds_elsewhere(choose) for _ in range(attempts)) * 1e6
 
 
-def test_a_choice_takes_50_microseconds_at_most():
+def test_a_choice_by_the_default_order_takes_60_microseconds_at_most():
     took = {
         (name, device, wishes): microseconds(problem, device, wishes)
         for name, problem in PROBLEMS.items()
@@ -49,18 +51,30 @@ def test_a_choice_takes_50_microseconds_at_most():
     assert not slow, f"microseconds: {slow}"
 
 
-def test_a_choice_by_measurements_takes_130_microseconds_at_most():
-    took = microseconds(linear(), "90", "-", MEASURED)
-    assert took <= MAX_WITH_MEASUREMENTS * ALLOWANCE, f"{took:.1f} us"
+H100 = Chip(parse_device("90"), 132, 3352)
 
 
-def test_a_choice_by_estimates_of_seven_kernels_takes_240_microseconds_at_most():
+def test_a_choice_by_measurements_takes_60_microseconds_at_most():
+    took = microseconds(linear(), "90", "-", MEASURED, ATTEMPTS)
+    assert took <= MAX_MICROSECONDS * ALLOWANCE, f"{took:.1f} us"
+
+
+def test_a_choice_by_a_row_of_18_counts_takes_75_microseconds_at_most():
+    """Of this build's table, for an H100: a split of five parts."""
+    problem = linear(n=4096, k=12288)
+    measured = Known.of(H100).evidence(problem)
+    assert measured.grade is Grade.MEASURED and len(measured.tokens) == 18
+    took = microseconds(problem, "90", "-", measured, ATTEMPTS)
+    assert took <= MAX_OF_18_COUNTS * ALLOWANCE, f"{took:.1f} us"
+
+
+def test_a_choice_by_estimates_of_seven_kernels_takes_75_microseconds_at_most():
     """Of a size that nobody measured, which becomes a split of five parts."""
     problem = linear(n=2816, k=3072)
-    estimated = Known.of(Chip(parse_device("90"), 132, 3352)).evidence(problem)
+    estimated = Known.of(H100).evidence(problem)
     assert estimated.grade is Grade.ESTIMATED and len(estimated.us) == 7
-    took = microseconds(problem, "90", "-", estimated)
-    assert took <= MAX_WITH_ESTIMATES * ALLOWANCE, f"{took:.1f} us"
+    took = microseconds(problem, "90", "-", estimated, ATTEMPTS)
+    assert took <= MAX_OF_18_COUNTS * ALLOWANCE, f"{took:.1f} us"
 
 
 def test_that_others_timed_no_two_kernels_is_found_out_in_microseconds():

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from decimal import Decimal
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -59,6 +58,8 @@ _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "f
 def whole_number(text: str) -> int:
     """`4096`, `32k` (32,000), `32K` (32,768), `1.5G`; argparse.ArgumentTypeError for others."""
     if match := _NUMBER.fullmatch(text.strip()):
+        from decimal import Decimal  # which few commands need
+
         with suppress(ArithmeticError):
             value = Decimal(match[1]) * _UNITS[match[2]]
             if value == value.to_integral_value():

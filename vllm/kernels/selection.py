@@ -53,6 +53,8 @@ class Selection:
     def __post_init__(self) -> None:
         self._by_layer = [override for override in self.policy.overrides if override.pattern != "*"]
         self._decided: dict[tuple[Problem, tuple[bool, ...]], Decision] = {}
+        # The same by object, which layers that are alike share: hashing it takes longer.
+        self._of_objects: dict[int, tuple[Problem, Decision]] = {}
 
     def afresh(self) -> "Selection":
         """One that has not been asked anything."""
@@ -69,9 +71,17 @@ class Selection:
     def decide(self, layer: str, problem: Problem) -> Decision:
         """The same, with `chosen=None` instead of an error."""
         elsewhere = self.emulated.get(problem.family)
-        decision = elsewhere.decide(layer, problem) if elsewhere else self._decide(layer, problem)
+        decision = elsewhere.decide(layer, problem) if elsewhere else self._decided_for(problem)
+        if decision is None:
+            decision = self._decide(layer, problem)
+            self._of_objects[id(problem)] = problem, decision
         self.records.append((layer, decision))
         return decision
+
+    def _decided_for(self, problem: Problem) -> Decision | None:
+        """None where it was not asked yet, or the answer depends on the layer's name."""
+        found = self._of_objects.get(id(problem))
+        return None if found is None or self._by_layer else found[1]
 
     def _decide(self, layer: str, problem: Problem) -> Decision:
         key = (problem, tuple(override.matches(layer) for override in self._by_layer))

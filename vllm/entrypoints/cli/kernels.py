@@ -37,7 +37,9 @@ _KINDS = {
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("kernels", help="List kernels and explain how one is chosen.")
-    kinds = parser.add_subparsers(dest="kernels_kind", metavar="KIND", required=True)
+    kinds = parser.add_subparsers(
+        dest="kernels_kind", metavar="KIND", required=True, prog=parser.prog
+    )
     listing = kinds.add_parser("list", help="List kernels with their chips and requirements.")
     listing.add_argument("--family", help=f"Only one of {', '.join(registry.FAMILIES)}.")
     listing.add_argument(

@@ -119,12 +119,15 @@ def _notice_of(variable: str) -> str | None:
 def _parser(command: str) -> Parser:
     parser = Parser(prog="vllm", description="Serve large language models.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # With `prog`, argparse does not load what formats help.
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog=parser.prog
+    )
     if command in SUBCOMMANDS:
         import_module(SUBCOMMANDS[command][0]).add_parser(subparsers)
+        return parser
     for name, (_, text) in SUBCOMMANDS.items():
-        if name not in subparsers.choices:
-            subparsers.add_parser(name, help=text, add_help=False)  # lists it alone
+        subparsers.add_parser(name, help=text, add_help=False)  # lists it alone
     return parser
 
 

@@ -46,6 +46,8 @@ class LayerNames:
 
     def covers(self, layers: Sequence[str]) -> bool:
         """Whether all of `layers` are named; CheckpointError where some are and some are not."""
+        if not self._parts and not self._patterns:
+            return False
         named = {layer for layer in layers if layer in self}
         if named and len(named) < len(set(layers)):
             raise CheckpointError(

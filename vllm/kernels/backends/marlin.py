@@ -19,7 +19,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
-from vllm.kernels.select.reason import Reason
+from vllm.kernels.select.reason import Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import NATIVE
 
@@ -60,9 +60,10 @@ def _columns_per_scale(problem: Problem) -> list[Reason]:
         odd = next((size for size in sizes if size % step), 0)
         text = f"{odd} columns of int8, and it takes multiples of {step}"
         return shared.shape_reasons((odd > 0, text))
-    is_refused = columns > 0 and (columns < _LEAST_GROUP or columns & (columns - 1) > 0)
+    if columns == 0 or (columns >= _LEAST_GROUP and columns & (columns - 1) == 0):
+        return []
     text = f"scales of {columns} columns, and it takes a power of two from {_LEAST_GROUP} on"
-    return shared.shape_reasons((is_refused, text))
+    return [Reason(Why.SHAPE, text)]
 
 
 def _expert_reasons(problem: Problem) -> list[Reason]:

@@ -17,7 +17,7 @@ from vllm.kernels.select.problem import (
     Problem,
     WeightProblem,
 )
-from vllm.kernels.select.reason import Reason
+from vllm.kernels.select.reason import Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ def columns_per_scale(problem: Problem) -> list[Reason]:
     if columns and isinstance(problem, MoEProblem):  # by a finer grid, where blocks are partial
         columns = shared.cut_columns(problem).refined(columns)
     step = gcd(columns, _GROUP) if columns else _GROUP
+    if step >= _LEAST_STEP:
+        return []
     text = f"scale blocks leave steps of {step} columns, and it takes {_LEAST_STEP} or more"
-    return shared.shape_reasons((step < _LEAST_STEP, text))
+    return [Reason(Why.SHAPE, text)]
 
 
 _VARIANTS = shared.CHUNKED | shared.SINKS | shared.SOFTCAP | _LATENTS

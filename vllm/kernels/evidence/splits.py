@@ -3,30 +3,26 @@
 Pure functions of `Timings`, standard library only.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import compress, repeat
 from math import exp, inf, log
-from operator import eq
+from operator import add, gt, mul, truediv
 from typing import Any, NamedTuple
 
+from vllm.kernels.evidence.cheapest_path import cheapest_path, rounded
 from vllm.kernels.evidence.steps import is_telling
 from vllm.kernels.select.decision import Able, Evidence, Layouts, Parts, Roundings, serving
 from vllm.kernels.select.spec import STORED
 from vllm.utils.dataclasses import dataclass
 
-MAX_PARTS = 5
 # A backend this close to the fastest counts as fast, and so does one that the noise of both times
 # leaves in doubt: nothing is split, and nothing replaces what comes earlier in order, for noise.
 TOLERANCE = 1.03
 # How far beyond its largest measured token count a row may decide: one that was measured for
 # decoding alone, or cut short, says nothing about prompts.
 REACH = 32
-# What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
-PART_COST = 0.045
-# What each token count costs for each rounding of the kernel that serves it: so little that it
-# decides between equals alone.
-ROUNDING_COST = 1e-6
 # Kernels that compile when the engine starts are left out as long as that costs no more than this
 # over the measured token counts: seconds of every cold start are not spent for a few percent.
 MEAN_COST_OF_LEAVING_OUT, WORST_COST_OF_LEAVING_OUT = 0.03, 0.10
@@ -84,19 +80,15 @@ class Timings(Evidence):
             return _best_for_all(self, able)
         if not self.tokens or self.tokens[-1] * REACH < m_range[1]:
             return ()
-        counts = () if self.error else roundings
-        case = _Case.of(self, able, _columns(self, m_range), layouts, counts)
-        path = case.cheapest()
+        columns = _columns(self, m_range)
+        here = slice(columns.start, columns.stop)
+        rows = _rows(self, able, here, compiling, layouts, () if self.error else roundings)
+        best = _best([row.us for row in rows.values()])
+        case = _Case(rows, _noise(self, rows, here), best, best)
         for name in compiling:
-            if name not in case.rows:
-                continue
-            fewer = case.without(name)
-            if not _is_near(fewer.best, case.fastest, _COSTS_OF_LEAVING_OUT):
-                continue
-            others = fewer.cheapest() if case.depends_on(name, path) else path
-            if others and fewer.can_spare(case.rows[name], others):
-                case, path = fewer, others
-        return _parts(path, case.tokens)
+            if name in case.rows:
+                case = case.sparing(name)
+        return _parts(case.path, self.tokens[here])
 
 
 def _stays(
@@ -160,102 +152,145 @@ def _best_for_all(timings: Timings, able: Able) -> Parts:
 
 
 class _Row(NamedTuple):
-    """One backend: microseconds of each column, inf for none, and their relative noise, [] for
-    none. may_be_last: it takes any number of tokens. layouts: of the weight, that it takes."""
+    """One backend: microseconds of each column, inf for none. may_be_last: it takes any number of
+    tokens. layouts: of the weight, that it takes."""
 
-    us: list[float]
-    noise: list[float]
+    us: Sequence[float]
     may_be_last: bool
     roundings: int
     layouts: tuple[str, ...]
 
 
-class _Case(NamedTuple):
-    """rows: by backend. tokens: of the columns. best: in each, of the rows. fastest: the same of
-    all that could run at first.
+def _rows(
+    timings: Evidence,
+    able: Able,
+    here: slice,
+    compiling: Collection[str],
+    layouts: Layouts,
+    roundings: Roundings,
+) -> dict[str, _Row]:
+    """By backend. Of times that are not measured here, all are as long as they may be but those of
+    the first backend that takes any number of tokens."""
+    times, errors = _times(timings, able, here), dict(timings.error)
+    taken, counts = dict(layouts), dict(roundings)
+    last = [name for name, limit in able if limit is None]
+    if errors and last:
+        errors.pop(last[0], None)
+    first = next((name for name in last if name in times and name not in compiling), "")
+    if first and first not in taken and not timings.noise:
+        times = _not_slower(times, first, max(errors.get(first, (0.0,))), taken)
+    rows = {}
+    for name, us in times.items():
+        if name in errors:
+            us = [*map(mul, us, _factors(errors[name])[here])]
+        rows[name] = _Row(us, name in last, counts.get(name, 0), taken.get(name, _STORED))
+    return rows
+
+
+_STORED = (STORED,)
+
+
+def _times(timings: Evidence, able: Able, here: slice) -> dict[str, Sequence[float]]:
+    """By backend, of each column; inf for none."""
+    known, tokens = dict(timings.us), timings.tokens[here]
+    found = {}
+    for name, limit in able:
+        us: Any = known.get(name, ())[here]
+        if limit is not None and us:
+            num = bisect_right(tokens, limit)
+            us = us[:num] + (inf,) * (len(us) - num)
+        if us:
+            found[name] = [inf if t is None else t for t in us] if None in us else us
+    return found
+
+
+def _not_slower(
+    times: dict[str, Sequence[float]], first: str, error: float, others: Collection[str]
+) -> dict[str, Sequence[float]]:
+    """Without backends that everywhere count as slower than `first`, which is never left out: no
+    path needs them. error: of its times. others: backends that may have another weight."""
+    most = [us * (1 + error) * TOLERANCE for us in times[first]]
+    slower = [name for name, us in times.items() if all(map(gt, us, most)) and name not in others]
+    return {name: us for name, us in times.items() if name not in slower} if slower else times
+
+
+@lru_cache(maxsize=512)
+def _factors(errors: tuple[float, ...]) -> tuple[float, ...]:
+    """What makes times as long as they may be; the errors of a kernel are those of all sizes."""
+    return tuple(1 + error for error in errors)
+
+
+def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
+    """By backend and column; {} where it is not known or not measured here."""
+    if timings.error or not timings.noise:
+        return {}
+    known = dict(timings.noise)
+    none = (0.0,) * len(timings.tokens)
+    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name in rows}
+
+
+class _Case:
+    """The backends that may serve. noise: as of `_noise`. best: of each column the least time, inf
+    for none. fastest: the same of all that could run at first. costs: as of `_costs`.
 
     A path has by column the backend that serves it, "" where none has a time.
     """
 
-    rows: dict[str, _Row]
-    tokens: tuple[int, ...]
-    best: list[float]
-    fastest: list[float]
+    def __init__(
+        self,
+        rows: Mapping[str, _Row],
+        noise: Mapping[str, list[float]],
+        best: list[float],
+        fastest: list[float],
+        costs: dict[str, list[float]] | None = None,
+    ):
+        self.rows, self.noise, self.best, self.fastest = rows, noise, best, fastest
+        self.costs = costs or _costs(rows, noise, best)
 
-    @classmethod
-    def of(
-        cls, timings: Evidence, able: Able, columns: range, layouts: Layouts, roundings: Roundings
-    ) -> "_Case":
-        """Of times that are not measured here, all are as long as they may be but those of the
-        first backend that takes any number of tokens."""
-        known, errors = dict(timings.us), dict(timings.error)
-        noise = {} if errors else dict(timings.noise)
-        errors.pop(next((name for name, limit in able if limit is None), ""), None)
-        here = slice(columns.start, columns.stop)
-        tokens, taken, counts = timings.tokens[here], dict(layouts), dict(roundings)
-        rows = {}
-        for name, limit in able:
-            if name not in known:
-                continue
-            us: list[Any] = list(known[name][here])
-            if limit is not None or None in us:
-                us = [_time(t, m, limit) for t, m in zip(us, tokens)]
-            if name in errors:
-                us = [t * (1 + error) for t, error in zip(us, errors[name][here])]
-            doubt = [part or 0.0 for part in noise.get(name, ())[here]]
-            own = taken.get(name, (STORED,))
-            rows[name] = _Row(us, doubt, limit is None, counts.get(name, 0), own)
-        best = _best(rows)
-        return cls(rows, tokens, best, best)
-
-    def without(self, name: str) -> "_Case":
+    def sparing(self, name: str) -> "_Case":
+        """Without a backend that compiles, where it hardly saves anything; else this one."""
+        best, is_fast = self.best, 1.0 in self.costs[name]
+        if is_fast:
+            best = _best([row.us for other, row in self.rows.items() if other != name])
+            if not _is_near(_ratios(best, self.fastest), _COSTS_OF_LEAVING_OUT):
+                return self
         rows = {other: row for other, row in self.rows.items() if other != name}
-        return self._replace(rows=rows, best=_best(rows))
-
-    def depends_on(self, name: str, path: Sequence[str]) -> bool:
-        """Whether it may be another without that backend, whose times and roundings those of
-        others are compared with."""
-        is_compared = any(row.roundings for row in self.rows.values())
-        return is_compared or name in path or any(map(eq, self.rows[name].us, self.best))
-
-    def can_spare(self, compiled: _Row, path: Sequence[str]) -> bool:
-        """Whether the path takes hardly longer than one could with a backend that compiles."""
-        rows = [self.rows[name] for name in path if name]
-        spares = all(compiled.roundings < row.roundings for row in rows)
+        costs = None if is_fast else self.costs  # of others, which do not depend on it then
+        fewer = _Case(rows, self.noise, best, self.fastest, costs)
+        if not is_fast and name not in self.path:
+            fewer.path, fewer.ratios = self.path, self.ratios
+        counts = [rows[other].roundings for other in {*fewer.path} if other]
+        spares = self.rows[name].roundings < min(counts, default=0)
         mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(path)]
-        return _is_near(us, self.fastest, mean_and_worst)
+        return fewer if fewer.path and _is_near(fewer.ratios, mean_and_worst) else self
 
-    def cheapest(self) -> list[str]:
-        """At most MAX_PARTS ranges, whose backends share a layout; [] where there are none."""
+    @cached_property
+    def ratios(self) -> list[float]:
+        """Times of the path over the fastest."""
+        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(self.path)]
+        return _ratios(us, self.fastest)
+
+    @cached_property
+    def path(self) -> list[str]:
+        """The cheapest of at most MAX_PARTS ranges, whose backends share a layout; [] for none."""
         if min(self.best, default=inf) == inf:
             return []
-        costs, least, found = self._costs(), inf, list[str]()
+        served = [us < inf for us in self.best] if inf in self.best else ()
+        least, found = inf, list[str]()
         for names in self._by_layout():
-            own, common = [costs[name] for name in names], 0.0
-            if any(counts := [self.rows[name].roundings for name in names]):
-                own, common = _rounded(own, counts)
-            ends = [self.rows[name].may_be_last for name in names]
-            cost, path = _cheapest_path(own, ends, least - common)
+            rows, own, common = [self.rows[n] for n in names], [self.costs[n] for n in names], 1.0
+            if served:
+                own = [[*compress(costs, served)] for costs in own]
+            if any(counts := [row.roundings for row in rows]):
+                own, common = rounded(own, counts)
+            ends = [row.may_be_last for row in rows]
+            cost, path = cheapest_path(own, ends, least / common)
             if path:
-                least, found = cost + common, [names[row] for row in path]
-        served = iter(found)
-        return [next(served) if us < inf else "" for us in self.best] if found else []
-
-    def _costs(self) -> dict[str, list[float]]:
-        """In the columns that some row has a time for: none for the fastest and what is as fast."""
-        best, rows = self.best, self.rows
-        fast = [us * TOLERANCE for us in best]
-        if not any(row.noise for row in rows.values()):
-            return {name: _cost(row.us, fast, best) for name, row in rows.items()}
-        noise = [row.noise or [0.0] * len(best) for row in rows.values()]
-        times = zip(*[row.us for row in rows.values()])
-        doubt = [1 + own[us.index(low)] for us, own, low in zip(times, zip(*noise), best)]
-        found = {}
-        for (name, row), own in zip(rows.items(), noise):
-            fast = [low * max(TOLERANCE, one + two) for low, one, two in zip(best, doubt, own)]
-            found[name] = _cost(row.us, fast, best)
-        return found
+                least, found = cost * common, [names[row] for row in path]
+        if not served or not found:
+            return found
+        rest = iter(found)
+        return [next(rest) if is_served else "" for is_served in served]
 
     def _by_layout(self) -> Iterable[list[str]]:
         groups: dict[str, list[str]] = {}
@@ -265,89 +300,41 @@ class _Case(NamedTuple):
         return groups.values()
 
 
-def _best(rows: Mapping[str, _Row]) -> list[float]:
-    return [min(us) for us in zip(*[row.us for row in rows.values()])]
+def _best(times: Sequence[Sequence[float]]) -> list[float]:
+    return [*map(min, zip(*times))]
 
 
-def _is_near(
-    us: Sequence[float], fastest: Sequence[float], mean_and_worst: tuple[float, float]
-) -> bool:
-    """Whether times are no more than so much longer, as ratios less one; inf does not count."""
-    mean, worst = mean_and_worst
-    ratios = [own / least for own, least in zip(us, fastest) if own < inf]
-    longest = max(ratios, default=inf) - 1
-    return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
-
-
-def _cost(us: Sequence[float], fast: Sequence[float], best: Sequence[float]) -> list[float]:
-    return [
-        0.0 if own <= most else log(own / low)
-        for own, most, low in zip(us, fast, best)
-        if low < inf
-    ]
-
-
-def _rounded(
-    costs: Sequence[list[float]], counts: Sequence[int]
-) -> tuple[list[list[float]], float]:
-    """With what each backend rounds more than that which rounds least of those that are fast
-    somewhere, and what all round: where all round alike, nothing is added."""
-    least = min((count for own, count in zip(costs, counts) if 0.0 in own), default=0)
-    more = [max(0, count - least) * ROUNDING_COST for count in counts]
-    rounded = [[cost + extra for cost in own] for own, extra in zip(costs, more)]
-    return rounded, least * len(costs[0]) * ROUNDING_COST
-
-
-def _cheapest_path(
-    costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
-) -> tuple[float, list[int]]:
-    """Its cost, and by column the row to take: at most MAX_PARTS runs of one row, PART_COST for
-    each further run. No rows where there is none that costs less than `most`.
-
-    Viterbi's algorithm over rows, for one run more at a time until no further one can pay; of equal
-    costs the earlier row stays.
-    """
-    least = sum(map(min, zip(*costs)))
-    totals = {row: [*accumulate(own)] for row, own in enumerate(costs)}
-    steps, lowest = list[dict[int, list[float]]](), list[list[float]]()  # by further runs
-    end, run = 0, -1
-    while least + len(steps) * PART_COST < most and len(steps) < MAX_PARTS:
-        if steps:
-            lowest.append([*map(min, zip(*totals.values()))])
-            left = most - len(steps) * PART_COST
-            totals = {j: _entered(costs[j], lowest[-1]) for j in totals if min(costs[j]) < left}
-        for row, total in totals.items():
-            if total[-1] < most and may_be_last[row]:
-                most, end, run = total[-1], row, len(steps)
-        steps.append(totals)
-    return (most, _traced(steps, lowest, end, run)) if run >= 0 else (inf, [])
-
-
-def _entered(costs: Sequence[float], lowest: Sequence[float]) -> list[float]:
-    """Totals of a row by column, entered where that is cheapest; lowest: totals of one run less."""
-    total = inf
-    found = [total]
-    for cost, before in zip(costs[1:], lowest):
-        switched = before + PART_COST
-        total = (switched if switched < total else total) + cost
-        found.append(total)
+def _costs(
+    rows: Mapping[str, _Row], noise: Mapping[str, list[float]], best: Sequence[float]
+) -> dict[str, list[float]]:
+    """By backend and column its time over the least: 1 for what counts as fast, nan where none has
+    a time."""
+    if not noise:
+        return {
+            name: [1.0 if ratio <= TOLERANCE else ratio for ratio in map(truediv, row.us, best)]
+            for name, row in rows.items()
+        }
+    times, own = zip(*[row.us for row in rows.values()]), zip(*[noise[name] for name in rows])
+    doubt = [1 + each[us.index(low)] for us, each, low in zip(times, own, best)]
+    found = {}
+    for name, row in rows.items():
+        limits = map(max, repeat(TOLERANCE), map(add, doubt, noise[name]))
+        ratios = map(truediv, row.us, best)
+        found[name] = [1.0 if ratio <= most else ratio for ratio, most in zip(ratios, limits)]
     return found
 
 
-def _traced(
-    steps: Sequence[Mapping[int, Sequence[float]]],
-    lowest: Sequence[Sequence[float]],
-    row: int,
-    run: int,
-) -> list[int]:
-    """The rows by which the total of `row` came about in the last column."""
-    path = [row]
-    for i in range(len(steps[run][row]) - 2, -1, -1):
-        if run and lowest[run - 1][i] + PART_COST < steps[run][row][i]:
-            run -= 1
-            row = next(j for j, total in steps[run].items() if total[i] == lowest[run][i])
-        path.append(row)
-    return path[::-1]
+def _ratios(us: Sequence[float], fastest: Sequence[float]) -> list[float]:
+    """In the columns that have a time."""
+    ratios = [*map(truediv, us, fastest)]
+    return [ratio for ratio in ratios if ratio < inf] if inf in us else ratios
+
+
+def _is_near(ratios: Sequence[float], mean_and_worst: tuple[float, float]) -> bool:
+    """Whether they are no more than so much above one."""
+    mean, worst = mean_and_worst
+    longest = max(ratios, default=inf) - 1
+    return longest <= worst and (longest <= mean or exp(_mean([*map(log, ratios)])) - 1 <= mean)
 
 
 def _columns(timings: Evidence, m_range: tuple[int, int]) -> range:
@@ -365,14 +352,10 @@ def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
 
 
 def _parts(path: Sequence[str], tokens: Sequence[int]) -> Parts:
-    parts: list[tuple[int | None, str]] = []
-    for backend, num_tokens in zip(path, tokens):
-        if not backend:
-            continue
-        if parts and parts[-1][1] == backend:
-            parts.pop()
-        parts.append((num_tokens, backend))
-    return (*parts[:-1], (None, parts[-1][1])) if parts else ()
+    if "" in path:
+        tokens, path = zip(*[pair for pair in zip(tokens, path) if pair[1]])
+    ends = [(t, name) for t, name, after in zip(tokens, path, path[1:]) if name != after]
+    return (*ends, (None, path[-1])) if path else ()
 
 
 # ---------------------------------------------------------------- what a choice costs

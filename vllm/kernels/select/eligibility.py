@@ -85,10 +85,13 @@ def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[R
     return [Reason(Why(q.why), q.text) for q in own]
 
 
-def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
-    """Every requirement of `spec` on sizes that the problem does not meet."""
+def size_reasons(
+    spec: KernelSpec, problem: Problem, fit: Fit | None, has_few_tokens: bool = False
+) -> list[Reason]:
+    """Every requirement of `spec` on sizes that the problem does not meet. has_few_tokens: no more
+    than the kernel takes in a call, whatever the problem says."""
     if isinstance(problem, LinearProblem):
-        reasons = _linear_reasons(spec, problem, fit)
+        reasons = _linear_reasons(spec, problem, fit, has_few_tokens)
     elif isinstance(problem, MoEProblem):
         reasons = _moe_reasons(spec, problem, fit)
     elif others := problem.variants - spec.variants:
@@ -98,20 +101,23 @@ def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Re
     return reasons + spec.check(problem) if spec.check is not None else reasons
 
 
-def _linear_reasons(spec: KernelSpec, problem: LinearProblem, fit: Fit | None) -> list[Reason]:
+def _linear_reasons(
+    spec: KernelSpec, problem: LinearProblem, fit: Fit | None, has_few_tokens: bool
+) -> list[Reason]:
     reasons = []
     weight = problem.weight
     if problem.bias and not spec.takes_bias:
         reasons.append(Reason(Why.SHAPE, "takes no bias"))
-    if spec.max_tokens is not None and problem.m_range[1] > spec.max_tokens:
-        text = f"serves up to {spec.max_tokens} tokens, not {problem.m_range[1]}"
+    most = None if has_few_tokens else spec.max_tokens
+    if most is not None and problem.m_range[1] > most:
+        text = f"serves up to {most} tokens, not {problem.m_range[1]}"
         reasons.append(Reason(Why.SHAPE, text))
     is_cut = weight.scale == "group" and problem.k % weight.block[1]
     if is_cut and problem.format in spec.formats:
         text = f"K = {problem.k} is not whole groups of {weight.block[1]}"
         reasons.append(Reason(Why.SHAPE, text))
-    if spec.blocks:
-        reasons += _block_reasons(spec, weight)
+    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+        reasons.append(_block_reason(spec, weight))
     n, k = fit.sizes if fit is not None else (problem.n, problem.k)
     if n % spec.n_align:
         reasons.append(Reason(Why.SHAPE, f"N = {n} is not a multiple of {spec.n_align}"))
@@ -130,8 +136,9 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
         reasons.append(Reason(Why.NUMERICS, text))
     if problem.bias and not spec.takes_expert_bias:
         reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
-    if spec.blocks:
-        reasons += _block_reasons(spec, problem.weight)
+    weight = problem.weight
+    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
+        reasons.append(_block_reason(spec, weight))
     inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
     for name, size in (("hidden", hidden), ("intermediate", inner)):
         if size % spec.k_align:
@@ -140,11 +147,10 @@ def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list
     return reasons
 
 
-def _block_reasons(spec: KernelSpec, weight: WeightFormat) -> Iterator[Reason]:
-    if weight.scale == "block" and weight.block not in spec.blocks:
-        accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
-        text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
-        yield Reason(Why.FORMAT, text)
+def _block_reason(spec: KernelSpec, weight: WeightFormat) -> Reason:
+    accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
+    text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
+    return Reason(Why.FORMAT, text)
 
 
 def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:

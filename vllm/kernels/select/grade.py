@@ -20,14 +20,14 @@ class Grade(StrEnum):
     """It never ran on this architecture."""
 
     def reaches(self, least: "Grade") -> bool:
-        return _ORDER.index(self) <= _ORDER.index(least)
+        return _PLACES[self] <= _PLACES[least]
 
 
-_ORDER = tuple(Grade)
+_PLACES = {grade: place for place, grade in enumerate(Grade)}
 
 
 def least(grades: list[Grade]) -> Grade:
-    return max(grades, key=_ORDER.index)
+    return max(grades, key=_PLACES.__getitem__)
 
 
 def ran_on(device: Device, weight_format: str) -> str:

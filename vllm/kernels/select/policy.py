@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from vllm.errors import ConfigError
 from vllm.kernels.select.grade import Grade
@@ -80,6 +81,11 @@ class Policy:
     least_grade: Grade = Grade.COMPILED
     e8m0: bool | None = None
     budgets: tuple[Budget, ...] = ()
+
+    @cached_property
+    def excluded(self) -> frozenset[str]:
+        """Backends that `exclusions` name."""
+        return frozenset(one.backend for one in self.exclusions)
 
     def override_of(
         self, layer: str, problem: Problem, specs: Iterable[KernelSpec]

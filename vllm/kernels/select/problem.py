@@ -53,10 +53,14 @@ class LinearProblem:
 
     def block_fit(self, takes_any_block: bool) -> Fit | None:
         """How a kernel of fixed or of any blocks takes partial ones; None where there are none."""
-        if self.weight.scale != "block":
+        weight, parts = self.weight, self.parts or (self.n,)
+        if weight.scale != "block":
             return None
-        rows, columns = Axis(self.parts or (self.n,), self.cut_n), Axis((self.k,), self.cut_k)
-        return linear_fit(rows, columns, self.weight.block, takes_any_block)
+        num_rows, num_columns = weight.block
+        if not self.k % num_columns and not [size for size in parts if size % num_rows]:
+            return None
+        rows, columns = Axis(parts, self.cut_n), Axis((self.k,), self.cut_k)
+        return linear_fit(rows, columns, weight.block, takes_any_block)
 
     @cached_property
     def size_key(self) -> str:

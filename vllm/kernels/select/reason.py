@@ -17,7 +17,7 @@ class Why(StrEnum):
     NUMERICS = "numerics"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, compiled=True)
 class Origin:
     """Who decided. Rank 1 is the strongest (docs/kernels.md lists the ranks)."""
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
-from vllm.formats.scales import Requant, Scales
+from vllm.formats.scales import Requant
 from vllm.kernels.select import eligibility
 from vllm.kernels.select.decision import Candidate, Decision, Evidence, Layouts, Parts, Roundings
 from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
-from vllm.kernels.select.problem import LinearProblem, Problem, WeightProblem
+from vllm.kernels.select.problem import Problem, WeightProblem
 from vllm.kernels.select.reason import (
     DEFAULT_ORDER,
     RANK_FLAG,
@@ -47,10 +48,10 @@ def select(
     override = policy.override_of(layer, problem, specs) if policy.overrides else None
     padded = problem.block_fit(False)
     fits = padded, None if padded is None else problem.block_fit(True)
+    judges = policy.requires_native or policy.least_grade is not Grade.COMPILED
     grades = _grades(evidence) if evidence else {}
-    excluded = {one.backend for one in policy.exclusions}
-    case = _Case(problem, fits, device, libs, policy, excluded, override, grades)
-    candidates = [_candidate(kernel, case) for kernel in kernels.by_backend.values()]
+    case = _Case(problem, fits, device, libs, policy, judges, override, grades)
+    candidates = _candidates(kernels.every, case)
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
     if override is None:
@@ -72,7 +73,8 @@ class _Case(NamedTuple):
     """What every candidate is judged by; what is the same for all is computed once.
 
     fits: how partial scale blocks are taken by a kernel of fixed blocks, and by one of any blocks.
-    excluded: backends that the policy's exclusions name. grades: by backend, where there are times.
+    judges: whether the policy may reject kernels that it does not exclude. grades: by backend,
+    where there are times.
     """
 
     problem: Problem
@@ -80,7 +82,7 @@ class _Case(NamedTuple):
     device: Device
     libs: Libs
     policy: Policy
-    excluded: set[str]
+    judges: bool
     override: Override | None
     grades: Mapping[str, Grade]
 
@@ -88,29 +90,28 @@ class _Case(NamedTuple):
 class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
-    specs: all of the backend. scales: the form of scales that it would take, and whether that is
-    another than the stored one. refines: as of the spec. has_run: its results were compared on this
-    chip in this format. reasons: come before those of sizes. ruled_out: the candidate that it is of
-    any problem, where it does not run on the chip or does not take the format; sizes are then no
-    matter.
+    refines: as of the spec. rescales: as of the candidate. plain: the candidate that it is where
+    the problem adds no reason and nothing is known of its times. graded: the same by what is known.
+    is_out: it does not run on the chip or does not take the format; sizes are then no matter.
+    max_tokens: of a call of the first of the backend's kernels for the format that has a limit.
     """
 
     spec: KernelSpec
-    specs: Sequence[KernelSpec]
-    act: ActScheme | None
-    scales: str
-    rescales: bool
     refines: bool
-    has_run: bool
-    reasons: tuple[Reason, ...]
-    ruled_out: Candidate | None
+    rescales: bool
+    plain: Candidate
+    graded: Mapping[Grade, Candidate]
+    is_out: bool
+    max_tokens: int | None
 
 
 class _Kernels(NamedTuple):
-    """compiling: backends that compile at run time, the dearest first. layouts: of the weight, of
-    backends that do not take the stored one alone."""
+    """every: in order. limited: by backend, those that take a limited number of tokens. compiling:
+    backends that compile at run time, the dearest first. layouts: of the weight, of backends that
+    do not take the stored one alone."""
 
-    by_backend: dict[str, _Kernel]
+    every: tuple[_Kernel, ...]
+    limited: Mapping[str, _Kernel]
     compiling: tuple[str, ...]
     layouts: Layouts
 
@@ -123,59 +124,76 @@ _Kind = tuple[str, str, str, tuple[ActScheme, ...]]
 def _kernels(
     specs: tuple[KernelSpec, ...], kind: _Kind, device: Device, libs: Libs, e8m0: bool | None
 ) -> _Kernels:
-    """By backend the kernel that takes the format; its first where none does."""
-    family, weight_format, dtype, acts = kind
+    """Of each backend the kernel that takes the format; its first where none does."""
     by_backend: dict[str, list[KernelSpec]] = {}
     for spec in specs:
-        if spec.family == family:
+        if spec.family == kind[0]:
             by_backend.setdefault(spec.backend, []).append(spec)
-    found = {}
-    for backend, own in by_backend.items():
-        spec = next((other for other in own if weight_format in other.formats), own[0])
-        act = next((scheme for scheme in acts if scheme in spec.act), None)
-        reasons = eligibility.machine_reasons(spec, device, libs)
-        if dtype not in spec.dtypes:
-            reasons.append(Reason(Why.DTYPE, f"computes in {names(spec.dtypes)}, not {dtype}"))
-        if act is None:
-            text = f"quantises activations as {names(spec.act)}; allowed: {names(acts)}"
-            reasons.append(Reason(Why.NUMERICS, text))
-        if weight_format not in spec.formats:
-            taken = frozenset().union(*(other.formats for other in own))
-            reasons.append(Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"))
-        scales = eligibility.scale_form(spec, device, e8m0) if weight_format in spec.formats else ""
-        rescales = scales not in ("", Scales.FLOAT32)
-        has_run = ran_on(device, weight_format) in spec.ran_on
-        out = None
-        if weight_format not in spec.formats or not eligibility.is_meant(spec, device):
-            grade = Grade.RUN if has_run else Grade.COMPILED
-            out = Candidate(backend, act, reasons=tuple(reasons), grade=grade)
-        found[backend] = _Kernel(
-            *(spec, own, act, scales, rescales, spec.refines, has_run, tuple(reasons), out)
-        )
-    used = [kernel.spec for kernel in found.values()]
+    every = tuple(_kernel(own, kind, device, libs, e8m0) for own in by_backend.values())
+    used = [kernel.spec for kernel in every]
     costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in used if spec.compiles}
     layouts = [(s.backend, s.weight_layouts) for s in used if s.weight_layouts != (STORED,)]
-    return _Kernels(found, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
+    limited = {kernel.spec.backend: kernel for kernel in every if kernel.max_tokens}
+    return _Kernels(every, limited, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
 
 
-def _candidate(kernel: _Kernel, case: _Case) -> Candidate:
-    if kernel.ruled_out is not None:
-        return kernel.ruled_out
-    problem, policy, spec, scales = case.problem, case.policy, kernel.spec, kernel.scales
-    fit = case.fits[kernel.refines]
-    reasons = [*kernel.reasons, *eligibility.size_reasons(spec, problem, fit)]
-    if case.libs.quarantined:
-        reasons += eligibility.quarantine_reasons(spec, problem, case.libs)
-    requant = None
-    if kernel.rescales:
-        assert isinstance(problem, WeightProblem)
-        requant = eligibility.requant_of(problem, scales)
-        reasons += eligibility.requant_reasons(spec, case.device, policy, scales, requant)
-    grade = case.grades.get(spec.backend) or (Grade.RUN if kernel.has_run else Grade.COMPILED)
-    least = policy.least_grade
-    if spec.backend in case.excluded or policy.requires_native or least is not Grade.COMPILED:
-        reasons += _policy_reasons(kernel, case, requant, grade)
-    return Candidate(spec.backend, kernel.act, scales, fit, (), requant, tuple(reasons), grade)
+def _kernel(
+    own: Sequence[KernelSpec], kind: _Kind, device: Device, libs: Libs, e8m0: bool | None
+) -> _Kernel:
+    """own: of one backend."""
+    _, weight_format, dtype, acts = kind
+    able = [spec for spec in own if weight_format in spec.formats]
+    spec = able[0] if able else own[0]
+    act = next((scheme for scheme in acts if scheme in spec.act), None)
+    reasons = eligibility.machine_reasons(spec, device, libs)
+    if dtype not in spec.dtypes:
+        reasons.append(Reason(Why.DTYPE, f"computes in {names(spec.dtypes)}, not {dtype}"))
+    if act is None:
+        text = f"quantises activations as {names(spec.act)}; allowed: {names(acts)}"
+        reasons.append(Reason(Why.NUMERICS, text))
+    if not able:
+        taken = frozenset().union(*(other.formats for other in own))
+        reasons.append(Reason(Why.FORMAT, f"takes {names(taken)}, not {weight_format}"))
+    grade = Grade.RUN if ran_on(device, weight_format) in spec.ran_on else Grade.COMPILED
+    is_out = not able or not eligibility.is_meant(spec, device)
+    scales = "" if is_out else eligibility.scale_form(spec, device, e8m0)
+    known = spec.backend, act, scales, None, (), None, tuple(reasons)
+    plain = Candidate(*known, grade)
+    limits = [other.max_tokens for other in able if other.max_tokens]
+    limit = limits[0] if limits else None
+    graded = {} if is_out else {one: Candidate(*known, one) for one in Grade}
+    return _Kernel(spec, spec.refines, plain.rescales, plain, graded, is_out, limit)
+
+
+def _candidates(
+    kernels: Iterable[_Kernel], case: _Case, have_few_tokens: bool = False
+) -> list[Candidate]:
+    """have_few_tokens: no more than each kernel takes in a call."""
+    problem, fits, device, libs, policy, judges, _, grades = case
+    excluded, found = policy.excluded, []
+    for kernel in kernels:
+        if kernel.is_out:
+            found.append(kernel.plain)
+            continue
+        spec, plain, requant = kernel.spec, kernel.plain, None
+        fit = fits[kernel.refines]
+        reasons = eligibility.size_reasons(spec, problem, fit, have_few_tokens)
+        if libs.quarantined:
+            reasons += eligibility.quarantine_reasons(spec, problem, libs)
+        if kernel.rescales:
+            assert isinstance(problem, WeightProblem)
+            requant = eligibility.requant_of(problem, plain.scales)
+            reasons += eligibility.requant_reasons(spec, device, policy, plain.scales, requant)
+        grade = grades.get(spec.backend, plain.grade) if grades else plain.grade
+        if judges or spec.backend in excluded:
+            reasons += _policy_reasons(kernel, case, requant, grade)
+        if reasons or fit or requant:
+            own, scales = (*plain.reasons, *reasons), plain.scales
+            plain = Candidate(spec.backend, plain.act, scales, fit, (), requant, own, grade)
+        elif grade is not plain.grade:
+            plain = kernel.graded[grade]
+        found.append(plain)
+    return found
 
 
 def _policy_reasons(
@@ -183,7 +201,7 @@ def _policy_reasons(
 ) -> Iterator[Reason]:
     """What the policy says against a kernel that does not depend on sizes or scales."""
     problem, policy, override, spec = case.problem, case.policy, case.override, kernel.spec
-    if policy.requires_native and not eligibility.is_native(spec, problem, kernel.act):
+    if policy.requires_native and not eligibility.is_native(spec, problem, kernel.plain.act):
         how = "an emulation" if spec.is_emulation else "weight-only"
         yield Reason(Why.POLICY, f"{_NATIVE.text}, and this is {how}", _NATIVE)
     if override is None or override.backend != spec.backend:  # it outranks exclusions
@@ -200,18 +218,17 @@ def _policy_reasons(
 def _is_known(grade: Grade, kernel: _Kernel, policy: Policy) -> bool:
     """Whether as much is known of the kernel as the policy wants."""
     # What others timed never ran here.
-    known = Grade.COMPILED if grade is Grade.IMPORTED and not kernel.has_run else grade
-    return known.reaches(policy.least_grade)
+    never_ran = grade is Grade.IMPORTED and kernel.plain.grade is Grade.COMPILED
+    return (Grade.COMPILED if never_ran else grade).reaches(policy.least_grade)
 
 
 def _grades(evidence: Evidence) -> dict[str, Grade]:
     """What times are worth: those of another version or chip are estimates."""
-    stale = {backend for backend, *_ in evidence.stale}
-    return {
-        backend: least([evidence.grade, Grade.ESTIMATED]) if backend in stale else evidence.grade
-        for backend, us in evidence.us
-        if us.count(None) < len(us)
-    }
+    found = {name: evidence.grade for name, us in evidence.us if any(us)}
+    for name, *_ in evidence.stale:
+        if name in found:
+            found[name] = least([evidence.grade, Grade.ESTIMATED])
+    return found
 
 
 def _best(
@@ -221,15 +238,15 @@ def _best(
     evidence: Evidence | None,
 ) -> Decision:
     """Where no override speaks: the first that can run, the fastest of those measured first."""
-    measured = _measured(evidence, candidates, kernels, case) if evidence else {}
-    moved = set(map(id, measured.values()))
-    ordered = (*measured.values(), *[c for c in candidates if id(c) not in moved])
+    measured = _measured(evidence, candidates, kernels, case) if evidence else []
+    moved = [id(candidate) for candidate in measured]
+    ordered = (*measured, *[c for c in candidates if not moved or id(c) not in moved])
     winner = next((c for c in ordered if not c.reasons), None)
     chosen = winner.backend if winner else None
     origin = _excluding_origin(chosen, ordered)
     if origin is None and evidence and id(winner) in moved:
         origin = Origin(RANK_MEASURED, f"{evidence.grade}: {evidence.source}")
-    if origin is None and chosen is not None:
+    if origin is None and chosen is not None and case.policy.preferred:
         preference = case.policy.preference_of(chosen, case.problem.family)
         origin = preference.origin if preference else None
     return Decision(case.problem, case.device, chosen, origin or DEFAULT_ORDER, ordered, evidence)
@@ -259,7 +276,7 @@ def _measured(
     candidates: Sequence[Candidate],
     kernels: _Kernels,
     case: _Case,
-) -> dict[Parts, Candidate]:
+) -> list[Candidate]:
     """The fastest split of what could run but for what was asked, then that of what may run.
 
     Empty where the first in the default order was not measured: nothing is known to beat it.
@@ -271,9 +288,9 @@ def _measured(
     for candidate in candidates:
         backend, limit = candidate.backend, None
         if candidate.reasons:
-            if backend in timed:
-                candidate, limit = _for_few_tokens(candidate, kernels.by_backend[backend], case)
-            if not all(reason.origin for reason in candidate.reasons):
+            if backend in timed and backend in kernels.limited:
+                candidate, limit = _for_few_tokens(candidate, kernels.limited[backend], case)
+            if not all(map(_ORIGIN, candidate.reasons)):
                 continue
         could.append((backend, limit))
         if backend in timed:
@@ -290,7 +307,10 @@ def _measured(
             parts = evidence.best_split(own, m_range, kernels.compiling, kernels.layouts, roundings)
             if parts:
                 found[parts] = _split(parts, judged)
-    return found
+    return [*found.values()]
+
+
+_ORIGIN = attrgetter("origin")
 
 
 def _roundings(evidence: Evidence, candidates: Iterable[Candidate]) -> Roundings:
@@ -305,31 +325,29 @@ def _for_few_tokens(
     candidate: Candidate, kernel: _Kernel, case: _Case
 ) -> tuple[Candidate, int | None]:
     """As judged for the most tokens its kernel takes in a call, and how many; None for any."""
-    problem = case.problem
-    if not isinstance(problem, LinearProblem):
+    most = kernel.max_tokens
+    if most is None or most >= case.problem.m_range[1]:
         return candidate, None
-    limits = [s.max_tokens for s in kernel.specs if s.max_tokens and problem.format in s.formats]
-    if not limits or limits[0] >= problem.m_range[1]:
-        return candidate, None
-    few = replace(problem, m_range=(min(problem.m_range[0], limits[0]), limits[0]))
-    return _candidate(kernel, case._replace(problem=few)), limits[0]
+    (few,) = _candidates([kernel], case, have_few_tokens=True)
+    return few, most
 
 
 def _split(parts: Parts, judged: Mapping[str, Candidate]) -> Candidate:
     """One of several kernels, as judged for the tokens of each: `skinny<=16|deep_gemm`."""
-    kernels = [judged[backend] for _, backend in parts]
-    if len(kernels) == 1:
-        return kernels[0]
-    name = "|".join(b if limit is None else f"{b}<={limit}" for limit, b in parts)
-    reasons = tuple(
+    last = judged[parts[-1][1]]
+    if len(parts) == 1:
+        return last
+    name = "|".join([b if limit is None else f"{b}<={limit}" for limit, b in parts])
+    kernels = [judged[backend] for backend in dict.fromkeys([backend for _, backend in parts])]
+    reasons = [
         replace(reason, text=f"{kernel.backend}: {reason.text}")
-        for kernel in dict.fromkeys(kernels)
+        for kernel in kernels
         for reason in kernel.reasons
-    )
-    own = next((kernel for kernel in kernels if kernel.rescales), kernels[-1])
-    last = kernels[-1]
+    ]
+    own = next((kernel for kernel in kernels if kernel.requant), last)
     grade = least([kernel.grade for kernel in kernels])
-    return Candidate(name, last.act, own.scales, last.fit, parts, own.requant, reasons, grade)
+    act, fit, requant = last.act, last.fit, own.requant
+    return Candidate(name, act, own.scales, fit, parts, requant, tuple(reasons), grade)
 
 
 def _excluding_origin(chosen: str | None, candidates: Sequence[Candidate]) -> Origin | None:
