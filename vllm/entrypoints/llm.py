@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tqdm import tqdm
-
 from vllm.beam_search import BeamSearch, BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.early_start import started_early
@@ -341,7 +339,11 @@ def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bar(use_tqdm: UseTqdm, total: int, title: str) -> Any:
-    make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    make: Callable[..., Any]
+    if isinstance(use_tqdm, bool):
+        from tqdm import tqdm as make
+    else:
+        make = use_tqdm
     return make(total=total, desc=title, unit="prompt", disable=not use_tqdm)
 
 

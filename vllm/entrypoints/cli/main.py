@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ SUBCOMMANDS = {
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
     "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8, NVFP4 or int4."),
+    "completion": ("vllm.entrypoints.cli.completion", "Print a script for the Tab key."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
 }
 
@@ -43,11 +44,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self._fill = fill
 
-    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+    def fill(self) -> None:
         if self._fill is not None:
             fill, self._fill = self._fill, None
             self.add_argument("-h", "--help", action="help", help="show this help message and exit")
             fill(self)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        self.fill()
         if self._subparsers is None and arguments and arguments[0]:
             self._explain(arguments[0])
         return super().parse_known_args(*arguments, **options)
@@ -92,7 +96,7 @@ def _run(words: list[str]) -> int:
     command = words[0] if words else ""
     # Before a command's modules read variables for themselves.
     warnings = envs.check_all(_notice_of) if command in SUBCOMMANDS else []
-    parser = _parser(command)
+    parser = make_parser([command])
     if words and not command.startswith("-") and command not in SUBCOMMANDS:
         hint = did_you_mean(command, SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
         parser.error(f"unknown command {command!r}{hint}")
@@ -116,15 +120,16 @@ def _notice_of(variable: str) -> str | None:
     return notice_of(variable)
 
 
-def _parser(command: str) -> Parser:
+def make_parser(commands: Collection[str] = tuple(SUBCOMMANDS)) -> Parser:
+    """With the parsers of these subcommands; the others are listed alone."""
     parser = Parser(prog="vllm", description="Serve large language models.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    if command in SUBCOMMANDS:
-        import_module(SUBCOMMANDS[command][0]).add_parser(subparsers)
-    for name, (_, text) in SUBCOMMANDS.items():
-        if name not in subparsers.choices:
-            subparsers.add_parser(name, help=text, add_help=False)  # lists it alone
+    for name, (module, text) in SUBCOMMANDS.items():
+        if name in commands:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text, add_help=False)
     return parser
 
 
