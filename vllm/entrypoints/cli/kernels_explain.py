@@ -25,6 +25,7 @@ from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
 from vllm.utils.dataclasses import fields, replace
 from vllm.utils.hub import read_json_object
+from vllm.utils.terminal import takes_styles
 
 if TYPE_CHECKING:
     from vllm.architectures.explained import Layers
@@ -111,7 +112,7 @@ def run_explain(args: argparse.Namespace) -> int:
         if args.device and args.libs is None:
             note = "note: with the libraries installed here; --libs all assumes all of them"
             print(note, file=sys.stderr)
-        print(text_report.page(report, text_width(), sys.stdout.isatty(), args.brief))
+        print(text_report.page(report, text_width(), takes_styles(sys.stdout), args.brief))
         if found is not None:
             print(f"\n{upstream_report.page(found, text_width())}")
     if args.html:

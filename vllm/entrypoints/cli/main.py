@@ -1,6 +1,7 @@
 """The `vllm` command. Only the subcommand that is asked for is imported."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -173,8 +174,12 @@ def _wants_traceback() -> bool:
 
 
 def program() -> int:
-    """The `vllm` command. Unlike `main`, it takes over the signals of its process."""
+    """The `vllm` command. Unlike `main`, it takes over the signals and the output of its process:
+    what the encoding of a terminal lacks is written as `?`."""
     exit_on_sigterm()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     return main()
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import socket
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import msgspec
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
+from vllm.entrypoints.cli.greeting import greeting
 from vllm.entrypoints.demo import demo_model_path
 from vllm.entrypoints.openai.launch import (
     bind,
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
         url = _url(args, listener)
         report.log(who="Server")
         settle_collections()
-        print(_greeting(url, model_name, report.total, bool(settings.api_key)))
+        print(greeting(url, model_name, report.total, bool(settings.api_key)))
         sys.stdout.flush()
 
     try:
@@ -393,18 +393,6 @@ def _local_name(host: str) -> str:
     if host in ("", "0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
-
-
-def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str:
-    body = json.dumps(
-        {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    )
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    place = url.removeprefix("--unix-socket ")
-    return (
-        f"Serving {model_name} at {place}/v1 (ready after {seconds:.1f} s). Try:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
 
 
 def _number(kind: type[float], low: float, high: float, accepts: str) -> Callable[[str], float]:
