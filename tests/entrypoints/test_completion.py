@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.cli.completion import SHELLS, commands_of
+from vllm.entrypoints.cli.completion import commands_of
+from vllm.entrypoints.cli.completion_scripts import SCRIPTS
 from vllm.entrypoints.cli.main import SUBCOMMANDS, make_parser
 from vllm.kernels import registry
 
@@ -58,7 +59,7 @@ def test_bash_completes_commands_flags_and_values(completed) -> None:
     assert completed("serve", "--dtype", "=") == ["auto", "float32", "bfloat16", "float16"]
     assert completed("serve", "--linear-backend", "") == [*registry.backend_names("linear")]
     assert completed("serve", "--port", "") == []
-    assert completed("completion", "") == [*SHELLS]
+    assert completed("completion", "") == [*SCRIPTS]
     assert "DeepSeek-V3.1" in completed("kernels", "explain", "Deep")
     assert completed("fly", "--po") == []
 

@@ -3,35 +3,14 @@
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.architectures.registry import builtin_names
+from vllm.entrypoints.cli.completion_scripts import FILE, NOTHING, SCRIPTS, TEXT, Command, Flag
 from vllm.kernels import registry
 
-SHELLS = ("bash", "zsh", "fish")
-NOTHING, TEXT, FILE = "nothing", "text", "file"
 _FILE_NAMES = ("FILE", "FOLDER", "DIR", "PATH", ".JSON", "MODEL")
 _HELP_CHARS = 70
-
-
-class Flag(NamedTuple):
-    """takes: NOTHING, TEXT or FILE. values: those that it takes, () where they are not a list."""
-
-    names: tuple[str, ...]
-    text: str
-    takes: str
-    values: tuple[str, ...]
-
-
-class Command(NamedTuple):
-    """words: as they are typed, `vllm kernels list`. commands: the next word with what it does.
-    values: of the arguments that are no flags. takes_files: whether these may be files."""
-
-    words: str
-    commands: tuple[tuple[str, str], ...]
-    flags: tuple[Flag, ...]
-    values: tuple[str, ...]
-    takes_files: bool
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,15 +20,14 @@ def add_parser(subparsers: Any) -> None:
         "values: source <(vllm completion bash), in ~/.bashrc to keep it; the same with zsh; "
         "vllm completion fish > ~/.config/fish/completions/vllm.fish",
     )
-    parser.add_argument("shell", choices=SHELLS, help="For which shell.")
+    parser.add_argument("shell", choices=[*SCRIPTS], help="For which shell.")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    from vllm.entrypoints.cli import completion_scripts
     from vllm.entrypoints.cli.main import make_parser
 
-    script = getattr(completion_scripts, args.shell)
+    script = SCRIPTS[args.shell]
     print(script(tuple(commands_of(make_parser(), "vllm"))), end="")
 
 

@@ -1,9 +1,31 @@
 """Completion scripts for three shells, from one table of commands. Each finds the command that is
 typed, then completes the value of a flag, a flag, a subcommand or an argument."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from vllm.entrypoints.cli.completion import FILE, NOTHING, Command
+NOTHING, TEXT, FILE = "nothing", "text", "file"
+
+
+class Flag(NamedTuple):
+    """takes: NOTHING, TEXT or FILE. values: those that it takes, () where they are not a list."""
+
+    names: tuple[str, ...]
+    text: str
+    takes: str
+    values: tuple[str, ...]
+
+
+class Command(NamedTuple):
+    """words: as they are typed, `vllm kernels list`. commands: the next word with what it does.
+    values: of the arguments that are no flags. takes_files: whether these may be files."""
+
+    words: str
+    commands: tuple[tuple[str, str], ...]
+    flags: tuple[Flag, ...]
+    values: tuple[str, ...]
+    takes_files: bool
+
 
 _BASH = """\
 # Completion of vllm for bash, written by `vllm completion bash`.
@@ -202,3 +224,7 @@ def _quoted(text: str) -> str:
 
 def _fish_quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+SCRIPTS: dict[str, Callable[[Sequence[Command]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+"""By the name of the shell."""
