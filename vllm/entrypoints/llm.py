@@ -339,12 +339,11 @@ def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bar(use_tqdm: UseTqdm, total: int, title: str) -> Any:
-    make: Callable[..., Any]
     if isinstance(use_tqdm, bool):
-        from tqdm import tqdm as make
-    else:
-        make = use_tqdm
-    return make(total=total, desc=title, unit="prompt", disable=not use_tqdm)
+        from tqdm import tqdm
+
+        return tqdm(total=total, desc=title, unit="prompt", disable=not use_tqdm)
+    return use_tqdm(total=total, desc=title, unit="prompt", disable=False)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
