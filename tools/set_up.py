@@ -326,7 +326,7 @@ def set_up(args: argparse.Namespace, screen: Screen) -> None:
     index = ("--extra-index-url", args.torch_index) if args.torch_index else ()
     install(args, packages, screen, "--no-deps", "--retries", "1", *index, *ALONE)
     install(args, packages, screen, TORCH, *dependencies())
-    screen.done(f"{packages.count} packages, {packages.bytes / 1e6:.0f} MB,")
+    screen.done(f"{packages.count} packages, {packages.bytes / 1e6:.0f} MB")
     screen.stage("Kernels of the CPU: compiled")
     # A server on the CPU must not wait for GPU kernels where nvcc happens to be.
     own = ("-v", "--no-deps", "--editable", str(ROOT))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from vllm import envs
 from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
-from vllm.logger import get_logger
+from vllm.logger import get_logger, use_format
 from vllm.utils.argparse_utils import dashed
 from vllm.utils.interrupts import exit_on_sigterm
 from vllm.version import __version__
@@ -110,6 +110,8 @@ def _run(words: list[str]) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser)}\n")
+    if getattr(args, "log_format", None) is not None:
+        use_format(args.log_format)
     for warning in warnings:
         get_logger("vllm.entrypoints.cli.main").warning("%s", warning)
     return args.run(args) or 0

@@ -93,6 +93,12 @@ def add_server_flags(group: Any) -> None:
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
          help="Log level of the web server.")  # fmt: skip
+    text(
+        "--log-format",
+        choices=("text", "json"),
+        help="json: one object a line, with time, "
+        "level, logger, message, process and, where there is one, request_id (default: text).",
+    )
     text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
     text("--enable-tokenizer-info-endpoint", action="store_true",
@@ -204,8 +210,11 @@ def run(args: argparse.Namespace) -> int:
         url = _url(args, listener)
         report.log(who="Server")
         settle_collections()
-        print(greeting(url, model_name, report.total, bool(settings.api_key)))
-        sys.stdout.flush()
+        text = greeting(url, model_name, report.total, bool(settings.api_key))
+        if envs.VLLM_LOG_FORMAT == "json":
+            logger.info("%s", text.partition("\n")[0].removesuffix(" In another terminal:"))
+        else:
+            print(text, flush=True)
 
     try:
         with asyncio.Runner() as runner:
