@@ -22,6 +22,7 @@ from vllm.version import __version__
 SUBCOMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
     "chat": ("vllm.entrypoints.cli.chat", "Chat with a running server."),
+    "top": ("vllm.entrypoints.cli.top", "Show a running server's load in a terminal."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of requests."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),

@@ -200,6 +200,8 @@ def _tell_automatic(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
     report = begin_report(process_start())
+    if not sys.stderr.isatty():  # a bar in a file is thousands of characters
+        envs.set_for_children("TQDM_DISABLE", "1")
     settings = server_settings(args)
     raise_file_limit()
     listener = bind_path(args.uds) if args.uds else bind(args.host, args.port)
