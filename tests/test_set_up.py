@@ -187,6 +187,7 @@ def test_an_environment_in_which_pip_was_interrupted_is_made_again(
 
 def test_after_a_signal_a_new_environment_is_gone_unless_it_is_whole(script, tmp_path) -> None:
     venv = tmp_path / "venv"
+    assert "nothing was made" in script.interrupted(Namespace(venv=venv), False)
     venv.mkdir()
     assert "goes on from here" in script.interrupted(Namespace(venv=venv), False)
     assert venv.exists()

@@ -337,6 +337,8 @@ def set_up(args: argparse.Namespace, screen: Screen) -> None:
 
 def interrupted(args: argparse.Namespace, was_whole: bool) -> str:
     """What is left after a signal, once nothing of it is half-done."""
+    if not args.venv.exists():
+        return "stopped; nothing was made"
     if not (args.venv / MARK).exists():
         return "stopped; what is installed is whole. The next make serve goes on from here"
     if was_whole or args.venv.is_symlink():
@@ -356,7 +358,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--torch-index", default="", help="Index with torch for CPUs.")
     args = parser.parse_args(words)
     screen = Screen(sys.stdout)
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     was_whole = False
     try:
         was_whole = sys.version_info >= OLDEST and is_whole(args.venv)
