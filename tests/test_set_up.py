@@ -130,10 +130,11 @@ def test_packages_are_shown_with_their_sizes_and_pip_is_not(script, tmp_path: Pa
     assert packages.mark.exists()
     assert packages.told("  [7/31] Building CXX object x.o") == "compiling, 7 of 31"
     assert (packages.count, round(packages.bytes / 1e6)) == (3, 192)
+    packages.screen.line("in Zürich")  # which ASCII has not
     out.seek(0)
     shown = [line.split() for line in out.read().splitlines()]
     assert shown == [["torch-2.13.0", "190.1", "MB"],
-                     ["kernels-1.0", "2.0", "MB,", "local", "file"]]  # fmt: skip
+                     ["kernels-1.0", "2.0", "MB,", "local", "file"], ["in", "Z?rich"]]  # fmt: skip
 
 
 # ---------------------------------------------------------------- Ctrl-C
