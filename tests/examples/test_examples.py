@@ -90,6 +90,7 @@ def test_which_kernel(run) -> None:
     assert "  not cutlass: runs on " in out
 
 
+@pytest.mark.slow
 def test_tune_on_cpu(run) -> None:
     before, after = re.findall(r"decided by.*?\n(.*?)\n\n", run("tune_on_cpu.py"), re.DOTALL)
     assert before != after
