@@ -59,6 +59,8 @@ def test_another_python_is_refused_with_one_that_is_here(version, script, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(script.Refused, match=r"PYTHON=/path/to/python3.13"):
         script.check_python(version, "python3")
+    (tmp_path / "python3.13").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "python3.13").chmod(0o755)
     (tmp_path / "python3.12").symlink_to(sys.executable)
     text = rf"and python3 is {version[0]}\.{version[1]}: make serve PYTHON=python3.12$"
     with pytest.raises(script.Refused, match=text):

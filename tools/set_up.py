@@ -88,7 +88,7 @@ def check_python(version: Sequence[int], name: str = sys.executable) -> None:
     if OLDEST <= version[:2] <= NEWEST:
         return
     known = [f"python{OLDEST[0]}.{minor}" for minor in range(NEWEST[1], OLDEST[1] - 1, -1)]
-    found = [other for other in known if shutil.which(other)]
+    found = [other for other in known if _starts(other)]
     fix = "make serve PYTHON=" + (found[0] if found else "/path/to/" + known[0])
     have = "" if found else "; none is on the PATH, so install one ({})".format(", ".join(known))
     raise Refused(
@@ -96,6 +96,12 @@ def check_python(version: Sequence[int], name: str = sys.executable) -> None:
             *OLDEST, *NEWEST, name, version[0], version[1], have, fix
         )
     )
+
+
+def _starts(name: str) -> bool:
+    """A name on the PATH may belong to a version manager that has no such version."""
+    path = shutil.which(name)
+    return path is not None and subprocess.call([path, "-c", ""], stderr=subprocess.DEVNULL) == 0
 
 
 def check_machine(args: argparse.Namespace) -> str:
@@ -326,7 +332,8 @@ def set_up(args: argparse.Namespace, screen: Screen) -> None:
     index = ("--extra-index-url", args.torch_index) if args.torch_index else ()
     install(args, packages, screen, "--no-deps", "--retries", "1", *index, *ALONE)
     install(args, packages, screen, TORCH, *dependencies())
-    screen.done(f"{packages.count} packages, {packages.bytes / 1e6:.0f} MB")
+    new = f"{packages.count} packages, {packages.bytes / 1e6:.0f} MB"
+    screen.done(new if packages.count else "nothing new")
     screen.stage("Kernels of the CPU: compiled")
     # A server on the CPU must not wait for GPU kernels where nvcc happens to be.
     own = ("-v", "--no-deps", "--editable", str(ROOT))
