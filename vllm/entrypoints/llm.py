@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.beam_search import BeamSearch, BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.early_start import started_early
 from vllm.engine.input_processor import Prompt, refuse_lora
 from vllm.entrypoints.chat_utils import conversations, resolve_hf_chat_template
 from vllm.errors import RequestError
@@ -49,6 +48,8 @@ class LLM:
         disable_log_stats: bool | None = None,
         **engine_args: Any,
     ):
+        from vllm.engine.early_start import started_early
+
         report = begin_report()  # not with this process, which is the user's
         own = _own_arguments(engine_args)
         args = EngineArgs.from_keywords(model=model, tokenizer=tokenizer, **own)
