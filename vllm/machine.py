@@ -161,3 +161,8 @@ class Libs:
 
     def __str__(self) -> str:
         return ",".join(sorted(map(str, self.libs))) or "none"
+
+
+def arch_key(arch: str) -> tuple[int, str]:
+    """Orders `90a` before `100f`."""
+    return int("".join(filter(str.isdecimal, arch)) or 0), arch

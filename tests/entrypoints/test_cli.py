@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from slow import quick
-from slowness import slowness
 
 import vllm
 from vllm.entrypoints.cli.bench_serve import Timing, percentile, summarise
@@ -24,13 +22,8 @@ from vllm.utils.http_client import HttpClient, HttpError
 from .serving import RunningServer, run_cli
 
 
-def test_help_lists_every_command_at_once() -> None:
-    seconds = []
-    for _ in range(4):
-        start = time.monotonic()
-        done = run_cli("--help")
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 0.3 * slowness()
+def test_help_lists_every_command() -> None:
+    done = run_cli("--help")
     assert all(name in done.stdout for name in SUBCOMMANDS)
     assert run_cli("--version").stdout.strip() == vllm.__version__
 

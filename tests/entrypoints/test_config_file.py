@@ -3,7 +3,7 @@
 import pytest
 
 from vllm.entrypoints.cli.config_file import with_file
-from vllm.entrypoints.cli.main import _parser, _subparser
+from vllm.entrypoints.cli.main import _subparser, make_parser
 from vllm.errors import ConfigError
 
 TEXT = """
@@ -27,7 +27,7 @@ def parse(tmp_path):
     def run(text: str, *words: str):
         path = tmp_path / "flags.yaml"
         path.write_text(text)
-        parser = _parser("serve")
+        parser = make_parser(["serve"])
         given = [word.replace("FILE", str(path)) for word in words]
         expanded = with_file(given, _subparser(parser, "serve"))
         return parser.parse_args(["serve", *expanded])
@@ -60,7 +60,7 @@ def test_the_command_line_wins(parse, words):
 
 def test_without_a_file_words_stay_as_they_are():
     words = ["other", "--port", "9"]
-    assert with_file(words, _subparser(_parser("serve"), "serve")) == words
+    assert with_file(words, _subparser(make_parser(["serve"]), "serve")) == words
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_file_of_something_else_is_refused_with_its_name(parse, text, words):
 )
 def test_a_flag_without_one_file_is_refused(words):
     with pytest.raises(ConfigError, match="--config"):
-        with_file(words, _subparser(_parser("serve"), "serve"))
+        with_file(words, _subparser(make_parser(["serve"]), "serve"))
 
 
 def test_a_file_that_is_not_there_is_refused(parse):

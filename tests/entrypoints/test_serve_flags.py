@@ -11,7 +11,7 @@ import pytest
 
 from vllm.engine.arg_utils import EngineArgs, whole_number
 from vllm.entrypoints.cli.config_file import with_file
-from vllm.entrypoints.cli.main import _parser, _subparser, main
+from vllm.entrypoints.cli.main import _subparser, main, make_parser
 from vllm.entrypoints.cli.serve import server_settings
 from vllm.entrypoints.compatibility.flags import translated
 from vllm.entrypoints.openai.launch import bind_path
@@ -37,7 +37,7 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
 
 def served(*words: str) -> EngineArgs:
     own, _ = translated(words)
-    return EngineArgs.from_cli_args(_parser("serve").parse_args(["serve", "m", *own]), "m")
+    return EngineArgs.from_cli_args(make_parser(["serve"]).parse_args(["serve", "m", *own]), "m")
 
 
 @pytest.mark.parametrize("text", ["auto", "-1"])
@@ -106,7 +106,7 @@ def test_sampling_defaults_come_from_a_folder_too(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     words = ["--generation-config", str(tmp_path), "--override-generation-config.top_k", "9"]
     own, _ = translated(words)
-    settings = server_settings(_parser("serve").parse_args(["serve", *own]))
+    settings = server_settings(make_parser(["serve"]).parse_args(["serve", *own]))
     assert settings.override_generation_config == {"temperature": 0.5, "top_k": 9}
     assert settings.generation_config == "vllm"
 
@@ -117,7 +117,7 @@ def test_a_file_of_flags_may_have_upstreams(tmp_path: Path) -> None:
         "model: m\nswap-space: 4\nenable_lora: false\ncompilation-config: {mode: 3}\n"
         "hf_overrides.rope_theta: 2\ncudagraph-capture-sizes: [1, 2]\ndisable-log-stats: true\n"
     )
-    parser = _subparser(_parser("serve"), "serve")
+    parser = _subparser(make_parser(["serve"]), "serve")
     own, notices = translated(with_file(["--config", str(file), "--model", "x"], parser))
     args = parser.parse_args(own)
     assert (args.model, args.model_flag, args.hf_overrides) == (None, "x", {"rope_theta": 2})

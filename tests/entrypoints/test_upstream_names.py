@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from vllm import envs
 from vllm.engine.metrics import Metrics
-from vllm.entrypoints.cli.main import _parser, _subparser
+from vllm.entrypoints.cli.main import _subparser, make_parser
 from vllm.entrypoints.compatibility import page
 from vllm.entrypoints.compatibility.flags import translated
 from vllm.entrypoints.compatibility.tables import KINDS, NO_EFFECT, OBEYED, REFUSED, TABLES, Row
@@ -59,7 +59,7 @@ def test_no_name_stands_twice() -> None:
 
 @pytest.fixture(scope="module")
 def serve() -> argparse.ArgumentParser:
-    return _subparser(_parser("serve"), "serve")
+    return _subparser(make_parser(["serve"]), "serve")
 
 
 def spellings(row: Row) -> Iterator[str]:

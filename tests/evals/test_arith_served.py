@@ -34,7 +34,7 @@ NUM_TEXTS = 90  # 11,000 tokens
 BREAK_THE_RULE = """
 from vllm.utils import deep_gemm
 
-deep_gemm._DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset()
+deep_gemm.excluded_model_types = frozenset
 """
 
 

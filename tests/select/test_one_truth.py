@@ -67,14 +67,14 @@ def _parser(add: Callable[[Any], object]) -> Parser:
     return parser
 
 
-EXPLAIN = _parser(lambda parser: kernels_explain.add_parser(parser.add_subparsers()))
+EXPLAIN = _parser(kernels_explain.add_explain)
 SERVE = _parser(EngineArgs.add_cli_args)
 
 
 def explained(asked: Question, folder: Path) -> Answer:
     """What `vllm kernels explain --json` prints, and --html writes."""
     page = folder / "page.html"
-    words = ["explain", str(folder), "--json", "--html", str(page), "--device", asked.device]
+    words = [str(folder), "--json", "--html", str(page), "--device", asked.device]
     words += ["--dtype", asked.dtype]
     words += ["--kv-cache-dtype", asked.kv_cache_dtype, "--tp", str(asked.tp), *asked.flags]
     words += ["--ep", str(asked.tp * asked.dp)] if asked.is_ep else []
@@ -312,7 +312,7 @@ def test_explain_without_a_device_and_an_engine_that_serves_here(
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     folder = str(checkpoint("qwen3_moe"))
     options = {"kv_cache_dtype": "fp8", "kernel": ["*.o_proj=torch"]}
-    words = ["explain", folder, "--json", "--kv-cache-dtype", "fp8", "--kernel", "*.o_proj=torch"]
+    words = [folder, "--json", "--kv-cache-dtype", "fp8", "--kernel", "*.o_proj=torch"]
     (tmp_path / "kernel_tables").mkdir()
     for has_evidence in (False, True):
         args = EXPLAIN.parse_args(words)

@@ -281,7 +281,7 @@ class EngineCore:
     def _fail(self, request_id: str, error: str, is_out_of_memory: bool) -> EngineOutput:
         """Ends a request with non-finite logits, or without memory, and removes its blocks from the
         prefix cache."""
-        logger.error("Request %s failed: %s", request_id, error)
+        logger.error("Request %s failed: %s", request_id, error, extra={"request_id": request_id})
         self.scheduler.forget_cached(request_id)
         output = self._refusal(request_id, error)
         output.is_fault, output.is_out_of_memory = True, is_out_of_memory

@@ -48,10 +48,12 @@ def _make(folder: Path) -> None:
 
     if shutil.disk_usage(folder.parent).free < _BYTES:  # now, not after a minute of work
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    logger.info("Preparing the demo model (once)")
     gguf = find_gguf()
+    size = gguf.stat().st_size / 1e6
+    logger.info("Preparing the demo model (once): reading %s, %.0f MB", gguf.name, size)
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as unpacked:
         dequantise(gguf, Path(unpacked))
+        logger.info("Preparing the demo model: quantising its weights to FP8")
         quantize_checkpoint(Path(unpacked), folder, next(iter(quantizable())))
         (folder / "README.md").write_text(f"# {DEMO_NAME}\n\n{DEMO_ORIGIN}.\n")
 

@@ -5,11 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tqdm import tqdm
-
 from vllm.beam_search import BeamSearch, BeamSearchOutput
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.early_start import started_early
 from vllm.engine.input_processor import Prompt, refuse_lora
 from vllm.entrypoints.chat_utils import conversations, resolve_hf_chat_template
 from vllm.errors import RequestError
@@ -51,6 +48,8 @@ class LLM:
         disable_log_stats: bool | None = None,
         **engine_args: Any,
     ):
+        from vllm.engine.early_start import started_early
+
         report = begin_report()  # not with this process, which is the user's
         own = _own_arguments(engine_args)
         args = EngineArgs.from_keywords(model=model, tokenizer=tokenizer, **own)
@@ -341,8 +340,11 @@ def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bar(use_tqdm: UseTqdm, total: int, title: str) -> Any:
-    make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-    return make(total=total, desc=title, unit="prompt", disable=not use_tqdm)
+    if isinstance(use_tqdm, bool):
+        from tqdm import tqdm
+
+        return tqdm(total=total, desc=title, unit="prompt", disable=not use_tqdm)
+    return use_tqdm(total=total, desc=title, unit="prompt", disable=False)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 
     from vllm.utils.fp8 import per_block_cast_to_fp8 as per_block_cast_to_fp8
 
-# Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales that
-# DeepGEMM takes on Blackwell; their own files say what was measured.
-_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES = frozenset(
-    name
-    for name, one in known().items()
-    if isinstance(one, Architecture) and one.ue8m0_requant_loses_accuracy
-)
-
 LINEAR = next(spec for spec in registry.specs("linear") if spec.backend == "deep_gemm")
 # The smallest problem that DeepGEMM serves wherever it serves anything.
 _SMALLEST = LinearProblem(
@@ -50,6 +42,8 @@ _SMALLEST = LinearProblem(
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES":
+        return excluded_model_types()
     if name == "per_block_cast_to_fp8":
         from vllm.utils import fp8
 
@@ -58,6 +52,18 @@ def __getattr__(name: str) -> Any:
 
 
 # ---------------------------------------------------------------- whether it serves here
+
+
+@cache
+def excluded_model_types() -> frozenset[str]:
+    """Text models that lose accuracy when their FP8 weights are re-quantised to the UE8M0 scales
+    that DeepGEMM takes on Blackwell; their own files say what was measured. Upstream's name of the
+    set is an attribute of this module too. Found when asked for: it imports every architecture."""
+    return frozenset(
+        name
+        for name, one in known().items()
+        if isinstance(one, Architecture) and one.ue8m0_requant_loses_accuracy
+    )
 
 
 def is_deep_gemm_supported() -> bool:
@@ -85,7 +91,7 @@ def should_auto_disable_deep_gemm(model_type: str | None, device: Device | None 
 
     Hopper takes float32 scales and loses nothing. device: None for the current one.
     """
-    if model_type not in _DEEPGEMM_BLACKWELL_EXCLUDED_MODEL_TYPES:
+    if model_type not in excluded_model_types():
         return False
     return dict(LINEAR.scales).get((device or current_device()).family) is Scales.UE8M0
 

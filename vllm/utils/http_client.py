@@ -66,6 +66,10 @@ class HttpClient:
                 f"OpenAI-compatible server?"
             ) from error
 
+    async def get_text(self, path: str) -> str:
+        async with self._request("GET", path) as response:
+            return (await response.read()).decode(errors="replace")
+
     async def get_json(self, path: str) -> Any:
         return await self._json("GET", path)
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from vllm import envs
 from vllm.entrypoints.cli.client import Server, add_flags, inputs, request_fields
 from vllm.errors import ConfigError, VllmError, did_you_mean
+from vllm.utils.terminal import takes_styles
 
 Message = dict[str, Any]
 
@@ -77,8 +78,12 @@ def _terminal_input() -> Callable[[str], str]:
             "a chat in a terminal needs prompt_toolkit: pip install prompt_toolkit, or use --quick"
         ) from error
     history = envs.VLLM_CACHE_ROOT / "chat_history"
-    history.parent.mkdir(parents=True, exist_ok=True)
-    session: Any = PromptSession(history=FileHistory(str(history)))
+    is_kept = False  # not in a home that is read-only
+    with suppress(OSError):
+        history.parent.mkdir(parents=True, exist_ok=True)
+        history.touch()
+        is_kept = True
+    session: Any = PromptSession(history=FileHistory(str(history)) if is_kept else None)
     keys = _key_bindings()
     return lambda prompt: session.prompt(prompt, key_bindings=keys)
 
@@ -89,6 +94,10 @@ def _key_bindings() -> Any:
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     return keys
+
+
+def _dimmed(text: str) -> str:
+    return f"{_DIM}{text}{_PLAIN}" if takes_styles(sys.stdout) else text
 
 
 @dataclass
@@ -254,7 +263,7 @@ class Terminal:
             self._chat.answer(answer, self._show)
         except KeyboardInterrupt:
             self._finish_line()
-            print(f"{_DIM}[stopped]{_PLAIN}")
+            print(_dimmed("[stopped]"))
             if answer.content:
                 self._chat.messages.append({"role": "assistant", "content": answer.content})
             return []
@@ -265,7 +274,7 @@ class Terminal:
             function = call["function"]
             print(f"call: {function['name']}({function['arguments']})")
         if speed := answer.speed():
-            print(f"{_DIM}[{speed}]{_PLAIN}")
+            print(_dimmed(f"[{speed}]"))
         return list(answer.calls.values())
 
     def _show(self, reasoning: str, content: str) -> None:
@@ -282,7 +291,8 @@ class Terminal:
     def _set_dim(self, is_dim: bool) -> None:
         if is_dim != self._is_dim:
             self._is_dim = is_dim
-            sys.stdout.write(_DIM if is_dim else _PLAIN)
+            if takes_styles(sys.stdout):
+                sys.stdout.write(_DIM if is_dim else _PLAIN)
 
     def _finish_line(self) -> None:
         self._set_dim(False)

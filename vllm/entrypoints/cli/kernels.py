@@ -5,15 +5,20 @@ import json
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.cli import kernels_explain
 from vllm.errors import ConfigError, did_you_mean
 from vllm.kernels import registry
-from vllm.kernels.report import question
+
+if TYPE_CHECKING:
+    from vllm.machine import Device
 
 # Name -> "module:function" that adds the arguments, and what it does.
 _KINDS = {
+    "explain": (
+        "kernels_explain:add_explain",
+        "Show which kernel serves each layer, and the reasons against the others.",
+    ),
     "tune": ("kernels_tune:add_tune", "Measure which kernel is fastest here, layer by layer."),
     "quarantine": (
         "kernels_tune:add_quarantine",
@@ -47,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
     )
     listing.add_argument("--json", action="store_true", help="As JSON, with all details.")
     listing.set_defaults(run=run_list)
-    kernels_explain.add_parser(kinds)
     for kind, (place, text) in _KINDS.items():
         kinds.add_parser(kind, help=text, fill=partial(_fill, place))
     docs = kinds.add_parser(
@@ -69,6 +73,7 @@ def _fill(place: str, parser: argparse.ArgumentParser) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     from vllm.kernels.report import catalog
+    from vllm.kernels.report.columns import text_width
     from vllm.platforms.libraries import native_lib
 
     families = registry.FAMILIES
@@ -79,24 +84,31 @@ def run_list(args: argparse.Namespace) -> None:
                 f"{did_you_mean(args.family, families)}"
             )
         families = (args.family,)
-    device = question.device_of(args.device) if args.device else None
+    device = _device_of(args.device) if args.device else None
     found = [entry for family in families for entry in catalog.entries(family, device)]
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        print(catalog.text(found, kernels_explain.text_width()) or f"no kernel runs on {device}")
-        print("\n" + catalog.native_text(native_lib(), kernels_explain.text_width()))
+        print(catalog.text(found, text_width()) or f"no kernel runs on {device}")
+        print("\n" + catalog.native_text(native_lib(), text_width()))
+
+
+def _device_of(name: str) -> "Device":
+    from vllm.kernels.report import question
+
+    return question.device_of(name)
 
 
 def run_docs(args: argparse.Namespace) -> None:
+    from vllm.entrypoints.cli.kernels_explain import write_text
     from vllm.entrypoints.compatibility import page
     from vllm.kernels.report import models_page
     from vllm.kernels.report.docs import document
 
     models = models_page.rewritten(_read_text(args.models), args.models)
-    kernels_explain.write_text(args.output, document())
-    kernels_explain.write_text(args.models, models)
-    kernels_explain.write_text(args.compatibility, page.document())
+    write_text(args.output, document())
+    write_text(args.models, models)
+    write_text(args.compatibility, page.document())
 
 
 def _read_text(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from vllm.config.selection import Facts, selection_for
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
+from vllm.kernels.report.columns import text_width
 from vllm.kernels.report.report import ModelFacts, Report
 from vllm.kernels.select.decision import NoKernelError
 from vllm.kernels.select.problem import Problem
@@ -25,6 +25,7 @@ from vllm.platforms.installed import installed_chip, installed_device
 from vllm.platforms.probe import installed_kernel_libs
 from vllm.utils.dataclasses import fields, replace
 from vllm.utils.hub import read_json_object
+from vllm.utils.terminal import takes_styles
 
 if TYPE_CHECKING:
     from vllm.architectures.explained import Layers
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.formats.readers.unread import UnreadConfig
     from vllm.kernels.report.model_files import ModelFiles
 
-_MIN_WIDTH, _MAX_WIDTH = 72, 120
 _OF_MODEL = ["quantization", "hf_overrides"]
 _PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
 
@@ -50,15 +50,13 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise ConfigError("--quantization and --hf-overrides say how MODEL is read, not --layer")
 
 
-def add_parser(kinds: Any) -> None:
+def add_explain(parser: argparse.ArgumentParser) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    parser = kinds.add_parser(
-        "explain",
-        help="Show which kernel serves each layer, and the reasons against the others.",
-        description="Show which kernel would serve each layer of MODEL on a chip, what decided, "
-        "and every reason against the other kernels. Needs neither the chip nor the weights. "
-        "The exit code is 1 if a layer has no kernel.",
+    parser.description = (
+        "Show which kernel would serve each layer of MODEL on a chip, what decided, and every "
+        "reason against the other kernels. Needs neither the chip nor the weights. The exit code "
+        "is 1 if a layer has no kernel."
     )
     text = parser.add_argument
     text("model", nargs="?", metavar="MODEL", help="Folder, config.json, built-in name, or name on "
@@ -114,7 +112,7 @@ def run_explain(args: argparse.Namespace) -> int:
         if args.device and args.libs is None:
             note = "note: with the libraries installed here; --libs all assumes all of them"
             print(note, file=sys.stderr)
-        print(text_report.page(report, text_width(), sys.stdout.isatty(), args.brief))
+        print(text_report.page(report, text_width(), takes_styles(sys.stdout), args.brief))
         if found is not None:
             print(f"\n{upstream_report.page(found, text_width())}")
     if args.html:
@@ -310,11 +308,6 @@ def _read(path: Path) -> Report:
 
 
 # ---------------------------------------------------------------- output
-
-
-def text_width() -> int:
-    columns = shutil.get_terminal_size((text_report.WIDTH, 24)).columns
-    return min(_MAX_WIDTH, max(_MIN_WIDTH, columns))
 
 
 def write_text(path: Path, text: str) -> None:

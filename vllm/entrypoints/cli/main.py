@@ -1,16 +1,17 @@
 """The `vllm` command. Only the subcommand that is asked for is imported."""
 
 import argparse
+import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from vllm import envs
 from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
-from vllm.logger import get_logger
+from vllm.logger import get_logger, use_format
 from vllm.utils.argparse_utils import dashed
 from vllm.utils.interrupts import exit_on_sigterm
 from vllm.version import __version__
@@ -21,12 +22,14 @@ from vllm.version import __version__
 SUBCOMMANDS = {
     "serve": ("vllm.entrypoints.cli.serve", "Start an OpenAI-compatible server."),
     "chat": ("vllm.entrypoints.cli.chat", "Chat with a running server."),
+    "top": ("vllm.entrypoints.cli.top", "Show a running server's load in a terminal."),
     "complete": ("vllm.entrypoints.cli.client", "Let a running server continue texts."),
     "run-batch": ("vllm.entrypoints.cli.run_batch", "Answer a file of requests."),
     "bench": ("vllm.entrypoints.cli.bench", "Measure latency, throughput or a server."),
     "eval": ("vllm.entrypoints.cli.eval", "Score a server, or compare two configurations."),
     "kernels": ("vllm.entrypoints.cli.kernels", "List kernels and explain how one is chosen."),
     "quantize": ("vllm.entrypoints.cli.quantize", "Quantise a checkpoint to FP8, NVFP4 or int4."),
+    "completion": ("vllm.entrypoints.cli.completion", "Print a script for the Tab key."),
     "collect-env": ("vllm.entrypoints.cli.collect_env", "Describe this machine for a report."),
 }
 
@@ -43,11 +46,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self._fill = fill
 
-    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+    def fill(self) -> None:
         if self._fill is not None:
             fill, self._fill = self._fill, None
             self.add_argument("-h", "--help", action="help", help="show this help message and exit")
             fill(self)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        self.fill()
         if self._subparsers is None and arguments and arguments[0]:
             self._explain(arguments[0])
         return super().parse_known_args(*arguments, **options)
@@ -92,7 +98,7 @@ def _run(words: list[str]) -> int:
     command = words[0] if words else ""
     # Before a command's modules read variables for themselves.
     warnings = envs.check_all(_notice_of) if command in SUBCOMMANDS else []
-    parser = _parser(command)
+    parser = make_parser([command])
     if words and not command.startswith("-") and command not in SUBCOMMANDS:
         hint = did_you_mean(command, SUBCOMMANDS) or f": it takes {', '.join(SUBCOMMANDS)}"
         parser.error(f"unknown command {command!r}{hint}")
@@ -105,6 +111,8 @@ def _run(words: list[str]) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.exit(2, f"vllm {args.command}: error: {_describe(unknown, parser)}\n")
+    if getattr(args, "log_format", None) is not None:
+        use_format(args.log_format)
     for warning in warnings:
         get_logger("vllm.entrypoints.cli.main").warning("%s", warning)
     return args.run(args) or 0
@@ -116,18 +124,19 @@ def _notice_of(variable: str) -> str | None:
     return notice_of(variable)
 
 
-def _parser(command: str) -> Parser:
+def make_parser(commands: Collection[str] = tuple(SUBCOMMANDS)) -> Parser:
+    """With the parsers of these subcommands; the others are listed alone."""
     parser = Parser(prog="vllm", description="Serve large language models.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     # With `prog`, argparse does not load what formats help.
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog=parser.prog
     )
-    if command in SUBCOMMANDS:
-        import_module(SUBCOMMANDS[command][0]).add_parser(subparsers)
-        return parser
-    for name, (_, text) in SUBCOMMANDS.items():
-        subparsers.add_parser(name, help=text, add_help=False)  # lists it alone
+    for name, (module, text) in SUBCOMMANDS.items():
+        if name in commands:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text, add_help=False)
     return parser
 
 
@@ -171,8 +180,12 @@ def _wants_traceback() -> bool:
 
 
 def program() -> int:
-    """The `vllm` command. Unlike `main`, it takes over the signals of its process."""
+    """The `vllm` command. Unlike `main`, it takes over the signals and the output of its process:
+    what the encoding of a terminal lacks is written as `?`."""
     exit_on_sigterm()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     return main()
 
 

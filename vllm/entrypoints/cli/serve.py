@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import socket
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import msgspec
 
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
+from vllm.entrypoints.cli.greeting import greeting
 from vllm.entrypoints.demo import demo_model_path
 from vllm.entrypoints.openai.launch import (
     bind,
@@ -95,6 +95,12 @@ def add_server_flags(group: Any) -> None:
          help="Leave out /docs, /redoc and /openapi.json.")  # fmt: skip
     text("--uvicorn-log-level", choices=_LOG_LEVELS, default="warning",
          help="Log level of the web server.")  # fmt: skip
+    text(
+        "--log-format",
+        choices=("text", "json"),
+        help="json: one object a line, with time, "
+        "level, logger, message, process and, where there is one, request_id (default: text).",
+    )
     text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
     text("--enable-tokenizer-info-endpoint", action="store_true",
@@ -196,6 +202,8 @@ def _tell_automatic(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal: 0, or 1 if the engine died."""
     report = begin_report(process_start())
+    if not sys.stderr.isatty():  # a bar in a file is thousands of characters
+        envs.set_for_children("TQDM_DISABLE", "1")
     settings = server_settings(args)
     raise_file_limit()
     listener = bind_path(args.uds) if args.uds else bind(args.host, args.port)
@@ -206,10 +214,12 @@ def run(args: argparse.Namespace) -> int:
         url = _url(args, listener)
         report.log(who="Server")
         settle_collections()
-        print(_greeting(url, model_name, report.total, bool(settings.api_key)))
-        if settings.ui and not args.uds:
-            print(f"Or open {url}/ in a browser.")
-        sys.stdout.flush()
+        has_page = settings.ui and not args.uds
+        text = greeting(url, model_name, report.total, bool(settings.api_key), has_page)
+        if envs.VLLM_LOG_FORMAT == "json":
+            logger.info("%s", text.partition("\n")[0].removesuffix(" In another terminal:"))
+        else:
+            print(text, flush=True)
 
     try:
         with asyncio.Runner() as runner:
@@ -397,18 +407,6 @@ def _local_name(host: str) -> str:
     if host in ("", "0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
-
-
-def _greeting(url: str, model_name: str, seconds: float, needs_key: bool) -> str:
-    body = json.dumps(
-        {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    )
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    place = url.removeprefix("--unix-socket ")
-    return (
-        f"Serving {model_name} at {place}/v1 (ready after {seconds:.1f} s). Try:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
 
 
 def _number(kind: type[float], low: float, high: float, accepts: str) -> Callable[[str], float]:

@@ -67,6 +67,7 @@ from vllm.entrypoints.openai.translated import TranslatedRequest
 from vllm.errors import RequestError, VllmError
 from vllm.kernels.report.html_report import html_page
 from vllm.kernels.report.json_report import parse_report
+from vllm.logger import request_id as logged_request_id
 from vllm.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -196,6 +197,7 @@ def _add_generation_paths(
             own_id = getattr(body, "request_id", None)
             if own_id is not None and not given_request_id(request.scope):
                 request.state.request_id = own_id
+                logged_request_id.set(own_id)
             own = replace(service, caller=caller)
             work = create(own, body, request.state.request_id)
             response = await until_disconnect(request.receive, work)

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.protocol import REQUEST_ID
 from vllm.entrypoints.openai.turns import Turns
 from vllm.logger import get_logger
+from vllm.logger import request_id as logged_request_id
 
 logger = get_logger(__name__)
 
@@ -110,6 +111,7 @@ class GateMiddleware:
         scope["root_path"] = self.root_path
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        logged_request_id.set(request_id)
         start, status = time.monotonic(), 499  # the client left before an answer
 
         async def send_tagged(message: Message) -> None:
@@ -141,7 +143,10 @@ class GateMiddleware:
             self.metrics.record_http(path, method, status, elapsed)
             if self.logs_requests and not is_open:
                 own_id = state["request_id"]
-                logger.info("%s %s %s %d %.3f s", own_id, scope["method"], path, status, elapsed)
+                http = {"method": method, "path": path, "status": status,
+                        "seconds": round(elapsed, 4)}  # fmt: skip
+                logger.info("%s %s %s %d %.3f s", own_id, scope["method"], path, status, elapsed,
+                            extra={"request_id": own_id, "http": http})  # fmt: skip
 
 
 def prefers_html(accept: Sequence[str]) -> bool:

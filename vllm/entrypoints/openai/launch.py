@@ -5,6 +5,7 @@ load the model before this one has imported FastAPI.
 """
 
 import asyncio
+import errno
 import resource
 import socket
 import sys
@@ -16,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
+from vllm.utils.ports import taken_text
 from vllm.utils.startup import no_collections
 
 logger = get_logger(__name__)
@@ -39,9 +41,11 @@ def bind(host: str, port: int) -> socket.socket:
         # SO_REUSEADDR lets two sockets bind one port as long as neither listens.
         listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; choose another with --host and --port"
-        ) from error
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            fix = taken_text(host, port, "--port ")
+        else:
+            fix = f"{error}; choose another with --host and --port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {fix}") from error
     return listener
 
 

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.kernels import registry
-from vllm.kernels.report.question import arch_key, runs_on
-from vllm.kernels.report.text_report import columns
+from vllm.kernels.report.columns import columns
 from vllm.kernels.select.spec import KernelSpec
-from vllm.machine import NATIVE, Device, Lib
+from vllm.machine import NATIVE, Device, Lib, arch_key
 
 DECLARED_ONLY = "declared only"
 
@@ -16,7 +15,11 @@ def entries(family: str, device: Device | None = None) -> list[dict[str, Any]]:
     """The kernels of a family in order of preference; if given, those that run on `device`, in the
     order there."""
     specs = registry.specs(family, device.family if device is not None else "")
-    return [_entry(spec) for spec in specs if device is None or runs_on(spec, device)]
+    return [_entry(spec) for spec in specs if device is None or _runs_on(spec, device)]
+
+
+def _runs_on(spec: KernelSpec, device: Device) -> bool:
+    return device.family in spec.devices or device.arch in spec.devices
 
 
 def _entry(spec: KernelSpec) -> dict[str, Any]:

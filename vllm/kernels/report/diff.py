@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from vllm.kernels.report.columns import columns
 from vllm.kernels.report.layer_groups import compress, counted
 from vllm.kernels.report.report import Report
-from vllm.kernels.report.text_report import NO_KERNEL, asks, columns, verdict
+from vllm.kernels.report.text_report import NO_KERNEL, asks, verdict
 from vllm.kernels.select.decision import Decision
 from vllm.utils.dataclasses import asdict, dataclass, replace
 

@@ -9,6 +9,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.versions import stale_lines
 from vllm.kernels.report import upstream_report
 from vllm.kernels.report.calls import steps_text
+from vllm.kernels.report.columns import WIDTH
 from vllm.kernels.report.html_document import (
     breakable,
     chip,
@@ -32,7 +33,6 @@ from vllm.kernels.report.text_report import (
     EXPECTED_TOKENS,
     GRADES,
     KINDS,
-    WIDTH,
     asks,
     bf16_line,
     expected_line,

@@ -14,8 +14,7 @@ from vllm.kernels import registry
 from vllm.kernels.evidence.tables import Chip
 from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, Problem
-from vllm.kernels.select.spec import KernelSpec
-from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs
+from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs, arch_key
 
 CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
 # GPUs of one architecture that measurements tell apart: multiprocessors, and GB/s or 0 where that
@@ -174,15 +173,6 @@ def _every_lib(device: Device) -> dict[str, Lib]:
         name: Lib(name, archs=tuple(sorted(archs.get(name, ()), key=arch_key)))
         for name in sorted(names)
     }
-
-
-def arch_key(arch: str) -> tuple[int, str]:
-    """Orders `90a` before `100f`."""
-    return int("".join(filter(str.isdecimal, arch)) or 0), arch
-
-
-def runs_on(spec: KernelSpec, device: Device) -> bool:
-    return device.family in spec.devices or device.arch in spec.devices
 
 
 # ---------------------------------------------------------------- layers and types

@@ -1,8 +1,6 @@
 """Decisions as text for people: which kernel, why this one, and why not the others."""
 
-import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.scales import Requant
@@ -12,6 +10,7 @@ from vllm.kernels.evidence.splits import TOLERANCE, Expected, expected
 from vllm.kernels.evidence.steps import MAIN_STEPS
 from vllm.kernels.evidence.tables import column_text
 from vllm.kernels.evidence.versions import stale_lines
+from vllm.kernels.report.columns import WIDTH, columns
 from vllm.kernels.report.layer_groups import OutcomeGroup, by_outcome, by_text, compress, counted
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.side_effects import side_effect_lines
@@ -22,7 +21,6 @@ from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_ACCURACY, Why
 from vllm.kernels.select.spec import COMPILERS
 from vllm.machine import BUILD, Lib
 
-WIDTH = 100
 CHOSEN, COULD_RUN, NO_KERNEL = "chosen", "could run", "(none)"
 # What a verdict's kind means.
 KINDS: dict[str, str] = {
@@ -174,28 +172,6 @@ def error_text(timings: Evidence) -> str:
 
 
 # ---------------------------------------------------------------- tables
-
-
-def columns(cells: Sequence[str], widths: Sequence[int], total: int) -> list[str]:
-    """One row of a table whose last column takes what is left of `total` and wraps, as the others
-    do where they are longer than their width."""
-    last = max(20, total - sum(widths) - 2 * len(widths))
-    wrapped = [_wrap(cell, width) for cell, width in zip(cells, (*widths, last))]
-    return [
-        "  ".join(f"{part:<{width}}" for part, width in zip(line, (*widths, 0))).rstrip()
-        for line in zip_longest(*wrapped, fillvalue="")
-    ]
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Line breaks stay; what is wrapped keeps the indentation of its line."""
-    lines = []
-    for line in text.splitlines() or [""]:
-        indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(
-            line, max(width, 8), break_on_hyphens=False, subsequent_indent=indent
-        ) or [""]
-    return lines
 
 
 def table(decision: Decision, width: int = WIDTH) -> str:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from vllm.kernels.report import json_report
+from vllm.kernels.report.columns import columns
 from vllm.kernels.report.report import Report
-from vllm.kernels.report.text_report import columns
 from vllm.kernels.report.upstream import Advice, Entry, Exclusion, Source, table
 
 

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from vllm.utils.terminal import takes_controls
+
 _WIDTH = 24
 _CLEAR = "\r\x1b[K"
 
@@ -45,12 +47,12 @@ class Progress:
 
     def end(self) -> None:
         """Removes the bar."""
-        if self.stream.isatty():
+        if takes_controls(self.stream):
             self.stream.write(_CLEAR)
             self.stream.flush()
 
     def _write(self, line: str) -> None:
-        if not self.stream.isatty():
+        if not takes_controls(self.stream):
             print(line, file=self.stream, flush=True)
             return
         filled = _WIDTH * self.done // max(self.total, 1)
