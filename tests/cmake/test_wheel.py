@@ -92,7 +92,7 @@ def test_the_library_names_no_folder_and_brings_no_other(wheel, tmp_path):
 def test_it_has_the_packages_files_and_no_others(wheel):
     with zipfile.ZipFile(wheel) as packed:
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
-    tracked = {n for n in output_of("git", "-C", ROOT, "ls-files", "vllm").splitlines()}
+    tracked = set(output_of("git", "-C", ROOT, "ls-files", "vllm").splitlines())
     built = {"vllm/lib/libvllm_kernels.so", "vllm/lib/arch_manifest.json"}
     assert names - built <= tracked
     assert {name for name in tracked if name.endswith((".py", ".json", ".gz", ".typed"))} <= names

@@ -2,6 +2,16 @@
 
 import json
 import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,13 +28,17 @@ OF_PROMETHEUS = frozenset({"job", "instance"})
 """Labels that it adds to each sample of a server."""
 
 
-@pytest.fixture(scope="module")
-def exported(server: RunningServer) -> dict[str, set[str]]:
-    """Names of the samples at /metrics after some requests, with the labels of each."""
+def load(server: RunningServer) -> None:
     server.complete(prompt="ban fick", n=2, temperature=1)
     server.chat(max_tokens=4)
     server.events("/v1/completions", prompt="ban", max_tokens=4)
     server.complete(unknown_field=1)
+
+
+@pytest.fixture(scope="module")
+def exported(server: RunningServer) -> dict[str, set[str]]:
+    """Names of the samples at /metrics after some requests, with the labels of each."""
+    load(server)
     samples: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(server.get("/metrics").body.decode()):
         for sample in family.samples:
@@ -111,3 +125,54 @@ def test_metrics_and_labels_are_read_off_a_query(query, found):
 @pytest.mark.parametrize("query", ["sum(vllm:nothing)", 'vllm:num_requests_running{modell="x"}'])
 def test_a_query_that_finds_nothing_is_noticed(query, exported):
     assert missing(query, exported)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus (Debian: prometheus)")
+def test_prometheus_answers_every_query_with_a_number(server, tmp_path):
+    """With short intervals; a query that divides by what nobody counted is NaN, and fails."""
+    config = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms"}
+    config["rule_files"] = [str(REPOSITORY / "deploy/prometheus/rules.yml")]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    queries = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    queries = [re.sub(r"\$(instance|model_name)", ".*", query) for query in queries]
+    left = [query.replace("$__rate_interval", "10s") for query in queries]
+    with prometheus(tmp_path) as url:
+        end = time.monotonic() + 30
+        while left and time.monotonic() < end:
+            load(server)
+            left = [query for query in left if not values_of(url, query)]
+    assert left == []
+
+
+@contextmanager
+def prometheus(folder: Path) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml",
+               f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def values_of(url: str, query: str) -> list[float]:
+    """What it answers; none while it starts, and none where a value is no number."""
+    asked = f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    try:
+        with urllib.request.urlopen(asked, timeout=5) as answer:
+            found = json.loads(answer.read())["data"]["result"]
+    except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return []
+        raise AssertionError(f"{query}: {error.read().decode()}") from error
+    except urllib.error.URLError:
+        return []
+    values = [float(one["value"][1]) for one in found]
+    return [] if any(value != value for value in values) else values
