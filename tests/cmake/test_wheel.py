@@ -48,8 +48,13 @@ def wheel(tmp_path_factory) -> Path:
     (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (programs / "python").chmod(0o755)
     (source / ".venv" / ".wheel").touch()
+    # Compiled without optimisation, in a fraction of the time: the wheel is what is tested.
+    launcher = source / "unoptimised"
+    launcher.write_text('#!/bin/bash\nexec "${@/#-O3/-O0}"\n')
+    launcher.chmod(0o755)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    run(["make", "wheel"], source, PATH=path, PIP_NO_INDEX="1")
+    options = f"'-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}'"
+    run(["make", "wheel"], source, PATH=path, PIP_NO_INDEX="1", CMAKE_ARGS=options)
     [wheel] = (source / "dist" / "cpu").iterdir()
     return wheel
 
@@ -91,7 +96,7 @@ def test_the_library_names_no_folder_and_brings_no_other(wheel, tmp_path):
 
 def test_it_has_the_packages_files_and_no_others(wheel):
     with zipfile.ZipFile(wheel) as packed:
-        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        names = {n for n in packed.namelist() if ".dist-info/" not in n and not n.endswith("/")}
     tracked = set(output_of("git", "-C", ROOT, "ls-files", "vllm").splitlines())
     built = {"vllm/lib/libvllm_kernels.so", "vllm/lib/arch_manifest.json"}
     assert names - built <= tracked
@@ -115,4 +120,4 @@ def test_a_bare_environment_generates_with_it(bare, tmp_path):
 
 def test_its_command_is_on_the_path_of_the_environment(bare, tmp_path):
     said = run([bare / "bin" / "vllm", "kernels", "list", "--family", "linear"], tmp_path)
-    assert "cpu_linear" in said
+    assert "native library" in said and "kernels for CPUs only" in said
