@@ -101,7 +101,11 @@ def test_architectures_without_nvcc_are_an_error(hide_nvcc, tmp_path):
     ("request_", "text"),
     [
         ("7.5 99.0", "No GPU kernel can be built with CUDA"),
-        ("9.0a Hoper", "(environment): 'Hoper' is not an architecture: write 9.0a, 90a, sm_121a"),
+        pytest.param(
+            "9.0a Hoper",
+            "(environment): 'Hoper' is not an architecture: write 9.0a, 90a, sm_121a",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_build_with_nvcc_has_gpu_kernels_and_all_words_are_understood(
@@ -131,6 +135,13 @@ def test_a_build_for_the_cpu_does_not_look_for_nvcc(tmp_path):
     assert configured.succeeded, configured.text
     assert "CUDA compiler" not in configured.text
     assert configured.manifest["cuda"] is None and not configured.manifest["skipped"]
+
+
+def test_the_library_is_linked_without_a_runpath(tmp_path):
+    configured = Configured(tmp_path, "-DVLLM_TARGET_DEVICE=cpu")
+    linked = (configured.folder / "build.ninja").read_text()
+    assert "-ltvm_ffi" in linked or "libtvm_ffi" in linked
+    assert "-rpath" not in linked
 
 
 def test_an_unknown_device_is_refused_with_the_accepted_ones(tmp_path):
