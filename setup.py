@@ -40,6 +40,10 @@ class BuildNative(build_ext):
             f"-DVLLM_TARGET_DEVICE={TARGET_DEVICE}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
+        # The library of `make build` or `make build-cuda`, copied here as a file of the package,
+        # would pass for the one that is built now.
+        for output in self.get_outputs():
+            Path(output).unlink(missing_ok=True)
         subprocess.check_call(["cmake", "-S", ROOT, "-B", build_dir, "-G", "Ninja", *configure])
         subprocess.check_call(["cmake", "--build", build_dir])
 

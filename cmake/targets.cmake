@@ -21,7 +21,8 @@ function(vllm_memory_mib out)
 endfunction()
 
 add_library(vllm_kernels SHARED)
-set_target_properties(vllm_kernels PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${VLLM_OUTPUT_DIR}")
+set_target_properties(vllm_kernels PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${VLLM_OUTPUT_DIR}"
+                                              SKIP_BUILD_RPATH ON)
 
 # What every C++ object is compiled with. Contraction is off because each fused multiply-add is
 # written out: results must not depend on where a compiler finds one more.
@@ -32,7 +33,8 @@ target_include_directories(vllm_options SYSTEM INTERFACE "${TVM_FFI_INCLUDE_DIR}
 target_compile_options(vllm_options INTERFACE -O3 -fPIC -fvisibility=hidden -ffp-contract=off
                                               -fno-math-errno -Wall -Wextra -Wno-psabi)
 target_link_libraries(vllm_options INTERFACE Threads::Threads)
-# libtvm_ffi is found by name at load: the process has it from the Python package.
+# libtvm_ffi is found by name at load: the process has it from the Python package. So the library
+# needs no RUNPATH, and must have none: it would be a folder of the machine that built it.
 target_link_directories(vllm_kernels PRIVATE "${TVM_FFI_LIBRARY_DIR}")
 target_link_libraries(vllm_kernels PRIVATE vllm_options tvm_ffi)
 
@@ -216,10 +218,15 @@ function(vllm_finish)
     list(APPEND entries "    {${item}}")
   endforeach()
   vllm_write_manifest("${entries}")
+  list(JOIN lines "\n" lines)
+  get_property(built GLOBAL PROPERTY VLLM_CUDA_KERNELS)
+  if(VLLM_CUDA_VERSION AND NOT built)
+    message(FATAL_ERROR "No GPU kernel can be built with CUDA ${VLLM_CUDA_VERSION}: name other "
+                        "architectures, or set VLLM_TARGET_DEVICE=cpu.\n${lines}")
+  endif()
   if(NOT lines)
     return()
   endif()
-  list(JOIN lines "\n" lines)
   if(VLLM_STRICT_ARCHS)
     message(FATAL_ERROR "Asked for and impossible to build, with VLLM_STRICT_ARCHS=ON:\n${lines}")
   endif()

@@ -65,6 +65,13 @@ BUILT = [
     # Order and duplicates
     ("12.1a 9.0a 12.0 8.0 10.0f 12.1a", "8.0 9.0 10.0 12.0", "13.0", "80 90a 100f 120 121a"),
     ("9.0a;90a;sm_90a;SM90A 90a-real", "9.0", "13.0", "90a"),
+    # Names of generations.
+    ("Hopper", "9.0", "12.6", "90a"),
+    ("Ampere,ada", "8.0", "12.6", "80 86 89"),
+    ("Ampere+Tegra", "8.0", "12.6", "87"),
+    ("Blackwell", "10.0f 12.0f", "13.0", "100f 120f"),
+    ("Blackwell", "10.0f 12.0f", "12.8", "100a 120a"),
+    ("Blackwell+Tegra", "11.0f", "13.0", "110f"),
 ]
 
 
@@ -116,7 +123,9 @@ REJECTED = [
     ("7.0", "12.6", "no architecture known to this build"),
     ("13.0", "13.3", "no architecture known to this build"),
     ("99.9a", "13.3", "no architecture known to this build"),
-    ("Hopper", "13.0", "not an architecture: write 9.0a"),
+    ("Hoper", "13.0", "not an architecture: write 9.0a"),
+    ("Hopper+PTX", "13.0", "not an architecture: write 9.0a"),
+    ("Volta", "12.6", "no architecture known to this build"),
     ("12.1b", "13.0", "not an architecture"),
     ("all", "13.0", "not an architecture"),
     ("9", "13.0", "not an architecture"),
@@ -128,7 +137,7 @@ def test_what_the_toolkit_cannot_compile_is_rejected_and_the_rest_is_built(reque
     planned = plan(f"9.0a {request_}", "9.0 10.0 11.0 12.0", cuda)
     [entry] = planned["REJECTED"]
     text, reason = entry.split("|")
-    assert text == request_
+    assert text == {"Volta": "7.0"}.get(request_, request_)
     assert why in reason
     assert planned["PLAN_GENCODES"] == [sass("90a")]
 
@@ -136,6 +145,7 @@ def test_what_the_toolkit_cannot_compile_is_rejected_and_the_rest_is_built(reque
 PTX = [
     ("12.0+PTX", [sass("120"), ptx("120")]),
     ("12.1a+PTX", [sass("121a"), ptx("121a")]),
+    ("9.0a;12.0+PTX", [sass("90a"), sass("120"), ptx("120")]),
     ("9.0a+ptx 12.0f+PTX", [sass("90a"), ptx("90a"), sass("120f"), ptx("120f")]),
     ("120-virtual", [ptx("120")]),
     ("120-real", [sass("120")]),

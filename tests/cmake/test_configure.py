@@ -31,13 +31,12 @@ def test_suffixes_reach_nvcc_and_the_manifest(nvcc, tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_built_is_listed_last_and_in_the_manifest(nvcc, tmp_path):
-    configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST="9.0a 99.0 Hopper 7.5")
+    configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST="Hopper 99.0 7.5")
     assert configured.succeeded, configured.text
     _, _, listed = configured.text.partition("Asked for and not built")
     skipped = {(skip["kernel"], skip["arch"]): skip for skip in configured.manifest["skipped"]}
     for arch, reason in {
         "99.0": "no architecture known to this build",
-        "Hopper": "not an architecture",
         "7.5": "no kernel has code for it",
     }.items():
         assert f"* {arch}: {reason}" in listed
@@ -82,12 +81,47 @@ def test_native_means_the_chips_of_this_machine_with_the_suffix_that_loses_nothi
 
 
 def test_a_machine_without_nvcc_builds_for_the_cpu_and_says_so(hide_nvcc, tmp_path):
-    configured = Configured(tmp_path, hide_nvcc, TORCH_CUDA_ARCH_LIST="9.0a 12.1a")
+    configured = Configured(tmp_path, hide_nvcc)
     assert configured.succeeded, configured.text
     assert "nvcc not found: building the CPU kernels only" in configured.text
-    assert "* 9.0a 12.1a: nvcc was not found" in configured.text
     assert configured.manifest["cuda"] is None
     assert all(name.startswith("cpu_") for name in configured.manifest["kernels"])
+
+
+def test_architectures_without_nvcc_are_an_error(hide_nvcc, tmp_path):
+    configured = Configured(tmp_path, hide_nvcc, TORCH_CUDA_ARCH_LIST="9.0a 12.1a")
+    assert not configured.succeeded
+    assert (
+        "TORCH_CUDA_ARCH_LIST (environment): given '9.0a 12.1a', but nvcc was not found: set "
+        "CUDACXX to it, or VLLM_TARGET_DEVICE=cpu" in " ".join(configured.text.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ("7.5 99.0", "No GPU kernel can be built with CUDA"),
+        pytest.param(
+            "9.0a Hoper",
+            "(environment): 'Hoper' is not an architecture: write 9.0a, 90a, sm_121a",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_build_with_nvcc_has_gpu_kernels_and_all_words_are_understood(
+    request_, text, nvcc, tmp_path
+):
+    configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST=request_)
+    assert not configured.succeeded
+    assert text in " ".join(configured.text.split())
+
+
+@pytest.mark.slow
+def test_names_of_generations_and_lists_with_semicolons_are_understood(nvcc, tmp_path):
+    configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST="Hopper;12.0+PTX")
+    assert configured.succeeded, configured.text
+    assert "architectures: 9.0a 12.0+PTX (TORCH_CUDA_ARCH_LIST (environment))" in configured.text
+    assert "90a" in configured.manifest["kernels"]["sm90_fp8_block_gemm"]
 
 
 def test_asking_for_cuda_without_nvcc_is_an_error(hide_nvcc, tmp_path):
@@ -101,6 +135,13 @@ def test_a_build_for_the_cpu_does_not_look_for_nvcc(tmp_path):
     assert configured.succeeded, configured.text
     assert "CUDA compiler" not in configured.text
     assert configured.manifest["cuda"] is None and not configured.manifest["skipped"]
+
+
+def test_the_library_is_linked_without_a_runpath(tmp_path):
+    configured = Configured(tmp_path, "-DVLLM_TARGET_DEVICE=cpu")
+    linked = (configured.folder / "build.ninja").read_text()
+    assert "-ltvm_ffi" in linked or "libtvm_ffi" in linked
+    assert "-rpath" not in linked
 
 
 def test_an_unknown_device_is_refused_with_the_accepted_ones(tmp_path):

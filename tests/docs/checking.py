@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,32 @@ def cmake(words: list[str], patch: pytest.MonkeyPatch, server) -> None:
             assert name in read or name.split("_")[0] in ("CMAKE", "Python"), name
 
 
+def docker(words: list[str], patch: pytest.MonkeyPatch, server) -> None:
+    """Nothing is built or started: stages and files exist, and what a server gets is parsed."""
+    stages = re.findall(r" AS (\S+)", text_of("Dockerfile"))
+    for option, value in pairwise(words):
+        assert option != "--target" or value in stages, value
+        assert option != "-f" or (REPOSITORY / value).exists(), value
+        assert option != "--build-arg" or f"ARG {value.partition('=')[0]}=" in text_of("Dockerfile")
+    image = next((i for i, word in enumerate(words) if re.fullmatch(r"vllm:\w+", word)), None)
+    assert words[0] in ("build", "run", "compose")
+    if words[0] == "run":
+        assert image is not None and words[image].partition(":")[2] in stages
+        parse_vllm(["serve", *words[image + 1 :]], patch)
+
+
+def kubectl(words: list[str], patch: pytest.MonkeyPatch, server) -> None:
+    """Its manifests exist, and the secret has the keys that they ask for."""
+    manifests = "".join(p.read_text() for p in (REPOSITORY / "deploy/kubernetes").glob("*.yaml"))
+    if words[:2] == ["apply", "-f"]:
+        assert (REPOSITORY / words[2]).exists(), words[2]
+        return
+    assert words[:3] == ["create", "secret", "generic"]
+    given = [word.split("=")[1] for word in words[4:] if word.startswith("--from-literal")]
+    assert f"secretName: {words[3]}\n" in manifests
+    assert set(given) == set(re.findall(r"\bkey: ([\w-]+)", manifests))
+
+
 def tool(words: list[str], patch: pytest.MonkeyPatch, server) -> None:
     """A tool of the set-up, or git: only its presence is asked for."""
 
@@ -193,7 +220,9 @@ def tool(words: list[str], patch: pytest.MonkeyPatch, server) -> None:
 PROGRAMS: dict[str, Callable[..., None]] = {
     "cmake": cmake,
     "curl": curl,
+    "docker": docker,
     "git": tool,
+    "kubectl": kubectl,
     "make": make,
     "pip": pip,
     "pytest": pytest_,

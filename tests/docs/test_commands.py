@@ -87,6 +87,10 @@ def test_commands_in_the_text_are_accepted(page, workplace, monkeypatch):
         "python benchmarks/no_such_file.py",
         "python benchmarks/accuracy/plots.py --figures FILE",
         "cmake -S . -DVLLM_STRIKT_ARCHS=ON",
+        "docker build --target gpu .",
+        "docker run -v vllm-cache:/cache vllm:cpu ./model --max-model-length 8",
+        "kubectl apply -f deploy/kubernetes/absent.yaml",
+        "kubectl create secret generic vllm --from-literal=key=KEY",
         "rm -r build",
     ],
 )

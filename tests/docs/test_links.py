@@ -14,7 +14,7 @@ from vllm.entrypoints.compatibility.tables import table
 from vllm.kernels.report import upstream
 
 _BUILT = ("vllm/lib", "vllm/lib/libvllm_kernels.so")
-_FOLDERS = ("vllm/", "tests/", "benchmarks/", "csrc/", "cmake/", "docs/")
+_FOLDERS = ("vllm/", "tests/", "benchmarks/", "csrc/", "cmake/", "docs/", "deploy/", ".github/")
 
 
 @pytest.mark.parametrize("page", PAGES)
