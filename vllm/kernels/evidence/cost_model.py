@@ -13,7 +13,7 @@ left out.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,8 @@ def read_fitted(path: Path) -> Fitted:
     """ConfigError names the file and what is wrong with it."""
     try:
         fitted = _parse(json.loads(path.read_text(encoding="utf-8")))
+        if path.parent != FITTED:
+            fitted = replace(fitted, kinds=dict(fitted.kinds))  # which may be broken anywhere
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no file of fitted costs ({type(error).__name__}: {error}): delete it and "
@@ -229,8 +231,27 @@ def _parse(content: Mapping[str, Any]) -> Fitted:
         str(content["table"]),
         str(content["table_sha256"]),
         str(content["date"]),
-        {str(name): _kind(kind) for name, kind in content["kinds"].items()},
+        _Kinds(content["kinds"]),
     )
+
+
+class _Kinds(Mapping[str, KindCost]):
+    """Of a file, each parsed when it is asked for: a model has few of them."""
+
+    def __init__(self, content: Mapping[str, Any]):
+        self._content = {**content}
+        self._parsed: dict[str, KindCost] = {}
+
+    def __getitem__(self, name: str) -> KindCost:
+        if name not in self._parsed:
+            self._parsed[name] = _kind(self._content[name])
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
 
 
 def _kind(content: Mapping[str, Any]) -> KindCost:

@@ -88,8 +88,8 @@ class Costs:
 
     def __init__(self, fitted: Fitted):
         self.fitted = fitted
-        num_sms = fitted.chip.num_sms or 1
-        self._kinds = {name: _Kind(kind, num_sms) for name, kind in fitted.kinds.items()}
+        self._num_sms = fitted.chip.num_sms or 1
+        self._kinds: dict[str, _Kind] = {}
         near = "; another chip" if fitted.is_near else ""
         source = f"{fitted.source} ({fitted.name}, {fitted.date}{near}"
         self._source, self._source_beyond = (
@@ -100,7 +100,7 @@ class Costs:
         self, problem: WeightProblem, versions: Mapping[str, str] | None = None
     ) -> Timings | None:
         """None for a kind of problem that was not measured, or sizes out of reach."""
-        kind = self._kinds.get(kind_of_problem(problem))
+        kind = self._kind(kind_of_problem(problem))
         if kind is None:
             return None
         sizes = sizes_of(problem)
@@ -117,6 +117,11 @@ class Costs:
         us = kernels.us(sizes)
         source = self._source_beyond if is_beyond else self._source
         return Timings(source, kind.cost.tokens, us, stale, Grade.ESTIMATED, error)
+
+    def _kind(self, name: str) -> "_Kind | None":
+        if name not in self._kinds and name in self.fitted.kinds:
+            self._kinds[name] = _Kind(self.fitted.kinds[name], self._num_sms)
+        return self._kinds.get(name)
 
 
 class _Kind:
