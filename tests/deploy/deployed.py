@@ -12,6 +12,7 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
+SET_UP = (REPOSITORY / "tools" / "set_up.py").read_text()
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
 MANIFESTS = sorted((REPOSITORY / "deploy/kubernetes").glob("*.yaml"))
 YAML = sorted(

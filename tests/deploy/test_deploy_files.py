@@ -12,6 +12,7 @@ from deployed import (
     MANIFESTS,
     PROJECT,
     REPOSITORY,
+    SET_UP,
     WORKFLOWS,
     YAML,
     command_lines,
@@ -209,7 +210,8 @@ def test_torch_and_the_grammars_are_those_of_make():
     [torch] = set(re.findall(r"torch==[\d.]+", MAKEFILE))
     installs = [rest for _, word, rest in dockerfile() if word == "RUN" and "pip install" in rest]
     assert all(re.findall(r"torch==[\d.]+", rest) == [torch] for rest in installs)
-    [grammar] = set(re.findall(r"xgrammar>=[\d.]+", MAKEFILE))
+    [grammar] = set(re.findall(r"xgrammar>=[\d.]+", SET_UP))
+    assert re.findall(r"torch==[\d.]+", SET_UP) == [torch]
     cpu = [rest for stage, _, rest in dockerfile() if stage == "cpu"]
     assert any(f"--no-deps '{grammar}'" in rest for rest in cpu)
     assert PROJECT["project"]["optional-dependencies"]["structured"] == [grammar]

@@ -11,7 +11,7 @@ import pytest
 
 from vllm import logger as loggers
 
-from .serving import started_server
+from .serving import started_server, wait_until
 
 
 def test_every_line_of_a_server_is_a_json_object(tiny_model: Path, tmp_path: Path) -> None:
@@ -25,7 +25,9 @@ def test_every_line_of_a_server_is_a_json_object(tiny_model: Path, tmp_path: Pat
         server.post("/v1/completions", body | {"temperature": -1})
         server.get("/nowhere")
         server.post("/v1/completions", b"{")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+        wait_until(lambda: log.read_text().count('"http":') == 5)  # they follow their answers
+        text = log.read_text()  # before its end: it is killed
+    lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message", "process"} <= line.keys() for line in lines)
     assert all(re.fullmatch(r"\d{4}(-\d\d){2}T\d\d(:\d\d){2}\.\d{3}Z", li["time"]) for li in lines)
     assert {line["level"] for line in lines} >= {"info", "warning"}

@@ -108,7 +108,7 @@ def _serve(model: Path | str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("moment", [0.3, 1.0, "sampling defaults", "Loading weights"])
+@pytest.mark.parametrize("moment", [0.3, 1.0, "sampling defaults", "no lossy transform"])
 @pytest.mark.parametrize("as_process_1", [False, True])
 def test_sigterm_ends_a_start_at_any_moment(
     tiny_model: Path, tmp_path: Path, moment: float | str, as_process_1: bool

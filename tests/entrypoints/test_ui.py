@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from vllm.entrypoints.cli.main import _parser
+from vllm.entrypoints.cli.main import make_parser
 from vllm.entrypoints.openai import pages
 from vllm.entrypoints.openai.descriptions import ABOUT, EXAMPLES
 from vllm.entrypoints.openai.field_policy import validated
@@ -111,8 +111,8 @@ def test_pages_are_shown_while_the_model_loads() -> None:
 
 
 def test_a_server_may_have_no_page() -> None:
-    assert _parser("serve").parse_args(["serve", "--no-ui"]).ui is False
-    assert _parser("serve").parse_args(["serve"]).ui is True
+    assert make_parser(["serve"]).parse_args(["serve", "--no-ui"]).ui is False
+    assert make_parser(["serve"]).parse_args(["serve"]).ui is True
     client = TestClient(bare_app(ui=False))
     assert [client.get(path).status_code for path in PATHS] == [404, 200, 200]
     client = TestClient(bare_app(disable_fastapi_docs=True))

@@ -148,10 +148,9 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:
-    folder = service.engine.model_config.model
-    origin = {"description": DEMO_ORIGIN} if Path(folder).name == DEMO_NAME else {}
-
     def card(name: str) -> dict[str, object]:
+        folder = service.engine.model_config.model
+        origin = {"description": DEMO_ORIGIN} if Path(folder).name == DEMO_NAME else {}
         return {
             "id": name,
             "object": "model",
