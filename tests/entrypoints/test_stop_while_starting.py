@@ -70,8 +70,9 @@ def _stopped(
 
 
 def _after(seconds: float) -> Callable[[int], bool]:
-    """Seconds from when the command itself runs."""
-    return _later(_is_ours, seconds)
+    """Seconds of a machine as fast as the yardstick, from when the command itself runs: until Python
+    has started nobody takes a signal to process 1."""
+    return _later(_is_ours, seconds * slowness())
 
 
 def _is_ours(pid: int) -> bool:
