@@ -70,8 +70,8 @@ def _stopped(
 
 
 def _after(seconds: float) -> Callable[[int], bool]:
-    """Seconds of a machine as fast as the yardstick, from when the command itself runs: until Python
-    has started nobody takes a signal to process 1."""
+    """Seconds, more on a slow machine, from when the command itself runs: until Python has started
+    nobody takes a signal to process 1."""
     return _later(_is_ours, seconds * slowness())
 
 
