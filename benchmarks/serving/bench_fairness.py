@@ -2,7 +2,8 @@
 
 usage: python benchmarks/serving/bench_fairness.py [MODEL] [--out FILE] [-- FLAG ...]
 
-Starts `vllm serve MODEL FLAG ...` (the demo model by default) and stops it. Clients are told apart
+Starts `vllm serve MODEL FLAG ...` (the demo model by default) and stops it; 2,048 sequences may
+wait, as many as the case n has. Clients are told apart
 by X-Forwarded-For, which the server takes from its own machine. Cases:
 
 greedy      CLIENTS - 1 clients send one request after another, without and with a client that sends
@@ -40,7 +41,8 @@ def served(model: str | None, flags: list[str]) -> Iterator[str]:
     """The URL of a server that is ready."""
     named = [model] if model else []
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *named, "--host",
-               "127.0.0.1", "--port", "0", "--disable-log-requests", *flags]  # fmt: skip
+               "127.0.0.1", "--port", "0", "--disable-log-requests",
+               "--max-waiting", "2048", *flags]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
