@@ -179,6 +179,55 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # The second layer has a window.
+    "dots1": (
+        "dots1",
+        _GLM
+        | {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+        },
+    ),
+    # Numbers of each layer, as published.
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            "intermediate_size": 40,
+            "num_experts": 6,
+            "moe_topk": [3, 3, 3],
+            "moe_intermediate_size": [40, 40, 40],
+            "attention_bias": True,
+        },
+    ),
+    # The last layer is dense too.
+    "hy_v3": (
+        "hy_v3",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "attention_bias": True,
+        },
+    ),
     # Half of each head is rotated.
     "minimax_m2": (
         "minimax_m2",
@@ -373,7 +422,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 # Heads of these are hidden_size / num_attention_heads wide.
 WITHOUT_HEAD_DIM = {
     *("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"),
-    *("olmo2", "olmo3", "ernie4_5_moe"),
+    *("olmo2", "olmo3", "ernie4_5_moe", "dots1"),
 }
 # model_type of a multimodal test model -> of the text model in it.
 MULTIMODAL = {

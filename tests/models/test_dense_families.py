@@ -117,6 +117,12 @@ def config(checkpoint, name) -> dict:
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}},
             "partial_rotary_factor = 2 in rope_parameters rotates 32 of 16 columns",
         ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": DYNAMIC | {"alpha": "50"}},
+            "alpha = '50' in rope_parameters for heads of 16: it takes a number above 0",
+        ),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False is not supported"),
         ("gemma2", {"hidden_activation": "gelu_tahn"}, "hidden_activation = 'gelu_tahn' is not"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, r"attn_logit_softcapping = 0\.0: it takes"),
         ("gemma2", {"final_logit_softcapping": -30.0}, r"final_logit_softcapping = -30\.0: it"),

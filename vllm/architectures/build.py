@@ -5,6 +5,7 @@ from collections.abc import Callable
 from vllm.architectures.activation import activation
 from vllm.architectures.decoder import (
     GATED,
+    QK_NORM_NAMES,
     SOFTCAP,
     Attention,
     CachedAttention,
@@ -138,6 +139,8 @@ class AttentionKind:
     softcap: float = 0.0
     is_merged: bool = False
     name: str = "self_attn"
+    norms_rotated: bool = False
+    qk_norm_names: tuple[str, str] = QK_NORM_NAMES
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -172,6 +175,8 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         query_scaling=kind.query_scaling,
         qk_norm_span=kind.qk_norm_span,
         rope=kind.rope,
+        norms_rotated=kind.norms_rotated,
+        qk_norm_names=kind.qk_norm_names,
     )
 
 

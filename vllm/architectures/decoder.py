@@ -21,6 +21,7 @@ NormKind = Literal["rms", "rms_zero_centred", "rms_unweighted"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1; rms_unweighted: it has
 none."""
 QKNormSpan = Literal["head", "projection"]
+QK_NORM_NAMES = ("q_norm", "k_norm")
 
 SINKS = "sinks"
 """The variant of attention in which every query sees one key more, without a value: its logit is a
@@ -136,8 +137,8 @@ class QueryScaling:
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
     output. qk_norm: over each head of q and k, or over all heads of the projection together
-    (qk_norm_span), before the rotation. rope: which of `Decoder.ropes` rotates q and k; None for no
-    rotation."""
+    (qk_norm_span), before the rotation; norms_rotated: of heads, after it. qk_norm_names: of those
+    of heads. rope: which of `Decoder.ropes` rotates q and k; None for no rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -148,6 +149,8 @@ class Attention:
     query_scaling: QueryScaling | None = None
     qk_norm_span: QKNormSpan = "head"
     rope: str | None = ""
+    norms_rotated: bool = False
+    qk_norm_names: tuple[str, str] = QK_NORM_NAMES
 
     @property
     def cache(self) -> KVCacheSpec:

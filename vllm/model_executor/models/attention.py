@@ -15,13 +15,19 @@ from vllm.ops.paged_attention import CacheTarget
 
 
 class SelfAttention(nn.Module):
-    """x [T, hidden] -> [T, heads * head_dim] for `writer`. prefix: of the decoder layer."""
+    """x [T, hidden] -> [T, heads * head_dim] for `writer`. prefix: of the decoder layer. unrotated:
+    a rotation by angles of 0, which kernels that norm and rotate heads take for norms alone."""
 
     def __init__(
-        self, ctx: ModelContext, prefix: str, spec: AttentionSpec, rotary: RotaryEmbedding
+        self,
+        ctx: ModelContext,
+        prefix: str,
+        spec: AttentionSpec,
+        rotary: RotaryEmbedding,
+        unrotated: RotaryEmbedding,
     ):
         super().__init__()
-        self.rotary, self.ops = rotary, ctx.ops
+        self.rotary, self.unrotated, self.ops = rotary, unrotated, ctx.ops
         self.head_dim = spec.attn.cache.head_dim
         size = ctx.parallel.tensor.size
         self.num_heads = spec.attn.heads.per_rank(size)
@@ -36,8 +42,11 @@ class SelfAttention(nn.Module):
             self.joint_norm = ProjectionNorms(ctx, prefix, spec)
         elif spec.qk_norm is not None:
             norm = NORMS[spec.qk_norm]
-            self.q_norm = norm(ctx, f"{prefix}{spec.name}.q_norm", self.head_dim)
-            self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
+            self.q_norm, self.k_norm = (
+                norm(ctx, f"{prefix}{spec.name}.{name}", self.head_dim)
+                for name in spec.qk_norm_names
+            )
+        self.norms_rotated = spec.norms_rotated
         self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
@@ -67,14 +76,18 @@ class SelfAttention(nn.Module):
         return self.attn(self.scaled(q, batch.positions), k, v, batch)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None) -> None:
-        """Positions into q [T, heads, head_dim] and k, in place and after their norms. With a
-        target K goes there instead, and V too."""
+        """Positions into q [T, heads, head_dim] and k, in place, after their norms or before them.
+        With a target K goes there instead, and V too."""
         if self.joint_norm is not None:
             self.joint_norm(q, k)
         if not self.has_qk_norm:
             return self.rotary(positions, q, k, target)
         norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        cache, is_neox = self.rotary.cos_sin_cache, self.rotary.is_neox
+        rotary = self.rotary
+        if self.norms_rotated:
+            rotary(positions, q, k)
+            rotary = self.unrotated
+        cache, is_neox = rotary.cos_sin_cache, rotary.is_neox
         if target is None:
             self.ops.qk_norm_rotary(positions, q, k, *norms, cache, eps, is_neox)
         else:

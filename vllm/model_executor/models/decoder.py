@@ -35,13 +35,18 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries
         return GatedDeltaNet(ctx, prefix, mixer)
     if isinstance(mixer, spec.Mamba2):
         return Mamba2Mixer(ctx, prefix, mixer)
-    name = mixer.rope if isinstance(mixer, spec.Attention) else ""
+    if isinstance(mixer, spec.LatentAttention):
+        return LatentAttention(ctx, prefix, mixer, _rotary(ctx, "", rotaries))
+    rotary = _rotary(ctx, mixer.rope, rotaries)
+    unrotated = _rotary(ctx, None, rotaries) if mixer.norms_rotated else rotary
+    return SelfAttention(ctx, prefix, mixer, rotary, unrotated)
+
+
+def _rotary(ctx: ModelContext, name: str | None, rotaries: Rotaries) -> RotaryEmbedding:
     if name not in rotaries:
         rope = None if name is None else ctx.decoder.ropes[name]
         rotaries[name] = RotaryEmbedding(ctx, rope)
-    if isinstance(mixer, spec.LatentAttention):
-        return LatentAttention(ctx, prefix, mixer, rotaries[name])
-    return SelfAttention(ctx, prefix, mixer, rotaries[name])
+    return rotaries[name]
 
 
 class DecoderLayer(nn.Module):
