@@ -179,6 +179,20 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # The first layer is dense, the second sees everything and does not rotate.
+    "afmoe": (
+        "afmoe",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 20,
+            "mup_enabled": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "num_shared_experts": 2,
+            "route_scale": 1.5,
+        },
+    ),
     # The second layer has a window.
     "dots1": (
         "dots1",

@@ -139,6 +139,18 @@ def test_a_field_that_makes_no_sense_is_named(checkpoint, name, changes, words):
         describe(raw | changes)
 
 
+WINDOWED = ["qwen2-window", "olmo3", "smollm3-window", "exaone4", "gemma2", "gemma3",
+            "phi3-window", "mistral-window", "mixtral-window", "qwen2_moe", "dots1", "afmoe",
+            "gpt_oss"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("window", [0, -1, 2.5])
+def test_a_window_of_no_keys_is_named(checkpoint, name, window):
+    with pytest.raises(CheckpointError, match=rf"sliding_window = {window} is out of range \(1 to"):
+        describe(config(checkpoint, name) | {"sliding_window": window})
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -166,6 +166,7 @@ BIASES = {
     "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
     "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
     "hy_v3": "model.layers.1.mlp.expert_bias",
+    "afmoe": "model.layers.1.mlp.expert_bias",
 }
 
 
@@ -220,6 +221,13 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
             {"shared_expert_intermediate_size": 0},
             "expert_intermediate_size = 0 is out",
         ),
+        ("afmoe", {"n_group": 2}, "n_group = 2 is not supported: it takes 1"),
+        (
+            "afmoe",
+            {"layer_types": ["linear_attention"] * 3},
+            r"layer_types\[0\] = 'linear_attention': it takes sliding_attention or full",
+        ),
+        ("afmoe", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
         ("hy_v3", {"route_norm": False}, "route_norm = False is not supported: it takes True"),
         ("hy_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts ="),
         (

@@ -47,6 +47,7 @@ MODELS = {
     "mistral4": ("mistral4-multimodal", LATENT),
     "ministral3": ("mistral3", SIZES | {"model_type": "ministral3"}),
     "glm4_moe": ("glm4_moe", EXPERTS),
+    "afmoe": ("afmoe", EXPERTS | {"num_hidden_layers": 3}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SIZES | {"moe_intermediate_size": 256}),
     "hy_v3": ("hy_v3", EXPERTS | {"num_hidden_layers": 4}),
     "minimax_m2": ("minimax_m2", SIZES | {"intermediate_size": 128}),

@@ -27,7 +27,7 @@ from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.errors import CheckpointError
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, replace
 
 
 def dim(fields: Fields, name: str, unit: int = 1) -> Dim:
@@ -123,8 +123,9 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class AttentionKind:
     """window: keys that each query sees, itself included; 0 for all. is_merged: whether checkpoints
-    hold the weights of q, k and v as one. name: of the layer. The rest as Attention and
-    CachedAttention have."""
+    hold the weights of q, k and v as one. name: of the layer. gate: name of the weight of a gate
+    beside q, k and v, and its numbers for each head. The rest as Attention and CachedAttention
+    have."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -141,6 +142,7 @@ class AttentionKind:
     name: str = "self_attn"
     norms_rotated: bool = False
     qk_norm_names: tuple[str, str] = QK_NORM_NAMES
+    gate: tuple[str, int] | None = None
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -164,7 +166,10 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
-    name = kind.name
+    name, gate_proj = kind.name, None
+    if kind.gate is not None:
+        last, width = kind.gate
+        gate_proj = linear(f"{name}.{last}", replace(heads, unit=width), hidden, "column")
     return Attention(
         name=name,
         qkv_proj=LinearSpec(f"{name}.qkv_proj", parts, hidden, "column", kind.qkv_bias),
@@ -177,6 +182,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         rope=kind.rope,
         norms_rotated=kind.norms_rotated,
         qk_norm_names=kind.qk_norm_names,
+        gate_proj=gate_proj,
     )
 
 

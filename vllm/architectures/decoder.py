@@ -138,7 +138,9 @@ class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
     output. qk_norm: over each head of q and k, or over all heads of the projection together
     (qk_norm_span), before the rotation; norms_rotated: of heads, after it. qk_norm_names: of those
-    of heads. rope: which of `Decoder.ropes` rotates q and k; None for no rotation."""
+    of heads. rope: which of `Decoder.ropes` rotates q and k; None for no rotation. gate_proj: of
+    the input, to as many numbers for each head as it has, or one, whose sigmoid multiplies its
+    output; None for no such gate."""
 
     name: str
     qkv_proj: LinearSpec
@@ -151,6 +153,7 @@ class Attention:
     rope: str | None = ""
     norms_rotated: bool = False
     qk_norm_names: tuple[str, str] = QK_NORM_NAMES
+    gate_proj: LinearSpec | None = None
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -158,7 +161,8 @@ class Attention:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.qkv_proj, self.o_proj, self.attn
+        gate = () if self.gate_proj is None else (self.gate_proj,)
+        return self.qkv_proj, *gate, self.o_proj, self.attn
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import Attention as AttentionSpec
-from vllm.kernels.activations import Activation
+from vllm.kernels.activations import Activation, InputQuant
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import NORMS
@@ -34,6 +34,9 @@ class SelfAttention(nn.Module):
         self.num_kv_heads = spec.attn.cache.kv_heads.per_rank(size)
         self.is_gated = spec.is_gated
         self.qkv_proj = linear_layer(ctx, prefix, spec.qkv_proj)
+        self.gate_proj: Linear | None = None
+        if spec.gate_proj is not None:
+            self.gate_proj = linear_layer(ctx, prefix, spec.gate_proj)
         self.o_proj = linear_layer(ctx, prefix, spec.o_proj)
         self.attn = Attention(ctx, prefix, spec.attn)
         self.has_qk_norm = spec.qk_norm is not None and spec.qk_norm_span == "head"
@@ -50,9 +53,14 @@ class SelfAttention(nn.Module):
         self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
-    def reader(self) -> Linear:
-        """The layer that reads the input, and alone does."""
-        return self.qkv_proj
+    def reader(self) -> "Linear | SelfAttention":
+        """The layer that reads the input, and alone does; this module, which does not want it
+        quantised, where a gate reads it too."""
+        return self.qkv_proj if self.gate_proj is None else self
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """Of readers that are all given floats."""
+        return None
 
     @property
     def writer(self) -> Linear:
@@ -63,11 +71,14 @@ class SelfAttention(nn.Module):
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         counts = (self.num_heads * (1 + self.is_gated), self.num_kv_heads, self.num_kv_heads)
         q, k, v = heads.split(counts, dim=1)
-        if not self.is_gated:
-            return self._attend(q, k, v, batch)
-        q, gate = q[:, 0::2], q[:, 1::2]
+        gate: Tensor | None = None
+        if self.is_gated:
+            q, gate = q[:, 0::2], q[:, 1::2]
+        elif self.gate_proj is not None:
+            gate = self.gate_proj(x).unflatten(1, (self.num_heads, -1))
         y = self._attend(q, k, v, batch)
-        self.ops.mul_sigmoid(y.unflatten(1, gate.shape[1:]), gate)
+        if gate is not None:
+            self.ops.mul_sigmoid(y.unflatten(1, (self.num_heads, -1)), gate)
         return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
