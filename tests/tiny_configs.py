@@ -89,6 +89,23 @@ _WINDOWS = {
     "query_pre_attn_scalar": 24,
 }
 
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 16,
+    "global_head_dim": 40,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_EXPERTS = _GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+}
+
 # A dense layer first; two shared experts.
 _GLM = {
     "n_routed_experts": 8,
@@ -389,6 +406,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "gemma3": ("gemma3_text", _WINDOWS),
     "gemma3-multimodal": ("gemma3", _WINDOWS),
+    # Layers that see everything have larger heads, fewer of keys, and no values of their own.
+    "gemma4": ("gemma4_text", _GEMMA4 | {"final_logit_softcapping": 3.0}),
+    "gemma4-values": ("gemma4_text", _GEMMA4 | {"attention_k_eq_v": False}),
+    "gemma4-experts": ("gemma4_text", _GEMMA4_EXPERTS),
+    "gemma4-multimodal": ("gemma4", _GEMMA4_EXPERTS),
     # A window that is no whole number of blocks, and weights of experts large enough to be clamped.
     "gpt_oss": (
         "gpt_oss",
@@ -444,6 +466,7 @@ MULTIMODAL = {
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",

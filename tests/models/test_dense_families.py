@@ -129,6 +129,16 @@ def config(checkpoint, name) -> dict:
         ("gemma3", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar = 0\.0: it takes"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\] = 'chunked_at"),
+        (
+            "gemma4",
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input = 256 is not",
+        ),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1 is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "attention = 'all' is not supported"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "of every full_attention layer"),
+        ("gemma4", {"per_layer_config": {"2": 8}}, "per_layer_config = .*it takes head_dim and"),
+        ("gemma4", {"layer_types": ["linear_attention"] * 3}, r"layer_types\[0\] = 'linear_att"),
         ("granite", {"residual_multiplier": 0}, r"residual_multiplier = 0\.0: it takes a number"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling = '8': it takes a finite number"),
     ],
@@ -141,7 +151,7 @@ def test_a_field_that_makes_no_sense_is_named(checkpoint, name, changes, words):
 
 WINDOWED = ["qwen2-window", "olmo3", "smollm3-window", "exaone4", "gemma2", "gemma3",
             "phi3-window", "mistral-window", "mixtral-window", "qwen2_moe", "dots1", "afmoe",
-            "gpt_oss"]  # fmt: skip
+            "gpt_oss", "gemma4"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WINDOWED)

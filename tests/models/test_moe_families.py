@@ -228,6 +228,7 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
             r"layer_types\[0\] = 'linear_attention': it takes sliding_attention or full",
         ),
         ("afmoe", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
+        ("gemma4-experts", {"top_k_experts": 7}, "top_k_experts = 7 is more than num_experts = 6"),
         ("hy_v3", {"route_norm": False}, "route_norm = False is not supported: it takes True"),
         ("hy_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts ="),
         (

@@ -47,6 +47,7 @@ MODELS = {
     "mistral4": ("mistral4-multimodal", LATENT),
     "ministral3": ("mistral3", SIZES | {"model_type": "ministral3"}),
     "glm4_moe": ("glm4_moe", EXPERTS),
+    "gemma4": ("gemma4-multimodal", EXPERTS | {"num_key_value_heads": 4, "num_hidden_layers": 3}),
     "afmoe": ("afmoe", EXPERTS | {"num_hidden_layers": 3}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SIZES | {"moe_intermediate_size": 256}),
     "hy_v3": ("hy_v3", EXPERTS | {"num_hidden_layers": 4}),
@@ -61,7 +62,7 @@ MODELS = {
 }
 # Both formats of gpt-oss: test_gpt_oss.py and test_quark.py.
 ELSEWHERE = {"gpt_oss"}
-NOT_QUANTISED = (".gate", "_gate", ".gate.wg", "lm_head", "embed_tokens")
+NOT_QUANTISED = (".gate", "_gate", ".gate.wg", ".router.proj", "lm_head", "embed_tokens")
 
 
 def fp8_block(weight):

@@ -143,6 +143,8 @@ class AttentionKind:
     norms_rotated: bool = False
     qk_norm_names: tuple[str, str] = QK_NORM_NAMES
     gate: tuple[str, int] | None = None
+    v_norm: NormKind | None = None
+    k_is_v: bool = False
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -162,6 +164,8 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
+    elif kind.k_is_v:
+        parts = parts[:2]
     variant = kind.variant or (SOFTCAP if kind.softcap else "")
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
@@ -183,6 +187,8 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         norms_rotated=kind.norms_rotated,
         qk_norm_names=kind.qk_norm_names,
         gate_proj=gate_proj,
+        v_norm=kind.v_norm,
+        k_is_v=kind.k_is_v,
     )
 
 

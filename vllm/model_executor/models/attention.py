@@ -50,6 +50,10 @@ class SelfAttention(nn.Module):
                 for name in spec.qk_norm_names
             )
         self.norms_rotated = spec.norms_rotated
+        self.v_norm: nn.Module | None = None
+        if spec.v_norm is not None:
+            self.v_norm = NORMS[spec.v_norm](ctx, f"{prefix}{spec.name}.v_norm", self.head_dim)
+        self.k_is_v = spec.k_is_v
         self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
@@ -69,8 +73,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        counts = (self.num_heads * (1 + self.is_gated), self.num_kv_heads, self.num_kv_heads)
-        q, k, v = heads.split(counts, dim=1)
+        counts = [self.num_heads * (1 + self.is_gated), self.num_kv_heads]
+        q, k, *others = heads.split(counts if self.k_is_v else [*counts, self.num_kv_heads], dim=1)
+        v = k if self.k_is_v else others[0]
         gate: Tensor | None = None
         if self.is_gated:
             q, gate = q[:, 0::2], q[:, 1::2]
@@ -82,6 +87,10 @@ class SelfAttention(nn.Module):
         return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        if self.v_norm is not None:
+            v = self.v_norm(v)
+        elif self.k_is_v:
+            v = k.clone()
         target = self.attn.target(v, batch)
         self._rotate(q, k, batch.positions, target)
         return self.attn(self.scaled(q, batch.positions), k, v, batch)
