@@ -89,6 +89,23 @@ _WINDOWS = {
     "query_pre_attn_scalar": 24,
 }
 
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 16,
+    "global_head_dim": 40,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_EXPERTS = _GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+}
+
 # A dense layer first; two shared experts.
 _GLM = {
     "n_routed_experts": 8,
@@ -179,6 +196,69 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "glm4_moe": ("glm4_moe", _GLM | {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     "glm4_moe-normed": ("glm4_moe", _GLM | {"use_qk_norm": True, "norm_topk_prob": False}),
+    # The first layer is dense, the second sees everything and does not rotate.
+    "afmoe": (
+        "afmoe",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 20,
+            "mup_enabled": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "num_shared_experts": 2,
+            "route_scale": 1.5,
+        },
+    ),
+    # The second layer has a window.
+    "dots1": (
+        "dots1",
+        _GLM
+        | {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+        },
+    ),
+    # Numbers of each layer, as published.
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            "intermediate_size": 40,
+            "num_experts": 6,
+            "moe_topk": [3, 3, 3],
+            "moe_intermediate_size": [40, 40, 40],
+            "attention_bias": True,
+        },
+    ),
+    # The last layer is dense too.
+    "hy_v3": (
+        "hy_v3",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "attention_bias": True,
+        },
+    ),
     # Half of each head is rotated.
     "minimax_m2": (
         "minimax_m2",
@@ -326,6 +406,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "gemma3": ("gemma3_text", _WINDOWS),
     "gemma3-multimodal": ("gemma3", _WINDOWS),
+    # Layers that see everything have larger heads, fewer of keys, and no values of their own.
+    "gemma4": ("gemma4_text", _GEMMA4 | {"final_logit_softcapping": 3.0}),
+    "gemma4-values": ("gemma4_text", _GEMMA4 | {"attention_k_eq_v": False}),
+    "gemma4-experts": ("gemma4_text", _GEMMA4_EXPERTS),
+    "gemma4-multimodal": ("gemma4", _GEMMA4_EXPERTS),
     # A window that is no whole number of blocks, and weights of experts large enough to be clamped.
     "gpt_oss": (
         "gpt_oss",
@@ -373,7 +458,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 # Heads of these are hidden_size / num_attention_heads wide.
 WITHOUT_HEAD_DIM = {
     *("qwen2", "qwen2_moe", "olmoe", "phi3", "granite", "smollm3", "exaone4"),
-    *("olmo2", "olmo3", "ernie4_5_moe"),
+    *("olmo2", "olmo3", "ernie4_5_moe", "dots1"),
 }
 # model_type of a multimodal test model -> of the text model in it.
 MULTIMODAL = {
@@ -381,6 +466,7 @@ MULTIMODAL = {
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",

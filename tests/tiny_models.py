@@ -68,6 +68,26 @@ def _gemma3_config(text: dict):
     )
 
 
+def _gemma4_config(text: dict):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "patch_size": 4,
+    }
+    return CONFIG_MAPPING["gemma4"](
+        text_config=text | {"model_type": "gemma4_text"},
+        vision_config=vision | {"model_type": "gemma4_vision"},
+        audio_config=None,
+        image_token_id=VOCAB,  # which its model masks
+        video_token_id=VOCAB,
+        audio_token_id=VOCAB,
+    )
+
+
 def _llama4_config(text: dict):
     vision = {
         "hidden_size": 32,
@@ -115,6 +135,7 @@ def build_model(name: str, seed: int = 0, **changes):
         makers = {
             "mistral3": _mistral3_config,
             "gemma3": _gemma3_config,
+            "gemma4": _gemma4_config,
             "kimi_k25": _kimi_k25_config,
             "llama4": _llama4_config,
         }
@@ -128,8 +149,10 @@ def build_model(name: str, seed: int = 0, **changes):
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("norm.weight", "norm_f.weight")):
+            if parameter_name.endswith(("norm.weight", "norm_f.weight", "expert_scale")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("A_log"):  # memories of a few to a few hundred tokens
                 parameter.uniform_(-6.0, -1.0)

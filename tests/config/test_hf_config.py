@@ -141,12 +141,13 @@ def assert_equal(ours: HFConfig | None, theirs) -> None:
     assert not (absent if theirs.get_text_config() is theirs else set())
 
 
-SERVED = [
-    name
-    for name, one in known().items()
-    if not isinstance(one, Architecture)
-    or (one.is_served and one.is_in_transformers and not one.is_read_by_transformers)
-]
+def is_read_here(one: Architecture | Composite) -> bool:
+    if isinstance(one, Composite):
+        return is_read_here(known()[one.text_types[0]])
+    return one.is_served and one.is_in_transformers and not one.is_read_by_transformers
+
+
+SERVED = [name for name, one in known().items() if is_read_here(one)]
 READ_BY_TRANSFORMERS = {name for name in known() if name not in SERVED}
 
 

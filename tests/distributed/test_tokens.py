@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from slow import quick
+from tiny_configs import ARCHITECTURES
 
 from vllm import LLM, SamplingParams
 from vllm.core.outputs import SchedulerOutput
@@ -138,19 +139,9 @@ def test_merged_weights_are_cut_head_by_head(checkpoint):
 
 
 @pytest.mark.slow
-def test_norms_before_the_residual_follow_the_sum_over_the_ranks(checkpoint):
-    check(checkpoint("gemma3"), tensor_parallel_size=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "granite", "olmo3"])
-def test_caps_and_multipliers_are_those_of_one_rank(checkpoint, name):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_ranks_give_the_tokens_of_one(checkpoint, name):
     check(checkpoint(name), tensor_parallel_size=2)
-
-
-@pytest.mark.slow
-def test_a_softmax_router_with_a_correction_bias_chooses_alike_on_two_ranks(checkpoint):
-    check(checkpoint("ernie4_5_moe", seed=1), tensor_parallel_size=2)
 
 
 def test_heads_over_latents_that_every_rank_has(checkpoint):

@@ -72,20 +72,36 @@ def expected(checkpoint, greedy_by_architecture):
     return get
 
 
+NUM_DECODED = 9
+# One of each mechanism that chunks of a prompt have to themselves.
+CHUNKED = ("llama", "qwen2-window", "qwen3_moe", "minimax_m2", "mixtral", "gpt_oss", "deepseek_v3",
+           "qwen3_5", "qwen3_next", "llama4", "nemotron_h")  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_at_every_prompt_position_match(checkpoint, name):
-    folder = checkpoint(name)
+def test_logits_of_prefill_and_decode_match(checkpoint, name):
+    check_logits(checkpoint(name), name)
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, CHUNKED))
+def test_logits_match_with_chunked_prefill(checkpoint, name):
+    check_logits(checkpoint(name), name, max_num_batched_tokens=13)
+
+
+def check_logits(folder, name, **options) -> None:
+    """At every position of prompts, and of tokens that follow them one a step."""
     model = reference(folder, name)
-    llm = load(folder)
+    llm = load(folder, max_num_seqs=1, **options)
     captured = []
     runner_model = llm.llm_engine.core.runner.model
     runner_model.lm_head.register_forward_hook(lambda _m, _i, out: captured.append(out.clone()))
+    params = SamplingParams(temperature=0, max_tokens=NUM_DECODED, prompt_logprobs=0,
+                            ignore_eos=True)  # fmt: skip
     for tokens in prompts(1, lengths=(2, 40, 130)):
         captured.clear()
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        generate(llm, [tokens], params)
+        (answer,) = generate(llm, [tokens], params)
         with torch.inference_mode(), one_thread():
-            wanted = model(torch.tensor([tokens])).logits[0]
+            wanted = model(torch.tensor([[*tokens, *answer[:-1]]])).logits[0]
         ours = torch.cat(captured)
         assert ours.shape == wanted.shape
         assert (ours - wanted).abs().max() < 1e-4
@@ -103,30 +119,23 @@ def test_greedy_tokens_match_in_one_batch(checkpoint, expected, name):
     assert generate(load(checkpoint(name)), prompts()) == expected(name)
 
 
-CHUNKED = ("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe",
-           "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2",
-           "deepseek_v3", "qwen3_next", "qwen3_vl_moe-multimodal", "llama4", "olmo3", "nemotron_h",
-           "nemotron_h-latent")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", quick(CHUNKED, {*CHUNKED} & {*STEPS}))
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, CHUNKED))
 def test_greedy_tokens_match_with_chunked_prefill(checkpoint, expected, name):
     llm = load(checkpoint(name), max_num_batched_tokens=13)
     assert generate(llm, prompts()) == expected(name)
 
 
+RECURRENT = [
+    name for name in ARCHITECTURES if name.startswith(("qwen3_5", "qwen3_next", "nemotron_h"))
+]
+PAGED = [name for name in ARCHITECTURES if name not in RECURRENT]
+
+
 @pytest.mark.parametrize(
-    "name",
-    quick(
-        [
-            *("llama", "mistral-window", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"),
-            *("qwen3_vl_moe-multimodal", "llama4"),
-        ],
-        ["mistral-window", "deepseek_v3", "gpt_oss", "llama4"],
-    ),
+    "name", quick(PAGED, ["mistral-window", "deepseek_v3", "gpt_oss", "llama4"])
 )
 def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
-    llm = load(checkpoint(name))
+    llm = load(checkpoint(name), enable_prefix_caching=True)
     first = llm.generate(as_inputs(prompts()), GREEDY, use_tqdm=False)
     again = llm.generate(as_inputs(prompts()), GREEDY, use_tqdm=False)
     assert [o.num_cached_tokens for o in first] == [0, 0, 0, 0]
@@ -134,11 +143,25 @@ def test_greedy_tokens_match_with_prefix_cache_hits(checkpoint, expected, name):
     assert [o.outputs[0].token_ids for o in again] == expected(name)
 
 
-PREEMPTED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "minimax_m2",
-             "deepseek_v3", "gpt_oss", "qwen3_next", "llama4", "nemotron_h-moe")  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_greedy_tokens_match_after_states_of_a_prefix(checkpoint, name):
+    """States are kept of prefixes of 128 tokens and more."""
+    (tokens,) = prompts(7, lengths=(200,))
+    expected = reference_greedy(reference(checkpoint(name), name), tokens, 24)
+    llm = load(checkpoint(name), enable_prefix_caching=True, num_state_snapshots=4)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for num_cached in (0, 192):
+        (output,) = llm.generate(as_inputs([tokens]), params, use_tqdm=False)
+        assert output.num_cached_tokens == num_cached
+        assert output.outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("name", quick(PREEMPTED, {*PREEMPTED} & {*STEPS}))
+PREEMPTED = ("llama", "qwen3_moe", "qwen3_5", "minimax_m2", "deepseek_v3", "gpt_oss", "qwen3_next",
+             "llama4")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, PREEMPTED))
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)

@@ -117,12 +117,28 @@ def config(checkpoint, name) -> dict:
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}},
             "partial_rotary_factor = 2 in rope_parameters rotates 32 of 16 columns",
         ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": DYNAMIC | {"alpha": "50"}},
+            "alpha = '50' in rope_parameters for heads of 16: it takes a number above 0",
+        ),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False is not supported"),
         ("gemma2", {"hidden_activation": "gelu_tahn"}, "hidden_activation = 'gelu_tahn' is not"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, r"attn_logit_softcapping = 0\.0: it takes"),
         ("gemma2", {"final_logit_softcapping": -30.0}, r"final_logit_softcapping = -30\.0: it"),
         ("gemma3", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar = 0\.0: it takes"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\] = 'chunked_at"),
+        (
+            "gemma4",
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input = 256 is not",
+        ),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1 is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "attention = 'all' is not supported"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "of every full_attention layer"),
+        ("gemma4", {"per_layer_config": {"2": 8}}, "per_layer_config = .*it takes head_dim and"),
+        ("gemma4", {"layer_types": ["linear_attention"] * 3}, r"layer_types\[0\] = 'linear_att"),
         ("granite", {"residual_multiplier": 0}, r"residual_multiplier = 0\.0: it takes a number"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling = '8': it takes a finite number"),
     ],
@@ -131,6 +147,18 @@ def test_a_field_that_makes_no_sense_is_named(checkpoint, name, changes, words):
     raw = config(checkpoint, name)
     with pytest.raises(CheckpointError, match=words):
         describe(raw | changes)
+
+
+WINDOWED = ["qwen2-window", "olmo3", "smollm3-window", "exaone4", "gemma2", "gemma3",
+            "phi3-window", "mistral-window", "mixtral-window", "qwen2_moe", "dots1", "afmoe",
+            "gpt_oss", "gemma4"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("window", [0, -1, 2.5])
+def test_a_window_of_no_keys_is_named(checkpoint, name, window):
+    with pytest.raises(CheckpointError, match=rf"sliding_window = {window} is out of range \(1 to"):
+        describe(config(checkpoint, name) | {"sliding_window": window})
 
 
 @pytest.mark.parametrize(

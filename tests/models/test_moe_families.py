@@ -165,6 +165,8 @@ def test_layers_beyond_the_last_are_unknown_where_a_family_has_none(checkpoint, 
 BIASES = {
     "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
     "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
+    "hy_v3": "model.layers.1.mlp.expert_bias",
+    "afmoe": "model.layers.1.mlp.expert_bias",
 }
 
 
@@ -173,7 +175,7 @@ def test_a_correction_bias_of_a_wrong_length_is_named_with_both(checkpoint, tmp_
     source, bias = checkpoint(name), BIASES[name]
     tensors = load_file(source / "model.safetensors")
     tensors[bias] = tensors[bias][..., :-1].clone()
-    with pytest.raises(CheckpointError, match=r"correction_bias has shape \[.*7\].*\[.*8\]"):
+    with pytest.raises(CheckpointError, match=r"_bias has shape \[.*7\].*\[.*8\]"):
         load(write(source, tmp_path / "short", tensors))
     del tensors[bias]
     with pytest.raises(CheckpointError, match=rf"lacks {bias}"):
@@ -219,6 +221,29 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
             {"shared_expert_intermediate_size": 0},
             "expert_intermediate_size = 0 is out",
         ),
+        ("afmoe", {"n_group": 2}, "n_group = 2 is not supported: it takes 1"),
+        (
+            "afmoe",
+            {"layer_types": ["linear_attention"] * 3},
+            r"layer_types\[0\] = 'linear_attention': it takes sliding_attention or full",
+        ),
+        ("afmoe", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
+        ("gemma4-experts", {"top_k_experts": 7}, "top_k_experts = 7 is more than num_experts = 6"),
+        ("hy_v3", {"route_norm": False}, "route_norm = False is not supported: it takes True"),
+        ("hy_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts ="),
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["dense", "sparse", "sparse", "linear"]},
+            r"mlp_layer_types = .*'linear'\]: it takes dense or sparse",
+        ),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types = \['dense'\]: it takes"),
+        ("hunyuan_v1_moe", {"moe_topk": 7}, "moe_topk = 7 is more than num_experts = 6"),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 3, 2]}, r"moe_topk = \[3, 3, 2\] is not supported: it"),
+        ("hunyuan_v1_moe", {"moe_topk": [3]}, "3 layers"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla = True is not supported: it takes False"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 48}, "moe_intermediate_size = 48 is not supp"),
+        ("dots1", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
+        ("dots1", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than n_routed_exp"),
         ("glm4_moe", {"n_group": 3}, "n_group = 3 groups of 8 experts"),
         ("glm4_moe", {"topk_group": 5}, "topk_group = 5 of n_group = 4"),
         ("glm4_moe", {"topk_group": 1}, "leave 2 of 8 experts to choose from"),

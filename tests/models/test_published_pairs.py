@@ -47,6 +47,10 @@ MODELS = {
     "mistral4": ("mistral4-multimodal", LATENT),
     "ministral3": ("mistral3", SIZES | {"model_type": "ministral3"}),
     "glm4_moe": ("glm4_moe", EXPERTS),
+    "gemma4": ("gemma4-multimodal", EXPERTS | {"num_key_value_heads": 4, "num_hidden_layers": 3}),
+    "afmoe": ("afmoe", EXPERTS | {"num_hidden_layers": 3}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", SIZES | {"moe_intermediate_size": 256}),
+    "hy_v3": ("hy_v3", EXPERTS | {"num_hidden_layers": 4}),
     "minimax_m2": ("minimax_m2", SIZES | {"intermediate_size": 128}),
     "llama": ("llama", SIZES),
     "phi3": ("phi3", SIZES),
@@ -58,6 +62,7 @@ MODELS = {
 }
 # Both formats of gpt-oss: test_gpt_oss.py and test_quark.py.
 ELSEWHERE = {"gpt_oss"}
+NOT_QUANTISED = (".gate", "_gate", ".gate.wg", ".router.proj", "lm_head", "embed_tokens")
 
 
 def fp8_block(weight):
@@ -140,7 +145,7 @@ def test_a_pair_that_counts_as_served_is(checkpoint, tmp_path, model, name):
         stored[key] = wide[key] = tensor
         layer = slot_name(key.removesuffix(".weight"))
         is_linear = key.endswith(".weight") and tensor.ndim == 2 and layer is not None
-        is_plain = layer is None or layer.endswith((".gate", "_gate", "lm_head", "embed_tokens"))
+        is_plain = layer is None or layer.endswith(NOT_QUANTISED)
         if not is_linear or is_plain or reader.stored_layer([layer]) is None:
             continue
         own = build(layer) if name in ("modelopt MIXED_PRECISION",

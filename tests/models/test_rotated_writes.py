@@ -43,7 +43,11 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"]
+    "name",
+    [
+        *("llama", "qwen2-window", "qwen3", "qwen3_moe", "ministral3", "qwen3_5", "qwen3_5_moe"),
+        *("hunyuan_v1_dense", "afmoe"),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_tokens_are_those_of_a_write_of_its_own(checkpoint, monkeypatch, name, options):

@@ -65,6 +65,13 @@ BY_HAND = {
         "model.layers.5.self_attn.qkv_proj": ("bf16", (32 + 4) * 512, 5376),  # K is V too
         "model.layers.5.mlp.gate_up_proj": ("nvfp4", 2 * 21504, 5376),
     }),
+    "Gemma-4-26B-A4B-NVFP4": (30, {
+        "model.layers.0.self_attn.qkv_proj": ("bf16", (16 + 8 + 8) * 256, 2816),
+        "model.layers.5.self_attn.qkv_proj": ("bf16", (16 + 2) * 512, 2816),
+        "model.layers.0.mlp.down_proj": ("bf16", 2816, 2112),
+        "model.layers.0.router.proj": ("bf16", 128, 2816),
+        "model.layers.0.experts": ("nvfp4", 128, 704, 2816, 8),
+    }),
     "Kimi-K2-Instruct": (61, {
         "model.layers.0.mlp.down_proj": ("fp8-block", 7168, 18432),
         "model.layers.1.mlp.experts": ("fp8-block", 384, 2048, 7168, 8),
@@ -176,7 +183,6 @@ def test_it_is_said_that_they_are_not_served_and_what_is_left_out(name):
     text = " ".join(layers.notes)
     said = {
         "DeepSeek-V3.2": "1 x multi-token prediction; the indexers",
-        "Gemma-4-31B-IT-NVFP4": "what vision_config describes",
         "MiniMax-M2": "3 x multi-token prediction",
         "Nemotron-3-Super-120B-A12B-NVFP4": "state updates of mamba layers",
         "Qwen3-Next-80B-A3B-Instruct-FP8": "recurrences of linear attention",

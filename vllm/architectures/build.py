@@ -5,6 +5,7 @@ from collections.abc import Callable
 from vllm.architectures.activation import activation
 from vllm.architectures.decoder import (
     GATED,
+    QK_NORM_NAMES,
     SOFTCAP,
     Attention,
     CachedAttention,
@@ -26,7 +27,7 @@ from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
 from vllm.errors import CheckpointError
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, replace
 
 
 def dim(fields: Fields, name: str, unit: int = 1) -> Dim:
@@ -122,8 +123,9 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class AttentionKind:
     """window: keys that each query sees, itself included; 0 for all. is_merged: whether checkpoints
-    hold the weights of q, k and v as one. name: of the layer. The rest as Attention and
-    CachedAttention have."""
+    hold the weights of q, k and v as one. name: of the layer. gate: name of the weight of a gate
+    beside q, k and v, and its numbers for each head. The rest as Attention and CachedAttention
+    have."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -138,6 +140,11 @@ class AttentionKind:
     softcap: float = 0.0
     is_merged: bool = False
     name: str = "self_attn"
+    norms_rotated: bool = False
+    qk_norm_names: tuple[str, str] = QK_NORM_NAMES
+    gate: tuple[str, int] | None = None
+    v_norm: NormKind | None = None
+    k_is_v: bool = False
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -157,11 +164,16 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
+    elif kind.k_is_v:
+        parts = parts[:2]
     variant = kind.variant or (SOFTCAP if kind.softcap else "")
     cache = FullAttentionSpec(kv_heads, head_dim)
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
-    name = kind.name
+    name, gate_proj = kind.name, None
+    if kind.gate is not None:
+        last, width = kind.gate
+        gate_proj = linear(f"{name}.{last}", replace(heads, unit=width), hidden, "column")
     return Attention(
         name=name,
         qkv_proj=LinearSpec(f"{name}.qkv_proj", parts, hidden, "column", kind.qkv_bias),
@@ -172,6 +184,11 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         query_scaling=kind.query_scaling,
         qk_norm_span=kind.qk_norm_span,
         rope=kind.rope,
+        norms_rotated=kind.norms_rotated,
+        qk_norm_names=kind.qk_norm_names,
+        gate_proj=gate_proj,
+        v_norm=kind.v_norm,
+        k_is_v=kind.k_is_v,
     )
 
 

@@ -21,6 +21,7 @@ NormKind = Literal["rms", "rms_zero_centred", "rms_unweighted"]
 """rms_zero_centred: the checkpoint holds the difference of the weight to 1; rms_unweighted: it has
 none."""
 QKNormSpan = Literal["head", "projection"]
+QK_NORM_NAMES = ("q_norm", "k_norm")
 
 SINKS = "sinks"
 """The variant of attention in which every query sees one key more, without a value: its logit is a
@@ -53,6 +54,9 @@ SWIGLUOAI = "swigluoai"
 """What an expert of gpt-oss computes between its products: min(g, L) * sigmoid(1.702 min(g, L)) *
 (u clamped to -L..L, plus 1) of gate g and up u, with the limit L."""
 
+GELU_TANH = "gelu_tanh"
+"""The activation of the gate of an expert, or an MLP: GELU in its approximation by tanh."""
+
 RELU2 = "relu2 without a gate"
 """The activation of an MLP, or of an expert, of two products: max(u, 0) ** 2 of up u."""
 
@@ -68,8 +72,8 @@ class ExpertsSpec:
     and its down projection, or without a gate. Ranks hold whole experts, or a share of
     `intermediate` of every expert.
 
-    activation: of the gate, or with two `parts` RELU2; other than `silu`, `swigluoai` and that are
-    not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
+    activation: of the gate, or with two `parts` RELU2; other than `silu`, GELU_TANH, `swigluoai`
+    and that are not served. swiglu_limit: of `swigluoai`. has_bias: each of the weights has one.
     """
 
     name: str
@@ -136,8 +140,11 @@ class QueryScaling:
 class Attention:
     """is_gated: each query head is followed by a gate in q_proj; its sigmoid multiplies the head's
     output. qk_norm: over each head of q and k, or over all heads of the projection together
-    (qk_norm_span), before the rotation. rope: which of `Decoder.ropes` rotates q and k; None for no
-    rotation."""
+    (qk_norm_span), before the rotation; norms_rotated: of heads, after it. qk_norm_names: of those
+    of heads. rope: which of `Decoder.ropes` rotates q and k; None for no rotation. gate_proj: of
+    the input, to as many numbers for each head as it has, or one, whose sigmoid multiplies its
+    output; None for no such gate. v_norm: over each head of v. k_is_v: qkv_proj has no values,
+    which are the keys before their norm and rotation."""
 
     name: str
     qkv_proj: LinearSpec
@@ -148,6 +155,11 @@ class Attention:
     query_scaling: QueryScaling | None = None
     qk_norm_span: QKNormSpan = "head"
     rope: str | None = ""
+    norms_rotated: bool = False
+    qk_norm_names: tuple[str, str] = QK_NORM_NAMES
+    gate_proj: LinearSpec | None = None
+    v_norm: NormKind | None = None
+    k_is_v: bool = False
 
     @property
     def cache(self) -> KVCacheSpec:
@@ -155,7 +167,8 @@ class Attention:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        return self.qkv_proj, self.o_proj, self.attn
+        gate = () if self.gate_proj is None else (self.gate_proj,)
+        return self.qkv_proj, *gate, self.o_proj, self.attn
 
 
 @dataclass(frozen=True)
@@ -285,8 +298,29 @@ class MoE:
         return self.gate, to_latent, self.experts, from_latent, *shared
 
 
+@dataclass(frozen=True)
+class MLPBesideExperts:
+    """after_mlp(mlp(x)) + after_experts(experts(before_experts(residual))), of x the normed
+    residual. The router reads the residual under a norm of its own, whose weight is router_norm
+    times hidden ** -0.5, and the weights of a token's experts are multiplied by expert_scale of
+    each. All but the MLP and the experts are names in the layer."""
+
+    mlp: GatedMLP
+    gate: LinearSpec
+    experts: ExpertsSpec
+    router_norm: str
+    expert_scale: str
+    after_mlp: str
+    before_experts: str
+    after_experts: str
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return *self.mlp.items, self.gate, self.experts
+
+
 Mixer = Attention | LatentAttention | DeltaNet | Mamba2
-FeedForward = GatedMLP | UngatedMLP | MoE
+FeedForward = GatedMLP | UngatedMLP | MoE | MLPBesideExperts
 
 
 @dataclass(frozen=True)
@@ -321,13 +355,14 @@ Rope = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Decoder:
-    """ropes: rotary embeddings by the names that attention layers give, for heads of
-    rotary_head_dim; the most have one, "". is_neox: whether they rotate pairs (i, i + rotary_dim /
-    2), or (2 i, 2 i + 1).
+    """ropes: rotary embeddings by the names that attention layers give, for their heads, or in
+    latent attention for rotary_head_dim columns; the most have one, "". is_neox: whether they
+    rotate pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
 
     embedding_multiplier, residual_multiplier: of token embeddings, and of what a mixer or a
     feed-forward adds to the residual. logits_scaling: what logits are divided by.
     final_logit_softcapping: logits become softcap * tanh(logit / softcap); 0 for none.
+    layer_scalar: name in every layer of a number that multiplies what it gives; "" for none.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -344,6 +379,7 @@ class Decoder:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     final_logit_softcapping: float = 0.0
+    layer_scalar: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -355,7 +391,7 @@ class Decoder:
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.feed_forward, MoE) for layer in self.layers)
+        return any(isinstance(item, ExpertsSpec) for _, item in self.items())
 
     def with_tied_head(self) -> "Decoder":
         """With an output projection that takes the embedding's weight, which is never quantised

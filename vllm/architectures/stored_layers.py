@@ -89,8 +89,7 @@ def layers_of(
     left_out: Counter[str] = Counter()
     weights = dict(_weights(tensors, packing))
     num_layers = fields.count("num_hidden_layers") or 10_000
-    if any(name.endswith(".sinks") for name in tensors):
-        fields.family = replace(fields.family, variant="sinks")
+    fields.has_sinks = any(name.endswith(".sinks") for name in tensors)
     for module, shape in weights.items():
         if (match := _LAYER.fullmatch(module)) is None:
             continue

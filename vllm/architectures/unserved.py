@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vllm.architectures.build import AttentionKind, attention, dim, gated_mlp_of
-from vllm.architectures.decoder import GATED, ExpertsSpec, Item, layer_prefix
+from vllm.architectures.decoder import GATED, SINKS, SOFTCAP, ExpertsSpec, Item, layer_prefix
 from vllm.architectures.deepseek_v3 import latent_attention
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import MLA
@@ -86,9 +86,10 @@ def mixer(fields: UnservedFields, layer: int, kind: str) -> tuple[Item, ...]:
 
 
 def _variant_and_window(fields: UnservedFields, layer: int, kind: str) -> tuple[str, int]:
-    variant, window = fields.family.variant, fields.count("sliding_window")
+    window = fields.count("sliding_window")
+    variant = SINKS if fields.has_sinks else ""
     if fields.get("attn_logit_softcapping"):
-        variant = "logit softcapping"
+        variant = SOFTCAP
     if kind:
         is_windowed = kind == "sliding_attention"
     else:
@@ -114,9 +115,7 @@ def _attention(fields: UnservedFields, layer: int, kind: str) -> Iterator[Item]:
             heads["num_key_value_heads"] = num_kv_heads
         own = Fields({**fields.given, **heads}, {})
     bias = any(map(fields.flag, ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias")))
-    output = fields.family.has_output_bias
-    gate = fields.flag("attn_output_gate", fields.family.is_gated)
-    out = fields.flag("attention_bias") if output is None else output
+    gate, out = fields.flag("attn_output_gate"), fields.flag("attention_bias")
     plain = attention(own, AttentionKind(bias, out, window, gate))
     # Values that are the keys have no weight.
     parts = plain.qkv_proj.parts[: 2 if is_shared else 3]
@@ -188,10 +187,9 @@ def _feed_forward(fields: UnservedFields, is_sparse: bool) -> tuple[Item, ...]:
 
 
 def _make_feed_forward(fields: UnservedFields, is_sparse: bool) -> tuple[Item, ...]:
-    mlp = () if is_sparse and not fields.family.is_beside else _mlp(
-        fields, fields.family.mlp, dim(fields, fields.first(MLP_SIZES)), fields.flag("mlp_bias")
-    )  # fmt: skip
-    return (*mlp, *_moe(fields)) if is_sparse else mlp
+    if is_sparse:
+        return tuple(_moe(fields))
+    return _mlp(fields, "mlp", dim(fields, fields.first(MLP_SIZES)), fields.flag("mlp_bias"))
 
 
 def _mlp(fields: UnservedFields, name: str, inner: Dim, bias: bool = False) -> tuple[Item, ...]:
@@ -203,18 +201,16 @@ def _mlp(fields: UnservedFields, name: str, inner: Dim, bias: bool = False) -> t
 
 
 def _moe(fields: UnservedFields) -> Iterator[Item]:
-    family, hidden = fields.family, dim(fields, "hidden_size")
-    count = dim(fields, fields.first(EXPERTS))
-    gates: tuple[Part, ...] = (Part(family.router.rpartition(".")[2], (count,)),)
+    hidden, count = dim(fields, "hidden_size"), dim(fields, fields.first(EXPERTS))
+    gates: tuple[Part, ...] = (Part("gate", (count,)),)
     if fields.count("shared_expert_intermediate_size"):
         gates += (Part("shared_expert_gate", (Dim("shared_expert_gate", 1),)),)
-    yield LinearSpec(f"{family.moe}{family.router}", gates, hidden, "replicated",
-                     may_quantize=False)  # fmt: skip
+    yield LinearSpec("mlp.gate", gates, hidden, "replicated", may_quantize=False)
     inner = dim(fields, fields.first(EXPERT_SIZES))
-    yield experts(fields, f"{family.moe}experts", count, hidden.size, inner)
+    yield experts(fields, "mlp.experts", count, hidden.size, inner)
     num_shared = fields.count(*SHARED)
     if size := fields.count(*SHARED_SIZES) or num_shared * inner.size:
-        yield from _mlp(fields, f"{family.moe}shared_experts", Dim("shared experts", size))
+        yield from _mlp(fields, "mlp.shared_experts", Dim("shared experts", size))
 
 
 def experts(fields: UnservedFields, name: str, count: Dim, hidden: int, inner: Dim) -> ExpertsSpec:

@@ -7,7 +7,6 @@ from typing import Any
 from vllm.architectures.decoder import GATED
 from vllm.architectures.fields import Fields
 from vllm.errors import CheckpointError
-from vllm.utils.dataclasses import dataclass
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
             "num_routed_experts")  # fmt: skip
@@ -34,34 +33,13 @@ _NO_STRUCTURE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What a model_type has that no field of its config.json says. mlp to router: names.
-    has_output_bias: None for as the queries. is_beside:
-    experts are beside the MLP of every layer."""
-
-    mlp: str = "mlp"
-    moe: str = "mlp."
-    router: str = "gate"
-    has_output_bias: bool | None = None
-    is_gated: bool = False
-    is_beside: bool = False
-    variant: str = ""
-    activation: str = ""
-
-
-_FAMILIES = {
-    "gemma4_text": _Family(moe="", router="router.proj", is_beside=True),
-}  # fmt: skip
-
-
 class UnservedFields(Fields):
     """Fields that remembers which were read."""
 
     def __init__(self, given: Mapping[str, Any]):
         super().__init__(given, {})
+        self.has_sinks = False  # which no field says
         self.seen = {*_OTHERWISE, *(name for names in _ALIASES for name in names)}
-        self.family = _FAMILIES.get(str(given.get("model_type")), _Family())
 
     def get(self, name: str) -> Any:
         self.seen.add(name)
@@ -112,8 +90,8 @@ class UnservedFields(Fields):
     @property
     def expert_activation(self) -> str:
         """`silu`, or in words what experts compute instead."""
-        if self.family.activation or self.get("swiglu_limit"):
-            return self.family.activation or "clamped swiglu"
+        if self.get("swiglu_limit"):
+            return "clamped swiglu"
         if self.mlp_parts != GATED:
             return f"{self.act} without a gate"
         return "silu" if self.act in ("silu", "swish") else self.act

@@ -75,7 +75,7 @@ def _composite(raw: Mapping[str, Any], whole: Composite) -> HFConfig:
     text = {"model_type": whole.text_types[0], **(given or {})}
     _require(text["model_type"] in whole.text_types)
     architecture = text_architecture(text["model_type"])
-    _require(architecture is not None)
+    _require(architecture is not None and not architecture.is_read_by_transformers)
     defaults = {
         "tie_word_embeddings": whole.ties_embeddings, "dtype": None, "architectures": None
     }  # fmt: skip

@@ -212,13 +212,15 @@ def _decoder(source: str, config: Any) -> Decoder:
         raise CheckpointError(
             f"{source}: text models of type {text.model_type!r} are not supported"
         )
+    fields = text.to_dict()
     for name in _NEEDED_SIZES:
-        if getattr(text, name, None) is None:
+        # transformers raises for attributes that differ by layer.
+        if fields.get(name) is None and getattr(text, name, None) is None:
             raise CheckpointError(
                 f"{source}: model_type {text.model_type!r} has no {name}, which the architecture "
                 f"that it names needs: one of the two is wrong"
             )
-    return architecture.decoder(text.to_dict(), source)
+    return architecture.decoder(fields, source)
 
 
 def _source(path: Path, overrides: dict[str, Any]) -> str:

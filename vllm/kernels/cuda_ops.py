@@ -15,6 +15,7 @@ GPU (positions, ids) cannot be refused, and turn to NaN what they would have rea
 import torch
 from torch import Tensor
 
+from vllm.ops import torch_ops
 from vllm.ops.native_ops import NativeOps
 from vllm.ops.paged_attention import CacheTarget
 from vllm.ops.torch_ops import soft_cap
@@ -71,9 +72,13 @@ def qk_norm_rotary(
 ) -> None:
     """rms_norm of every head of query and of key in place, then rotary_embedding, in one launch.
 
-    Bit for bit what the two give one after the other. Weights float32 [head_dim], head_dim up to
-    256; the rest as in `rotary_embedding`.
+    Bit for bit what the two give one after the other. Weights float32 [head_dim]; the rest as in
+    `rotary_embedding`. Heads of more than 256 columns are torch's.
     """
+    if query.shape[-1] > 256:
+        norms_and_cache = query_weight, key_weight, cos_sin_cache
+        torch_ops.qk_norm_rotary(positions, query, key, *norms_and_cache, eps, is_neox)
+        return
     norms = query_weight, key_weight
     _qk_norm_rotary(positions, query, key, *norms, cos_sin_cache, eps, is_neox)
 

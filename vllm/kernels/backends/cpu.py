@@ -49,7 +49,7 @@ def _head_size(problem: Problem) -> list[Reason]:
 _Cache = partial(_Spec, formats=shared.CACHES, check=_head_size)
 SPECS = (
     _Spec(family="linear", formats=shared.WEIGHTS, native=("cpu_linear",)),
-    _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",), **shared.ALL_EXPERTS),
+    _Spec(family="moe", formats=shared.WEIGHTS, native=("cpu_linear",), **shared.ANY_EXPERTS),
     _Cache(
         family="attention",
         native=("cpu_attention",),

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.decoder import CHUNKED as _CHUNKED
-from vllm.architectures.decoder import RELU2, SWIGLUOAI
+from vllm.architectures.decoder import GELU_TANH, RELU2, SWIGLUOAI
 from vllm.architectures.decoder import SINKS as _SINKS
 from vllm.architectures.decoder import SOFTCAP as _SOFTCAP
 from vllm.formats.act_scheme import ActScheme
@@ -49,6 +49,10 @@ EXPERTS: dict[str, Any] = {
 }
 # And those without a gate.
 ALL_EXPERTS = EXPERTS | {"activation_functions": EXPERTS["activation_functions"] | {RELU2}}
+# And those of Gemma, by operations that are not of one kernel.
+ANY_EXPERTS = ALL_EXPERTS | {
+    "activation_functions": ALL_EXPERTS["activation_functions"] | {GELU_TANH}
+}
 STATES = frozenset({"fp32"})  # of recurrences
 HALF = frozenset({"bf16", "fp16"})
 FROM_SM80 = frozenset({"sm_8x", "sm_9x", "sm_10x", "sm_11x", "sm_12x"})
@@ -84,6 +88,8 @@ def expert_activation(problem: MoEProblem, ops: Any) -> "Callable[[Tensor], Tens
     if problem.activation == RELU2:
         squared: Callable[[Tensor], Tensor] = ops.relu2
         return squared
+    if problem.activation == GELU_TANH:
+        return partial(ops.gelu_and_mul, approximate="tanh")
     if problem.activation == SWIGLUOAI:
         return partial(ops.swigluoai_and_mul, limit=problem.swiglu_limit)
     activate: Callable[[Tensor], Tensor] = ops.silu_and_mul

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.architectures.kv_cache import MLA
 from vllm.kernels.backends.shared import (
-    ALL_EXPERTS,
+    ANY_EXPERTS,
     CACHES,
     CHUNKED,
     FLOATS,
@@ -62,7 +62,7 @@ class DenseKernel:
 
 SPECS = (
     _Spec(family="linear", formats=WEIGHTS),
-    _Spec(family="moe", formats=WEIGHTS, **ALL_EXPERTS),
+    _Spec(family="moe", formats=WEIGHTS, **ANY_EXPERTS),
     _Spec(
         family="attention",
         formats=CACHES,

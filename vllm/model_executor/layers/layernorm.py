@@ -65,6 +65,16 @@ class UnweightedRMSNorm(RMSNorm):
         return {}
 
 
+class RouterNorm(RMSNorm):
+    """Of what a router reads: its weight is hidden ** -0.5 times the tensor `prefix`."""
+
+    def slots(self) -> dict[str, Slot]:
+        return {self.prefix: Slot(tuple(self.weight.shape), FLOATS, self._write)}
+
+    def _write(self, weight: Tensor) -> None:
+        self.weight.data.copy_(weight).mul_(len(weight) ** -0.5)
+
+
 NORMS: dict[NormKind, type[RMSNorm]] = {
     "rms": RMSNorm,
     "rms_zero_centred": ZeroCentredRMSNorm,

@@ -12,19 +12,21 @@ from vllm.errors import CheckpointError
 from vllm.model_executor.context import ModelContext
 from vllm.ops.paged_attention import CacheTarget
 
+PROPORTIONAL = "proportional"
+
 
 class RotaryEmbedding(nn.Module):
     """Rotates q and k in place. One for each of the model's ropes, shared by its layers; rope None
-    leaves them as they are.
+    leaves them as they are. head_dim: of the columns that it may rotate.
 
     cos_sin_cache: float32 [max_model_len, rotary_dim], cos in the first half. rotary_dim: how many
     columns of a head are rotated, the first ones (`partial_rotary_factor` of the config).
     """
 
-    def __init__(self, ctx: ModelContext, rope: Rope | None):
+    def __init__(self, ctx: ModelContext, rope: Rope | None, head_dim: int):
         super().__init__()
         self.ops, self.is_neox = ctx.ops, ctx.decoder.is_neox
-        inv_freq, factor = _frequencies(ctx, rope)
+        inv_freq, factor = _frequencies(ctx, rope, head_dim)
         angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
         self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
@@ -41,18 +43,20 @@ class RotaryEmbedding(nn.Module):
             )
 
 
-def _frequencies(ctx: ModelContext, rope: Rope | None) -> tuple[Tensor, float]:
+def _frequencies(ctx: ModelContext, rope: Rope | None, head_dim: int) -> tuple[Tensor, float]:
     """float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
     decoder = ctx.decoder
     if rope is None:  # angles of 0: a kernel that rotates K into the cache serves all layers
-        return torch.zeros(decoder.rotary_head_dim // 2), 1.0
+        return torch.zeros(head_dim // 2), 1.0
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", *_SCALED):
+    if kind not in ("default", PROPORTIONAL, *_SCALED):
         raise CheckpointError(
             f"rope_type {kind!r} is not supported: config.json may ask for default, "
-            f"{', '.join(_SCALED)}"
+            f"{PROPORTIONAL}, {', '.join(_SCALED)}"
         )
-    rotary_dim = int(decoder.rotary_head_dim * rope.get("partial_rotary_factor", 1.0))
+    if kind == PROPORTIONAL:
+        return _proportional(rope, head_dim), 1.0
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     wide = rope["rope_theta"] ** exponents
     if kind == "default":
@@ -60,6 +64,16 @@ def _frequencies(ctx: ModelContext, rope: Rope | None) -> tuple[Tensor, float]:
     original = rope.get("original_max_position_embeddings") or decoder.max_position_embeddings
     lengths = _Lengths(original, decoder.max_position_embeddings, ctx.max_model_len)
     return _SCALED[kind](wide, rope, lengths)
+
+
+def _proportional(rope: Rope, head_dim: int) -> Tensor:
+    """Frequencies of whole heads, of which partial_rotary_factor turn and the others are 0: pairs
+    are half a head apart, however few of them turn."""
+    inv_freq = torch.zeros(head_dim // 2)
+    num_turning = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    exponents = torch.arange(0, 2 * num_turning, 2, dtype=torch.float32) / head_dim
+    inv_freq[:num_turning] = 1.0 / rope["rope_theta"] ** exponents / rope.get("factor", 1.0)
+    return inv_freq
 
 
 class _Lengths(NamedTuple):

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import Attention as AttentionSpec
-from vllm.kernels.activations import Activation
+from vllm.kernels.activations import Activation, InputQuant
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import NORMS
@@ -15,19 +15,28 @@ from vllm.ops.paged_attention import CacheTarget
 
 
 class SelfAttention(nn.Module):
-    """x [T, hidden] -> [T, heads * head_dim] for `writer`. prefix: of the decoder layer."""
+    """x [T, hidden] -> [T, heads * head_dim] for `writer`. prefix: of the decoder layer. unrotated:
+    a rotation by angles of 0, which kernels that norm and rotate heads take for norms alone."""
 
     def __init__(
-        self, ctx: ModelContext, prefix: str, spec: AttentionSpec, rotary: RotaryEmbedding
+        self,
+        ctx: ModelContext,
+        prefix: str,
+        spec: AttentionSpec,
+        rotary: RotaryEmbedding,
+        unrotated: RotaryEmbedding,
     ):
         super().__init__()
-        self.rotary, self.ops = rotary, ctx.ops
+        self.rotary, self.unrotated, self.ops = rotary, unrotated, ctx.ops
         self.head_dim = spec.attn.cache.head_dim
         size = ctx.parallel.tensor.size
         self.num_heads = spec.attn.heads.per_rank(size)
         self.num_kv_heads = spec.attn.cache.kv_heads.per_rank(size)
         self.is_gated = spec.is_gated
         self.qkv_proj = linear_layer(ctx, prefix, spec.qkv_proj)
+        self.gate_proj: Linear | None = None
+        if spec.gate_proj is not None:
+            self.gate_proj = linear_layer(ctx, prefix, spec.gate_proj)
         self.o_proj = linear_layer(ctx, prefix, spec.o_proj)
         self.attn = Attention(ctx, prefix, spec.attn)
         self.has_qk_norm = spec.qk_norm is not None and spec.qk_norm_span == "head"
@@ -36,14 +45,26 @@ class SelfAttention(nn.Module):
             self.joint_norm = ProjectionNorms(ctx, prefix, spec)
         elif spec.qk_norm is not None:
             norm = NORMS[spec.qk_norm]
-            self.q_norm = norm(ctx, f"{prefix}{spec.name}.q_norm", self.head_dim)
-            self.k_norm = norm(ctx, f"{prefix}{spec.name}.k_norm", self.head_dim)
+            self.q_norm, self.k_norm = (
+                norm(ctx, f"{prefix}{spec.name}.{name}", self.head_dim)
+                for name in spec.qk_norm_names
+            )
+        self.norms_rotated = spec.norms_rotated
+        self.v_norm: nn.Module | None = None
+        if spec.v_norm is not None:
+            self.v_norm = NORMS[spec.v_norm](ctx, f"{prefix}{spec.name}.v_norm", self.head_dim)
+        self.k_is_v = spec.k_is_v
         self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
-    def reader(self) -> Linear:
-        """The layer that reads the input, and alone does."""
-        return self.qkv_proj
+    def reader(self) -> "Linear | SelfAttention":
+        """The layer that reads the input, and alone does; this module, which does not want it
+        quantised, where a gate reads it too."""
+        return self.qkv_proj if self.gate_proj is None else self
+
+    def input_quant(self, num_tokens: int) -> InputQuant | None:
+        """Of readers that are all given floats."""
+        return None
 
     @property
     def writer(self) -> Linear:
@@ -52,29 +73,41 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        counts = (self.num_heads * (1 + self.is_gated), self.num_kv_heads, self.num_kv_heads)
-        q, k, v = heads.split(counts, dim=1)
-        if not self.is_gated:
-            return self._attend(q, k, v, batch)
-        q, gate = q[:, 0::2], q[:, 1::2]
+        counts = [self.num_heads * (1 + self.is_gated), self.num_kv_heads]
+        q, k, *others = heads.split(counts if self.k_is_v else [*counts, self.num_kv_heads], dim=1)
+        v = k if self.k_is_v else others[0]
+        gate: Tensor | None = None
+        if self.is_gated:
+            q, gate = q[:, 0::2], q[:, 1::2]
+        elif self.gate_proj is not None:
+            gate = self.gate_proj(x).unflatten(1, (self.num_heads, -1))
         y = self._attend(q, k, v, batch)
-        self.ops.mul_sigmoid(y.unflatten(1, gate.shape[1:]), gate)
+        if gate is not None:
+            self.ops.mul_sigmoid(y.unflatten(1, (self.num_heads, -1)), gate)
         return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        if self.v_norm is not None:
+            v = self.v_norm(v)
+        elif self.k_is_v:
+            v = k.clone()
         target = self.attn.target(v, batch)
         self._rotate(q, k, batch.positions, target)
         return self.attn(self.scaled(q, batch.positions), k, v, batch)
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, target: CacheTarget | None) -> None:
-        """Positions into q [T, heads, head_dim] and k, in place and after their norms. With a
-        target K goes there instead, and V too."""
+        """Positions into q [T, heads, head_dim] and k, in place, after their norms or before them.
+        With a target K goes there instead, and V too."""
         if self.joint_norm is not None:
             self.joint_norm(q, k)
         if not self.has_qk_norm:
             return self.rotary(positions, q, k, target)
         norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        cache, is_neox = self.rotary.cos_sin_cache, self.rotary.is_neox
+        rotary = self.rotary
+        if self.norms_rotated:
+            rotary(positions, q, k)
+            rotary = self.unrotated
+        cache, is_neox = rotary.cos_sin_cache, rotary.is_neox
         if target is None:
             self.ops.qk_norm_rotary(positions, q, k, *norms, cache, eps, is_neox)
         else:

@@ -10,23 +10,25 @@ from vllm.distributed.groups import Addend, total
 from vllm.model_executor.context import ForwardBatch, ModelContext
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.layers.embedding import Embedding, LMHead
+from vllm.model_executor.layers.layer_scalar import LayerScalar
 from vllm.model_executor.layers.layernorm import NORMS, ResidualNorms, RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2Mixer
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
 from vllm.model_executor.models.attention import SelfAttention
-from vllm.model_executor.models.feed_forward import MLP, SparseMoE, UngatedMLP
+from vllm.model_executor.models.feed_forward import MLP, MLPBesideExperts, SparseMoE, UngatedMLP
 from vllm.model_executor.models.latent_attention import LatentAttention
 
 _FEED_FORWARDS: dict[type, Any] = {
     spec.GatedMLP: MLP,
     spec.UngatedMLP: UngatedMLP,
     spec.MoE: SparseMoE,
+    spec.MLPBesideExperts: MLPBesideExperts,
 }
 
 
-Rotaries = dict[str | None, RotaryEmbedding]
-"""By the name that attention layers give."""
+Rotaries = dict[tuple[str | None, int], RotaryEmbedding]
+"""By the name that attention layers give, and the size of their heads."""
 
 
 def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries) -> nn.Module:
@@ -35,13 +37,22 @@ def _mixer(ctx: ModelContext, prefix: str, mixer: spec.Mixer, rotaries: Rotaries
         return GatedDeltaNet(ctx, prefix, mixer)
     if isinstance(mixer, spec.Mamba2):
         return Mamba2Mixer(ctx, prefix, mixer)
-    name = mixer.rope if isinstance(mixer, spec.Attention) else ""
-    if name not in rotaries:
-        rope = None if name is None else ctx.decoder.ropes[name]
-        rotaries[name] = RotaryEmbedding(ctx, rope)
     if isinstance(mixer, spec.LatentAttention):
-        return LatentAttention(ctx, prefix, mixer, rotaries[name])
-    return SelfAttention(ctx, prefix, mixer, rotaries[name])
+        rotary = _rotary(ctx, "", ctx.decoder.rotary_head_dim, rotaries)
+        return LatentAttention(ctx, prefix, mixer, rotary)
+    head_dim = mixer.attn.cache.head_dim
+    rotary = _rotary(ctx, mixer.rope, head_dim, rotaries)
+    unrotated = _rotary(ctx, None, head_dim, rotaries) if mixer.norms_rotated else rotary
+    return SelfAttention(ctx, prefix, mixer, rotary, unrotated)
+
+
+def _rotary(
+    ctx: ModelContext, name: str | None, head_dim: int, rotaries: Rotaries
+) -> RotaryEmbedding:
+    if (name, head_dim) not in rotaries:
+        rope = None if name is None else ctx.decoder.ropes[name]
+        rotaries[name, head_dim] = RotaryEmbedding(ctx, rope, head_dim)
+    return rotaries[name, head_dim]
 
 
 class DecoderLayer(nn.Module):
@@ -65,6 +76,9 @@ class DecoderLayer(nn.Module):
         for part in (self.mixer, self.mlp):
             if (writer := getattr(part, "writer", None)) is not None:
                 writer.reduce_results = False  # the norm that comes next adds up
+        self.scalar: LayerScalar | None = None
+        if ctx.decoder.layer_scalar:
+            self.scalar = LayerScalar(prefix + ctx.decoder.layer_scalar)
 
     def _norm(self, ctx: ModelContext, prefix: str, name: str) -> RMSNorm | None:
         """Also an attribute of its name in checkpoints. None for no name."""
@@ -90,8 +104,11 @@ class DecoderLayer(nn.Module):
         elif rows is not None:
             x, residual = total(x)[rows], residual[rows]
         if self.mlp is not None:
-            x = self.mlp(self.mlp_norms.read(x, residual, self.mlp.reader))
+            read = self.mlp_norms.read(x, residual, self.mlp.reader)
+            x = self.mlp(read, residual) if self.mlp.reads_residual else self.mlp(read)
             x = self.mlp_norms.written(x)
+        if self.scalar is not None:
+            x = self.scalar(total(x), residual)
         return x, residual
 
 

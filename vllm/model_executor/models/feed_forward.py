@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import GatedMLP, MoE
+from vllm.architectures.decoder import MLPBesideExperts as MLPBesideExpertsSpec
 from vllm.architectures.decoder import UngatedMLP as UngatedMLPSpec
 from vllm.distributed.groups import Addend, add, own_part, total
 from vllm.kernels.activations import Activation, InputQuant, source_of
 from vllm.model_executor.context import ModelContext
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+from vllm.model_executor.layers.layernorm import NORMS, RouterNorm
 from vllm.model_executor.layers.linear import Linear, linear_layer
 from vllm.model_executor.weights import FLOATS, Slot, empty_parameter, finite_into
 from vllm.platforms.streams import beside
@@ -20,6 +22,8 @@ from vllm.platforms.streams import beside
 
 class MLP(nn.Module):
     """x [T, hidden] -> [T, hidden]. prefix: of the decoder layer."""
+
+    reads_residual = False
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: GatedMLP):
         super().__init__()
@@ -47,6 +51,8 @@ class MLP(nn.Module):
 
 class UngatedMLP(nn.Module):
     """x [T, hidden] -> [T, hidden]: two products with squared ReLU between them."""
+
+    reads_residual = False
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: UngatedMLPSpec):
         super().__init__()
@@ -81,6 +87,8 @@ def _act_and_mul(ops: ModuleType, activation: str) -> Callable[[Tensor], Tensor]
 class SparseMoE(nn.Module):
     """Routed experts, and beside them one for all tokens if the spec has it. to_latent and
     from_latent: around the routed experts, where these read latents."""
+
+    reads_residual = False
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: MoE):
         super().__init__()
@@ -158,3 +166,41 @@ class SparseMoE(nn.Module):
             # A factor of the sum over the ranks, which may as well be one of its parts.
             self.ops.mul_sigmoid(own_part(shared)[:, None], gate[:, None])
         return shared
+
+
+class MLPBesideExperts(nn.Module):
+    """x [T, hidden], the normed residual, and residual -> [T, hidden]: what an MLP makes of the one
+    and experts of the other. prefix: of the decoder layer."""
+
+    reads_residual = True
+
+    def __init__(self, ctx: ModelContext, prefix: str, spec: MLPBesideExpertsSpec):
+        super().__init__()
+        self.ops, self.router = ctx.ops, spec.experts.router
+        hidden, norm = spec.experts.hidden, NORMS[ctx.decoder.norm]
+        self.mlp = MLP(ctx, prefix, spec.mlp)
+        self.after_mlp = norm(ctx, prefix + spec.after_mlp, hidden)
+        self.router_norm = RouterNorm(ctx, prefix + spec.router_norm, hidden)
+        self.gate = linear_layer(ctx, prefix, spec.gate)
+        self.expert_scale = empty_parameter(self.router.num_experts, dtype=torch.float32)
+        self.scale_name = prefix + spec.expert_scale
+        self.before_experts = norm(ctx, prefix + spec.before_experts, hidden)
+        self.experts = FusedMoE(ctx, prefix, spec.experts)
+        self.after_experts = norm(ctx, prefix + spec.after_experts, hidden)
+
+    def slots(self) -> dict[str, Slot]:
+        write = finite_into(self.expert_scale.data, "scales of experts")
+        return {self.scale_name: Slot(tuple(self.expert_scale.shape), FLOATS, write)}
+
+    @property
+    def reader(self) -> Linear:
+        """The layer that reads the normed residual, and alone does."""
+        return self.mlp.reader
+
+    def forward(self, x: Activation, residual: Tensor) -> Tensor:
+        weights, ids, _ = self.ops.choose_experts(
+            self.router_norm(residual), self.gate.kernel, self.router, None
+        )
+        read = self.before_experts(residual)
+        routed = self.experts(read, weights * self.expert_scale[ids], ids)
+        return self.after_experts(total(routed)) + self.after_mlp(total(self.mlp(x)))
