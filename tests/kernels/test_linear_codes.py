@@ -243,7 +243,7 @@ def test_codes_of_one_kind_are_not_computed_as_another():
     packed = cpu_ops.pack_linear_codes(**make_codes("int4", 40, 100, 32))
     with pytest.raises(ValueError, match=r"code_type: given 4; accepted: 0 .none., 1"):
         cpu_ops.linear(x, of_other_codes(packed, 4))
-    with pytest.raises(ValueError, match=r"zero_points: given none; accepted: some for code_type 2"):
+    with pytest.raises(ValueError, match=r"zero_points: given none; .*code_type 2"):
         cpu_ops.linear(x, of_other_codes(packed, 2))
     with pytest.raises(ValueError, match=r"weight: .*dimension 1 must be 100 .columns of x"):
         cpu_ops.linear(x, of_other_codes(packed, 0))
