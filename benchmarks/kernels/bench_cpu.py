@@ -1,6 +1,6 @@
 """Times the native CPU kernels on SmolLM2-135M's shapes, beside this machine's own ceilings.
 
-    python benchmarks/kernels/bench_cpu.py [--isa avx2] [--json FILE]
+    python benchmarks/kernels/bench_cpu.py [--isa avx2] [--weights int4] [--json FILE]
 
 Every figure is a median. Bandwidths count the bytes a kernel must touch (weights, scales, cache);
 ceilings are torch's: summing and copying 256 MB, and a 2048^3 float32 matmul.
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,27 +81,52 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(size / read / 1e9, 2 * size / copy / 1e9, 2 * 2048**3 / matmul / 1e9)
 
 
-def make_layers() -> dict[str, list[cpu_ops.LinearWeight]]:
+def make_fp8(n: int, k: int) -> cpu_ops.LinearWeight:
+    weight = torch.randn(n, k).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
+    scales = torch.rand(n, -(-k // BLOCK_K)) * 1e-3
+    return cpu_ops.pack_linear(weight, scales, BLOCK_K)
+
+
+def make_codes(
+    n: int, k: int, group: int, has_zero_points: bool = False, is_e2m1: bool = False
+) -> cpu_ops.LinearWeight:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    shape = (n, k // group)
+    scales = torch.rand(shape).half().float()
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if has_zero_points else None
+    return cpu_ops.pack_linear_codes(codes, scales, group, None, zeros, None, is_e2m1)
+
+
+def make_nvfp4(n: int, k: int) -> cpu_ops.LinearWeight:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.rand(n, k // 16).to(torch.float8_e4m3fn)
+    return cpu_ops.pack_linear_codes(
+        codes, scales, 16, row_factors=torch.full((n,), 1e-3), is_e2m1=True
+    )
+
+
+# 576 columns are not whole groups of 128, so that w4a16 takes groups of 64.
+WEIGHTS: dict[str, Callable[[int, int], cpu_ops.LinearWeight]] = {
+    "fp8": make_fp8,
+    "int4": partial(make_codes, group=64),
+    "int4-zero-points": partial(make_codes, group=32, has_zero_points=True),
+    "mxfp4": partial(make_codes, group=32, is_e2m1=True),
+    "nvfp4": make_nvfp4,
+}
+
+
+def make_layers(weights: str) -> dict[str, list[cpu_ops.LinearWeight]]:
     """One packed weight per layer, so that a pass over all of them runs out of cache."""
-
-    def fp8(n: int, k: int) -> cpu_ops.LinearWeight:
-        weight = torch.randn(n, k).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
-        scales = torch.rand(n, -(-k // BLOCK_K)) * 1e-3
-        return cpu_ops.pack_linear(weight, scales, BLOCK_K)
-
+    make = WEIGHTS[weights]
     shapes = {
         "qkv": ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN),
         "o": (HIDDEN, HIDDEN),
         "gate_up": (2 * INTERMEDIATE, HIDDEN),
         "down": (HIDDEN, INTERMEDIATE),
     }
-    layers = {name: [fp8(n, k) for _ in range(NUM_LAYERS)] for name, (n, k) in shapes.items()}
+    layers = {name: [make(n, k) for _ in range(NUM_LAYERS)] for name, (n, k) in shapes.items()}
     layers["lm_head"] = [cpu_ops.pack_linear(torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16))]
     return layers
-
-
-def weight_bytes(packed: cpu_ops.LinearWeight) -> int:
-    return packed.panels.nbytes + packed.scales.nbytes + packed.bias.nbytes
 
 
 def time_passes(weights: list[cpu_ops.LinearWeight], m: int, min_seconds: float) -> float:
@@ -119,7 +145,7 @@ def time_passes(weights: list[cpu_ops.LinearWeight], m: int, min_seconds: float)
 def bench_linear(layers: dict[str, list[cpu_ops.LinearWeight]], min_seconds: float) -> list[Row]:
     """Each shape over its own 30 layers, then the whole model in the order of a step.
 
-    A shape's 30 layers may fit the last-level cache; the whole model (163 MB) does not.
+    A shape's 30 layers may fit the last-level cache; the whole model (163 MB in FP8) may not.
     """
     rows = []
     for m in BATCHES:
@@ -131,7 +157,7 @@ def bench_linear(layers: dict[str, list[cpu_ops.LinearWeight]], min_seconds: flo
                 Row(
                     f"linear {name} {first.num_outputs}x{first.num_inputs} M={m}",
                     time_passes(layers[name], m, min_seconds) / len(layers[name]) * 1e6,
-                    weight_bytes(first),
+                    first.num_bytes,
                     2 * m * first.num_outputs * first.num_inputs,
                 )
             )
@@ -143,7 +169,7 @@ def bench_linear(layers: dict[str, list[cpu_ops.LinearWeight]], min_seconds: flo
             Row(
                 f"linear whole model{'' if 'lm_head' in names else ', no lm_head'} M={m}",
                 time_passes(step, m, min_seconds) * 1e6,
-                sum(map(weight_bytes, step)),
+                sum(packed.num_bytes for packed in step),
                 2 * m * sum(p.num_outputs * p.num_inputs for p in step),
             )
         )
@@ -241,6 +267,7 @@ def main() -> None:
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="bfloat16")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--only", choices=("linear", "attention", "layers"))
+    parser.add_argument("--weights", choices=WEIGHTS, default="fp8", help="of linear layers")
     parser.add_argument("--seconds", type=float, default=0.3, help="least time for each median")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -249,7 +276,7 @@ def main() -> None:
     ceilings = measure_ceilings()
     rows: list[Row] = []
     if args.only in (None, "linear"):
-        rows += bench_linear(make_layers(), args.seconds)
+        rows += bench_linear(make_layers(args.weights), args.seconds)
     if args.only in (None, "attention"):
         rows += bench_attention(dtype, args.block_size, args.seconds)
     if args.only in (None, "layers"):
@@ -265,6 +292,7 @@ def main() -> None:
     if args.json:
         result = {
             "isa": library.cpu_isa(),
+            "weights": args.weights,
             "num_threads": library.cpu_num_threads(),
             "machine": platform.processor() or platform.machine(),
             "torch": torch.__version__,

@@ -113,7 +113,7 @@ std::string built_isas() {
 void set_isa(const std::string& name) { active_table().store(find_table(name)); }
 
 void* thread_scratch(Scratch which, size_t num_bytes) {
-  thread_local Buffer buffers[2];
+  thread_local Buffer buffers[3];
   return buffers[static_cast<int>(which)].reserve(num_bytes);
 }
 

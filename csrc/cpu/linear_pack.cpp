@@ -38,6 +38,13 @@ int64_t pack_panel(const T* weight, ElementType type, int64_t num_columns, int64
   return num_nans;
 }
 
+template <class F>
+void for_each_panel(int64_t num_panels, const F& pack) {
+  run_items(
+      num_panels,
+      [](const void* context, int64_t panel) { (*static_cast<const F*>(context))(panel); }, &pack);
+}
+
 template <class T>
 int64_t pack_panels(const void* weight, ElementType type, int64_t n, int64_t k, int64_t stride,
                     void* packed) {
@@ -49,16 +56,54 @@ int64_t pack_panels(const void* weight, ElementType type, int64_t n, int64_t k, 
                            std::min<int64_t>(kPanelWidth, n - first), k, stride,
                            static_cast<T*>(packed) + panel * k * kPanelWidth);
   };
-  run_items(
-      num_panels,
-      [](const void* context, int64_t panel) {
-        (*static_cast<const decltype(pack)*>(context))(panel);
-      },
-      &pack);
+  for_each_panel(num_panels, pack);
   return num_nans;
 }
 
+// Codes k and k + 1 of a row, the first in the low nibble; zeros from `end` on.
+uint8_t pair_of_codes(const uint8_t* row, int64_t k, int64_t end) {
+  if (k >= end) return 0;
+  const int first = row[k / 2] >> k % 2 * 4 & 15;
+  const int second = k + 1 < end ? row[(k + 1) / 2] >> (k + 1) % 2 * 4 & 15 : 0;
+  return static_cast<uint8_t>(first | second << 4);
+}
+
+// Byte 4 l + b holds rows b % 2 and b % 2 + 2 of column l + 16 (b / 2).
+void pack_quad(const uint8_t* codes, int64_t num_columns, int64_t stride, int64_t k, int64_t end,
+               uint8_t* quad) {
+  constexpr int kHalf = kPanelWidth / 2;
+  std::memset(quad, 0, kQuadBytes);
+  for (int64_t column = 0; column < num_columns; ++column) {
+    const uint8_t* row = codes + column * stride;
+    const int low = pair_of_codes(row, k, end), high = pair_of_codes(row, k + 2, end);
+    uint8_t* target = quad + 4 * (column % kHalf) + 2 * (column / kHalf);
+    target[0] = static_cast<uint8_t>((low & 15) | (high & 15) << 4);
+    target[1] = static_cast<uint8_t>(low >> 4 | (high & 0xF0));
+  }
+}
+
 }  // namespace
+
+int64_t num_quads(int64_t k, int64_t block_k) {
+  const auto quads_of = [](int64_t rows) { return (rows + kQuadRows - 1) / kQuadRows; };
+  return k / block_k * quads_of(block_k) + quads_of(k % block_k);
+}
+
+void pack_codes(const void* codes, int64_t n, int64_t k, int64_t block_k, int64_t stride,
+                void* packed) {
+  const int64_t panel_size = num_quads(k, block_k) * kQuadBytes;
+  for_each_panel((n + kPanelWidth - 1) / kPanelWidth, [&](int64_t panel) {
+    const int64_t first = panel * kPanelWidth;
+    const auto* source = static_cast<const uint8_t*>(codes) + first * stride;
+    auto* quad = static_cast<uint8_t*>(packed) + panel * panel_size;
+    for (int64_t begin = 0; begin < k; begin += block_k) {
+      const int64_t end = std::min(begin + block_k, k);
+      for (int64_t row = begin; row < end; row += kQuadRows, quad += kQuadBytes) {
+        pack_quad(source, std::min<int64_t>(kPanelWidth, n - first), stride, row, end, quad);
+      }
+    }
+  });
+}
 
 int64_t pack_weight(const void* weight, ElementType type, int64_t n, int64_t k, int64_t stride,
                     void* packed) {

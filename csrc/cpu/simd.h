@@ -158,6 +158,18 @@ template <>
 struct Element<ElementType::kE4M3> {
   using Storage = unsigned char;
 };
+template <>
+struct Element<ElementType::kInt4> {
+  using Storage = unsigned char;  // of a code: two in a byte
+};
+template <>
+struct Element<ElementType::kUint4> {
+  using Storage = unsigned char;
+};
+template <>
+struct Element<ElementType::kE2M1> {
+  using Storage = unsigned char;
+};
 template <ElementType kType>
 using StorageOf = typename Element<kType>::Storage;
 
@@ -268,6 +280,19 @@ template <class F>
 SIMD_INLINE void with_any_type(ElementType type, F&& f) {
   if (type == ElementType::kE4M3) return f(TypeTag<ElementType::kE4M3>{});
   with_float_type(type, static_cast<F&&>(f));
+}
+template <class F>
+SIMD_INLINE void with_weight_type(ElementType type, F&& f) {
+  switch (type) {
+    case ElementType::kInt4:
+      return f(TypeTag<ElementType::kInt4>{});
+    case ElementType::kUint4:
+      return f(TypeTag<ElementType::kUint4>{});
+    case ElementType::kE2M1:
+      return f(TypeTag<ElementType::kE2M1>{});
+    default:
+      return with_any_type(type, static_cast<F&&>(f));
+  }
 }
 
 }  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE

@@ -118,4 +118,42 @@ SIMD_INLINE void convert_pair_e4m3(const unsigned char* p, FloatReg (&even)[kReg
   widen_f16(_mm256_and_si256(high, mask), odd);
 }
 
+// Bytes 2 and 3 of the values of a 4-bit type, which hold all their bits, once for each half of a
+// register.
+struct CodeBytes {
+  alignas(32) unsigned char low[32], high[32];
+  constexpr explicit CodeBytes(const CodeValues& codes) : low(), high() {
+    for (int i = 0; i < 32; ++i) {
+      const unsigned bits = __builtin_bit_cast(unsigned, codes.values[i % 16]);
+      low[i] = static_cast<unsigned char>(bits >> 16);
+      high[i] = static_cast<unsigned char>(bits >> 24);
+    }
+  }
+};
+template <ElementType kType>
+inline constexpr CodeBytes kCodeBytes{kCodeValues<kType>};
+
+// Rows 2 kPair and 2 kPair + 1 of four packed ones: of each row register i of columns 0..15 and of
+// columns 16..31. Two lookups give the halves of a bfloat16.
+template <ElementType kType, int kPair>
+SIMD_INLINE void convert_codes(const unsigned char* quad, int i, FloatReg (&rows)[2][2]) {
+  const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quad + 32 * i));
+  const __m256i codes =
+      _mm256_and_si256(reg_shift_right<4 * kPair>(packed), _mm256_set1_epi8(0x0F));
+  const auto look_up = [&](const unsigned char* table) {
+    return _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)), codes);
+  };
+  const __m256i low = look_up(kCodeBytes<kType>.low), high = look_up(kCodeBytes<kType>.high);
+  // 32-bit lanes of both rows: (column c, c + 16, c + 1, c + 17) in each half of a register.
+  const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+  const __m256i mask = _mm256_set1_epi32(int(0xFFFF0000));
+  const __m256 even[] = {reg_from_bits(reg_shift_left<16>(first)),
+                         reg_from_bits(reg_shift_left<16>(second))};
+  const __m256 odd[] = {reg_from_bits(reg_and(first, mask)), reg_from_bits(reg_and(second, mask))};
+  rows[0][0] = _mm256_shuffle_ps(even[0], even[1], 0x88);
+  rows[0][1] = _mm256_shuffle_ps(even[0], even[1], 0xDD);
+  rows[1][0] = _mm256_shuffle_ps(odd[0], odd[1], 0x88);
+  rows[1][1] = _mm256_shuffle_ps(odd[0], odd[1], 0xDD);
+}
+
 }  // namespace vllm::cpu::avx2

@@ -99,4 +99,16 @@ SIMD_INLINE void convert_pair_e4m3(const unsigned char* p, FloatReg (&even)[kReg
   odd[0] = _mm512_cvtph_ps(_mm256_and_si256(high, mask));
 }
 
+// Rows 2 kPair and 2 kPair + 1 of four packed ones: of each row register i of columns 0..15 and of
+// columns 16..31. A lookup reads the lowest four bits of a lane.
+template <ElementType kType, int kPair>
+SIMD_INLINE void convert_codes(const unsigned char* quad, int, FloatReg (&rows)[2][2]) {
+  const __m512i codes = _mm512_loadu_si512(quad);
+  const __m512 table = _mm512_load_ps(kCodeValues<kType>.values);
+  rows[0][0] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair>(codes), table);
+  rows[1][0] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair + 8>(codes), table);
+  rows[0][1] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair + 16>(codes), table);
+  rows[1][1] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair + 24>(codes), table);
+}
+
 }  // namespace vllm::cpu::avx512

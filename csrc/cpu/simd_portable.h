@@ -137,4 +137,29 @@ SIMD_INLINE void convert_pair_e4m3(const unsigned char* p, FloatReg (&even)[kReg
   }
 }
 
+// Values of codes in the lowest four bits of each lane, by arithmetic: compilers make no vector
+// lookup of a table.
+template <ElementType kType>
+SIMD_INLINE FloatReg code_value(IntReg codes) {
+  if constexpr (kType == ElementType::kE2M1) {
+    // Twice the magnitudes, 0 1 2 3 4 6 8 12, lie on three lines.
+    const FloatReg m = __builtin_convertvector(codes & 7, FloatReg);
+    const FloatReg twice = reg_max(reg_max(m, m + m - 4.0f), 4.0f * m - 16.0f);
+    return FloatReg(IntReg(twice * 0.5f) | IntReg(UintReg(codes & 8) << 28));
+  } else {
+    const float shift = kCodeValues<kType>.values[0];
+    return __builtin_convertvector(codes, FloatReg) + shift;
+  }
+}
+// Rows 2 kPair and 2 kPair + 1 of four packed ones: of each row register i of columns 0..15 and of
+// columns 16..31.
+template <ElementType kType, int kPair>
+SIMD_INLINE void convert_codes(const unsigned char* quad, int i, FloatReg (&rows)[2][2]) {
+  const IntReg packed = load_bytes<IntReg>(quad + 16 * i);
+  rows[0][0] = code_value<kType>(reg_shift_right<4 * kPair>(packed) & 0xF);
+  rows[1][0] = code_value<kType>(reg_shift_right<4 * kPair + 8>(packed) & 0xF);
+  rows[0][1] = code_value<kType>(reg_shift_right<4 * kPair + 16>(packed) & 0xF);
+  rows[1][1] = code_value<kType>(reg_shift_right<4 * kPair + 24>(packed) & 0xF);
+}
+
 }  // namespace vllm::cpu::portable

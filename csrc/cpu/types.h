@@ -7,14 +7,43 @@
 
 namespace vllm::cpu {
 
-enum class ElementType : int { kFloat32, kBFloat16, kFloat16, kE4M3 };
+enum class ElementType : int {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kE4M3,
+  // 4-bit codes, of weights only.
+  kInt4,   // code - 8
+  kUint4,  // code - zero point of its group
+  kE2M1,
+};
 
 inline constexpr int kPanelWidth = 32;  // output columns that one packed weight panel holds
+// 4-bit codes are packed four rows of a panel at a time (see linear_pack.h).
+inline constexpr int kQuadRows = 4;
+inline constexpr int kQuadBytes = kQuadRows * kPanelWidth / 2;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxTaps = 8;        // of a causal convolution
 inline constexpr int kMaxQueryRows = 96;  // (token, head) rows that share one pass over the keys
 inline constexpr int kMaxSplitRows = 16;  // rows of a query tile whose keys several threads share
 inline constexpr int kKeyTile = 128;      // keys per softmax tile, counted from position 0
+
+// Values of the sixteen codes of a 4-bit type; of kUint4 before the zero point is subtracted.
+struct CodeValues {
+  alignas(64) float values[16];
+};
+template <ElementType kType>
+inline constexpr CodeValues kCodeValues{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+template <>
+inline constexpr CodeValues kCodeValues<ElementType::kInt4>{
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
+template <>
+inline constexpr CodeValues kCodeValues<ElementType::kE2M1>{
+    {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}};
+
+constexpr bool is_code(ElementType type) {
+  return type == ElementType::kInt4 || type == ElementType::kUint4 || type == ElementType::kE2M1;
+}
 
 // A row-strided matrix; the last dimension is contiguous and strides count elements.
 struct Rows {
@@ -26,10 +55,13 @@ struct Rows {
 struct LinearArgs {
   Rows x;              // [m, k] float32, bfloat16 or float16
   Rows out;            // [m, n], same type
-  const void* weight;  // [panels, k, 32], interleaved (see linear_pack.h)
+  const void* weight;  // [panels, k, 32] or codes [panels, quads, 64] (see linear_pack.h)
   ElementType weight_type;
-  const float* scales;  // [panels, num_k_blocks, 32]
-  const float* bias;    // [panels, 32]
+  const void* scales;  // [panels, num_k_blocks, 32]; E4M3 ones count 1/256 of their value
+  ElementType scale_type;
+  const float* scale_factors;  // [panels, 32], multiplied with scales; may be null
+  const uint8_t* zero_points;  // [panels, num_k_blocks, 32], of kUint4 only
+  const float* bias;           // [panels, 32]
   int64_t m, n, k, block_k;
 };
 
@@ -195,7 +227,7 @@ static inline int64_t first_visible_key(int64_t position, const AttentionArgs& a
 }
 
 // Memory that lives as long as its thread and only grows; 64-byte aligned.
-enum class Scratch : int { kShared, kPrivate };
+enum class Scratch : int { kShared, kPrivate, kScales };
 void* thread_scratch(Scratch which, size_t num_bytes);
 
 }  // namespace vllm::cpu

@@ -108,10 +108,9 @@ class LinearTensors:
         """
         if self.scales is None:
             return None
-        if self.global_scales is not None:
-            shards = zip(self.global_scales, self.shard_rows, strict=True)
-            of_rows = torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
-            return self.scales.float() * of_rows[:, None]
+        factors = self.row_global_scales()
+        if factors is not None:
+            return self.scales.float() * factors[:, None]
         if self.scales.dtype == torch.uint8:  # UE8M0
             return ue8m0_decode(self.scales)
         if self.is_packed:
@@ -125,6 +124,13 @@ class LinearTensors:
             rows.append(repeated[offset : offset + num_rows])
             start = stop
         return torch.cat(rows)[:, self._columns_of_scales()]
+
+    def row_global_scales(self) -> Tensor | None:
+        """Global scales repeated to one for each row of weight, float32 [N]; None without them."""
+        if self.global_scales is None:
+            return None
+        shards = zip(self.global_scales, self.shard_rows, strict=True)
+        return torch.cat([scale.expand(num_rows) for scale, num_rows in shards])
 
     def offsets_of_shards(self) -> tuple[int, ...]:
         """row_offsets, with zeros where there are none."""

@@ -24,6 +24,7 @@ rotary_embedding, silu_and_mul = _ops.rotary_embedding, _ops.silu_and_mul
 sample_tokens = _ops.sample_tokens
 _library = native.load()
 _linear_pack = _library.linear_pack
+_linear_pack_codes = _library.linear_pack_codes
 _linear = _library.linear
 _swigluoai_and_mul = _library.swigluoai_and_mul
 _rms_norm_gated = _library.rms_norm_gated
@@ -40,19 +41,32 @@ LOGIT_DTYPES = (torch.float32,)
 PANEL_WIDTH = 32
 # E4M3 codes are widened as fp16 bit patterns, whose exponent is biased by eight more.
 _E4M3_FACTOR = 256.0
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_E4M3 = torch.float8_e4m3fn
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, _E4M3)
+_QUAD_ROWS, _QUAD_BYTES = 4, 64
+_STORED_WHOLE, _INT4, _INT4_WITH_ZERO_POINTS, _E2M1 = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A linear layer in the layout of the kernels; made by `pack_linear`."""
 
-    panels: Tensor  # [ceil(n / 32), k, 32] in the weight's type (uint8 for E4M3)
-    scales: Tensor  # [ceil(n / 32), num_k_blocks, 32] float32
+    panels: Tensor  # [ceil(n / 32), k, 32] in the weight's type (uint8 for E4M3), or of codes of 4
+    # bits uint8 [ceil(n / 32), quads, 64] (csrc/cpu/linear_pack.h)
+    scales: Tensor  # [ceil(n / 32), num_k_blocks, 32] float32, or smaller floats of the same values
     bias: Tensor  # [ceil(n / 32) * 32] float32
     block_k: int
     num_outputs: int
     num_inputs: int
+    code_type: int = _STORED_WHOLE
+    scale_factors: Tensor | None = None  # [ceil(n / 32) * 32] float32, multiplied with scales
+    zero_points: Tensor | None = None  # uint8, of scales' shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads of this layer."""
+        parts = (self.panels, self.scales, self.bias, self.scale_factors, self.zero_points)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def pack_linear(
@@ -80,7 +94,7 @@ def pack_linear(
         raise ValueError(f"block_k: given {block_k}; accepted: 1 or more")
     num_panels = -(-n // PANEL_WIDTH)
     num_k_blocks = -(-k // block_k)
-    is_e4m3 = weight.dtype == torch.float8_e4m3fn
+    is_e4m3 = weight.dtype == _E4M3
     if is_e4m3:
         weight = weight.view(torch.uint8)
     panels = torch.empty((num_panels, k, PANEL_WIDTH), dtype=weight.dtype)
@@ -90,20 +104,98 @@ def pack_linear(
             f"weight: given {num_nans} E4M3 NaN codes (0x7F or 0xFF); accepted: finite values "
             "(the checkpoint is damaged, or its type is not float8_e4m3fn)"
         )
-    scales = torch.zeros(num_panels * PANEL_WIDTH, num_k_blocks)
     if row_scales is None:
-        scales[:n] = 1.0
+        row_scales = torch.ones(n, num_k_blocks)
     else:
-        _check_float32("row_scales", row_scales, (n, num_k_blocks))
-        scales[:n] = row_scales
+        _check("row_scales", row_scales, torch.float32, (n, num_k_blocks))
     if is_e4m3:
-        scales *= _E4M3_FACTOR
-    packed_bias = torch.zeros(num_panels * PANEL_WIDTH)
-    if bias is not None:
-        _check_float32("bias", bias, (n,))
-        packed_bias[:n] = bias
-    scales = scales.view(num_panels, PANEL_WIDTH, num_k_blocks).transpose(1, 2).contiguous()
-    return LinearWeight(panels, scales, packed_bias, block_k, n, k)
+        row_scales = row_scales * _E4M3_FACTOR
+    return LinearWeight(panels, _in_panels(row_scales), _padded("bias", bias, n), block_k, n, k)
+
+
+def pack_linear_codes(
+    codes: Tensor,
+    row_scales: Tensor,
+    block_k: int,
+    bias: Tensor | None = None,
+    zero_points: Tensor | None = None,
+    row_factors: Tensor | None = None,
+    is_e2m1: bool = False,
+) -> LinearWeight:
+    """Packs a weight of 4-bit codes once, at load; it stays 4 bits and is widened in registers.
+
+    `codes` uint8 [n, k / 2], the even column in the low nibble: E2M1 where `is_e2m1`, else int4,
+    which counts code - 8, or code - `zero_points` (uint8 [n, ceil(k / block_k)], 0 to 15). The
+    layer's weight is that times `row_scales[i, j // block_k]`, float32 or float8_e4m3fn, times
+    `row_factors[i]` (float32 [n]; None for 1). Float32 scales are kept in 16 bits where that is
+    exact. `bias` is float32 [n].
+
+    Raises ValueError for other shapes or types, and for scales that are NaN in E4M3.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.uint8:
+        raise ValueError(
+            f"codes: given {codes.dtype} of shape {list(codes.shape)}; accepted: [n, k / 2] in "
+            "torch.uint8"
+        )
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    if block_k < 1:
+        raise ValueError(f"block_k: given {block_k}; accepted: 1 or more")
+    num_k_blocks = -(-k // block_k)
+    is_e4m3 = row_scales.dtype == torch.float8_e4m3fn
+    _check("row_scales", row_scales, _E4M3 if is_e4m3 else torch.float32, (n, num_k_blocks))
+    if is_e4m3:
+        if bool((row_scales.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ValueError("row_scales: given E4M3 NaN codes; accepted: finite values")
+        row_factors = (torch.ones(n) if row_factors is None else row_factors) * _E4M3_FACTOR
+        row_scales = row_scales.view(torch.uint8)
+    else:
+        row_scales = _narrowed(row_scales)
+    if zero_points is not None:
+        if is_e2m1:
+            raise ValueError("zero_points: given with E2M1 codes; accepted: with int4 alone")
+        _check("zero_points", zero_points, torch.uint8, (n, num_k_blocks))
+    if row_factors is not None:
+        row_factors = _padded("row_factors", row_factors, n)
+    quads_of = [-(-rows // _QUAD_ROWS) for rows in (block_k, k % block_k)]
+    num_quads = k // block_k * quads_of[0] + quads_of[1]
+    panels = torch.empty((-(-n // PANEL_WIDTH), num_quads, _QUAD_BYTES), dtype=torch.uint8)
+    _linear_pack_codes(codes, panels, block_k)
+    return LinearWeight(
+        panels,
+        _in_panels(row_scales),
+        _padded("bias", bias, n),
+        block_k,
+        n,
+        k,
+        _E2M1 if is_e2m1 else _INT4 if zero_points is None else _INT4_WITH_ZERO_POINTS,
+        row_factors,
+        None if zero_points is None else _in_panels(zero_points),
+    )
+
+
+def _in_panels(of_rows: Tensor) -> Tensor:
+    """[n, blocks] -> [ceil(n / 32), blocks, 32], with zeros for the rows that fill a panel."""
+    num_missing = -len(of_rows) % PANEL_WIDTH
+    padded = torch.cat((of_rows, of_rows.new_zeros((num_missing, of_rows.shape[1]))))
+    return padded.view(-1, PANEL_WIDTH, of_rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def _padded(name: str, of_rows: Tensor | None, n: int) -> Tensor:
+    """float32 [n] -> [ceil(n / 32) * 32], with zeros for None and in the rows that fill a panel."""
+    padded = torch.zeros(-(-n // PANEL_WIDTH) * PANEL_WIDTH)
+    if of_rows is not None:
+        _check(name, of_rows, torch.float32, (n,))
+        padded[:n] = of_rows
+    return padded
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """In 16 bits where every value stays the same, as those of most checkpoints do."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales
 
 
 def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor:
@@ -113,7 +205,17 @@ def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor
     """
     if out is None:
         out = x.new_empty((x.shape[0], packed.num_outputs))
-    _linear(x, packed.panels, packed.scales, packed.bias, out, packed.block_k)
+    _linear(
+        x,
+        packed.panels,
+        packed.scales,
+        packed.bias,
+        out,
+        packed.block_k,
+        packed.code_type,
+        packed.scale_factors,
+        packed.zero_points,
+    )
     return out
 
 
@@ -327,9 +429,9 @@ def gated_delta_rule(
     return out
 
 
-def _check_float32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.float32 or tensor.shape != shape:
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
         raise ValueError(
             f"{name}: given {tensor.dtype} of shape {list(tensor.shape)}; "
-            f"accepted: torch.float32 of shape {list(shape)}"
+            f"accepted: {dtype} of shape {list(shape)}"
         )

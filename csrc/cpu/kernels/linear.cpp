@@ -63,57 +63,200 @@ void store_row(const LinearArgs& args, int64_t row, int64_t panel, const F32x16&
   });
 }
 
-template <ElementType kType, int kRows>
-void stream_panel(const LinearArgs& args, const float* a, int64_t panel) {
-  const int64_t num_blocks = (args.k + args.block_k - 1) / args.block_k;
-  const auto* weight =
-      static_cast<const StorageOf<kType>*>(args.weight) + panel * args.k * kPanelWidth;
-  const float* scale = args.scales + panel * num_blocks * kPanelWidth;
-  F32x16 total[kRows][2];
-  for (int v = 0; v < 2; ++v) {
-    const F32x16 bias = load(args.bias + panel * kPanelWidth + v * kLanes);
-    for (int r = 0; r < kRows; ++r) total[r][v] = bias;
+int64_t num_blocks(const LinearArgs& args) { return (args.k + args.block_k - 1) / args.block_k; }
+
+// Where in a panel's storage row k lies; of codes a row that begins a quad.
+template <ElementType kType>
+int64_t weight_offset(const LinearArgs& args, int64_t k) {
+  if constexpr (!is_code(kType)) return k * kPanelWidth;
+  const int64_t quads_per_block = (args.block_k + kQuadRows - 1) / kQuadRows;
+  const int64_t quads_of_rest = (k % args.block_k + kQuadRows - 1) / kQuadRows;
+  return (k / args.block_k * quads_per_block + quads_of_rest) * kQuadBytes;
+}
+
+// Scales of `count` panels as float32 [count, num_k_blocks, 32], and their zero points.
+struct PanelScales {
+  const float* scales;
+  const float* zeros;  // null where there are none
+};
+PanelScales panel_scales(const LinearArgs& args, int64_t panel, int count) {
+  const int64_t size = num_blocks(args) * kPanelWidth;
+  if (args.scale_type == ElementType::kFloat32 && !args.scale_factors && !args.zero_points) {
+    return {static_cast<const float*>(args.scales) + panel * size, nullptr};
   }
+  auto* scales =
+      static_cast<float*>(thread_scratch(Scratch::kScales, 2 * count * size * sizeof(float)));
+  float* zeros = args.zero_points ? scales + count * size : nullptr;
+  with_any_type(args.scale_type, [&](auto tag) {
+    constexpr ElementType kType = decltype(tag)::value;
+    const auto* stored = static_cast<const StorageOf<kType>*>(args.scales) + panel * size;
+    for (int64_t i = 0; i < count * size; i += kLanes) {
+      F32x16 scale = load_as<kType>(stored + i);
+      if (args.scale_factors) {
+        const int64_t column = (panel + i / size) * kPanelWidth + i % kPanelWidth;
+        scale = mul(scale, load(args.scale_factors + column));
+      }
+      store(scales + i, scale);
+    }
+  });
+  for (int64_t i = 0; zeros && i < count * size; ++i) zeros[i] = args.zero_points[panel * size + i];
+  return {scales, zeros};
+}
+
+// Rows 2 kPair and 2 kPair + 1 of a quad, those of them below `depth`.
+template <ElementType kType, int kPair, int kRows>
+SIMD_INLINE void add_code_rows(const unsigned char* quad, const float* a, const F32x16 (&zero)[2],
+                               int64_t depth, F32x16 (&sum)[kRows][2]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kRegs; ++i) {
+    FloatReg weight[2][2];
+    convert_codes<kType, kPair>(quad, i, weight);
+#pragma GCC unroll 2
+    for (int row = 2 * kPair; row < 2 * kPair + 2; ++row) {
+      if (row >= depth) break;
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        FloatReg right = weight[row % 2][v];
+        if constexpr (kType == ElementType::kUint4) right = reg_sub(right, zero[v].r[i]);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          sum[r][v].r[i] = reg_fma(reg_set1(a[row * kRows + r]), right, sum[r][v].r[i]);
+        }
+      }
+    }
+  }
+}
+
+// The panels [panel, panel + kPanels) against all rows. One row alone takes two panels: the chains
+// of one are too few to hide the latency of a multiply-add.
+template <ElementType kType, int kRows, int kPanels>
+void stream_panels(const LinearArgs& args, const float* a, int64_t panel) {
+  const int64_t panel_size = weight_offset<kType>(args, args.k);
+  const int64_t scales_size = num_blocks(args) * kPanelWidth;
+  const auto* weight = static_cast<const StorageOf<kType>*>(args.weight) + panel * panel_size;
+  const PanelScales stored = panel_scales(args, panel, kPanels);
+  F32x16 total[kPanels][kRows][2];
+  for (int p = 0; p < kPanels; ++p) {
+    for (int v = 0; v < 2; ++v) {
+      const F32x16 bias = load(args.bias + (panel + p) * kPanelWidth + v * kLanes);
+      for (int r = 0; r < kRows; ++r) total[p][r][v] = bias;
+    }
+  }
+  int64_t scale = 0;
   for (int64_t start = 0; start < args.k; start += args.block_k) {
     const int64_t end = start + args.block_k < args.k ? start + args.block_k : args.k;
-    F32x16 sum[kRows][2];
+    F32x16 sum[kPanels][kRows][2];
+    F32x16 zero_point[kPanels][2];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
-    for (int64_t k = start; k < end; ++k) {
-      F32x16 low, high;
-      __builtin_prefetch(weight + kPrefetchBytes / sizeof(*weight));
-      load_panel_row<kType>(weight, low, high);
-      weight += kPanelWidth;
+      for (int r = 0; r < kRows; ++r) sum[p][r][0] = sum[p][r][1] = zero();
+      if constexpr (kType == ElementType::kUint4) {
+        const float* zeros = stored.zeros + p * scales_size + scale;
+        for (int v = 0; v < 2; ++v) zero_point[p][v] = load(zeros + v * kLanes);
+      }
+    }
+    if constexpr (is_code(kType)) {
+      int64_t k = start;
+      for (; k + kQuadRows <= end; k += kQuadRows) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          const auto* quad = weight + p * panel_size;
+          __builtin_prefetch(quad + kPrefetchBytes);
+          const float* left = a + k * kRows;
+          add_code_rows<kType, 0>(quad, left, zero_point[p], kQuadRows, sum[p]);
+          add_code_rows<kType, 1>(quad, left, zero_point[p], kQuadRows, sum[p]);
+        }
+        weight += kQuadBytes;
+      }
+      if (k < end) {
+        for (int p = 0; p < kPanels; ++p) {
+          const auto* quad = weight + p * panel_size;
+          add_code_rows<kType, 0>(quad, a + k * kRows, zero_point[p], end - k, sum[p]);
+          add_code_rows<kType, 1>(quad, a + k * kRows, zero_point[p], end - k, sum[p]);
+        }
+        weight += kQuadBytes;
+      }
+    } else {
+      for (int64_t k = start; k < end; ++k) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          F32x16 low, high;
+          const auto* row = weight + p * panel_size;
+          __builtin_prefetch(row + kPrefetchBytes / sizeof(*row));
+          load_panel_row<kType>(row, low, high);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const F32x16 left = set1(a[k * kRows + r]);
-        sum[r][0] = fma(left, low, sum[r][0]);
-        sum[r][1] = fma(left, high, sum[r][1]);
+          for (int r = 0; r < kRows; ++r) {
+            const F32x16 left = set1(a[k * kRows + r]);
+            sum[p][r][0] = fma(left, low, sum[p][r][0]);
+            sum[p][r][1] = fma(left, high, sum[p][r][1]);
+          }
+        }
+        weight += kPanelWidth;
       }
     }
 #pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      const F32x16 factor = load(scale + v * kLanes);
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const F32x16 factor = load(stored.scales + p * scales_size + scale + v * kLanes);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) total[r][v] = fma(sum[r][v], factor, total[r][v]);
+        for (int r = 0; r < kRows; ++r) {
+          total[p][r][v] = fma(sum[p][r][v], factor, total[p][r][v]);
+        }
+      }
     }
     scale += kPanelWidth;
   }
-  for (int r = 0; r < kRows; ++r) store_row(args, r, panel, total[r][0], total[r][1]);
+  for (int p = 0; p < kPanels; ++p) {
+    for (int r = 0; r < kRows; ++r) store_row(args, r, panel + p, total[p][r][0], total[p][r][1]);
+  }
 }
 
-// Weight rows [begin, end) of one panel as float32, [end - begin, 32].
+// Weight rows [begin, end) of one panel, all in one scale block, as float32 [end - begin, 32]; of
+// codes up to three rows more are written.
 template <ElementType kType>
-void widen_panel(const void* weight, int64_t begin, int64_t end, float* widened) {
-  const auto* row = static_cast<const StorageOf<kType>*>(weight) + begin * kPanelWidth;
-  for (int64_t k = begin; k < end; ++k) {
-    F32x16 low, high;
-    __builtin_prefetch(row + kWidenPrefetch);
-    load_panel_row<kType>(row, low, high);
-    store(widened, low);
-    store(widened + kLanes, high);
-    row += kPanelWidth;
-    widened += kPanelWidth;
+void widen_panel(const LinearArgs& args, int64_t panel, int64_t begin, int64_t end,
+                 const float* zeros, float* widened) {
+  const auto* row = static_cast<const StorageOf<kType>*>(args.weight) +
+                    panel * weight_offset<kType>(args, args.k) + weight_offset<kType>(args, begin);
+  if constexpr (is_code(kType)) {
+    F32x16 zero_point[2];
+    if constexpr (kType == ElementType::kUint4) {
+      for (int v = 0; v < 2; ++v) zero_point[v] = load(zeros + v * kLanes);
+    }
+    const auto store_rows = [&](FloatReg(&weight)[2][2], int i, float* target) {
+      for (int cell = 0; cell < 4; ++cell) {
+        FloatReg value = weight[cell / 2][cell % 2];
+        if constexpr (kType == ElementType::kUint4) {
+          value = reg_sub(value, zero_point[cell % 2].r[i]);
+        }
+        reg_store(target + cell * kLanes + i * kRegLanes, value);
+      }
+    };
+    for (int64_t k = begin; k < end; k += kQuadRows) {
+      __builtin_prefetch(row + kWidenPrefetch);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRegs; ++i) {
+        FloatReg weight[2][2];
+        convert_codes<kType, 0>(row, i, weight);
+        store_rows(weight, i, widened);
+        convert_codes<kType, 1>(row, i, weight);
+        store_rows(weight, i, widened + 2 * kPanelWidth);
+      }
+      row += kQuadBytes;
+      widened += kQuadRows * kPanelWidth;
+    }
+  } else {
+    for (int64_t k = begin; k < end; ++k) {
+      F32x16 low, high;
+      __builtin_prefetch(row + kWidenPrefetch);
+      load_panel_row<kType>(row, low, high);
+      store(widened, low);
+      store(widened + kLanes, high);
+      row += kPanelWidth;
+      widened += kPanelWidth;
+    }
   }
 }
 
@@ -173,8 +316,7 @@ void multiply_panel(const LinearArgs& args, const RowTiles& tiles, const float* 
                     int64_t panel, int64_t tile_begin, int64_t tile_end) {
   const int64_t first_row = tiles.start(tile_begin);
   const int64_t num_rows = tiles.start(tile_end) - first_row;
-  const int64_t num_blocks = (args.k + args.block_k - 1) / args.block_k;
-  const int64_t panel_elements = panel * args.k * kPanelWidth;
+  const PanelScales stored = panel_scales(args, panel, 1);
   auto* widened = static_cast<float*>(
       thread_scratch(Scratch::kPrivate, (kDepth + 2 * num_rows) * kPanelWidth * sizeof(float)));
   float* total = widened + kDepth * kPanelWidth;
@@ -190,17 +332,17 @@ void multiply_panel(const LinearArgs& args, const RowTiles& tiles, const float* 
     int64_t block_end = (block + 1) * args.block_k;
     if (block_end > args.k) block_end = args.k;
     end = begin + kDepth < block_end ? begin + kDepth : block_end;
-    with_any_type(args.weight_type, [&](auto tag) {
-      constexpr ElementType kType = decltype(tag)::value;
-      widen_panel<kType>(static_cast<const StorageOf<kType>*>(args.weight) + panel_elements, begin,
-                         end, widened);
+    const float* scale = stored.scales + block * kPanelWidth;
+    const float* zeros = stored.zeros ? stored.zeros + block * kPanelWidth : nullptr;
+    with_weight_type(args.weight_type, [&](auto tag) {
+      widen_panel<decltype(tag)::value>(args, panel, begin, end, zeros, widened);
     });
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int rows = tiles.size(tile);
       const int64_t row = tiles.start(tile);
       const TileStep step{packed + row * args.k + begin * rows,
                           widened,
-                          args.scales + (panel * num_blocks + block) * kPanelWidth,
+                          scale,
                           total + (row - first_row) * kPanelWidth,
                           partial + (row - first_row) * kPanelWidth,
                           end - begin,
@@ -224,10 +366,18 @@ void stream_linear(const LinearArgs& args, int64_t num_panels) {
     pack_tile(args, tiles, 0, packed);
     a = packed;
   }
-  share_items(num_panels, args.n * args.k > kSerialWork, [&](int64_t panel) {
-    with_any_type(args.weight_type, [&](auto tag) {
+  const int64_t per_item = args.m == 1 ? 2 : 1;
+  const int64_t num_items = (num_panels + per_item - 1) / per_item;
+  share_items(num_items, args.n * args.k > kSerialWork, [&](int64_t item) {
+    const int64_t panel = item * per_item;
+    with_weight_type(args.weight_type, [&](auto tag) {
+      constexpr ElementType kType = decltype(tag)::value;
       with_row_count<kStreamRows>(static_cast<int>(args.m), [&](auto rows) {
-        stream_panel<decltype(tag)::value, decltype(rows)::value>(args, a, panel);
+        constexpr int kRows = decltype(rows)::value;
+        if constexpr (kRows == 1) {
+          if (panel + 1 < num_panels) return stream_panels<kType, 1, 2>(args, a, panel);
+        }
+        stream_panels<kType, kRows, 1>(args, a, panel);
       });
     });
   });

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         MoEKernel,
         MoETensors,
     )
+    from vllm.ops.cpu_ops import LinearWeight
     from vllm.ops.paged_attention import CacheWriter, PagedAttention
 
 _Spec = partial(
@@ -66,14 +67,10 @@ SPECS = (
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
-    """Packs the weight into panels; the result computes x [M, K] -> [M, N].
-
-    Values of 4 bits become E4M3, which holds them exactly; their scales stay apart, in float32.
-    """
+    """Packs the weight into panels; the result computes x [M, K] -> [M, N]."""
     from vllm.ops import cpu_ops
-    from vllm.ops.packed_weights import pack_with
 
-    packed = pack_with(cpu_ops.pack_linear, tensors)
+    packed = pack_tensors(tensors)
 
     def apply(x: "Tensor") -> "Tensor":
         return cpu_ops.linear(x, packed)
@@ -81,15 +78,37 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     return apply
 
 
+def pack_tensors(tensors: "LinearTensors") -> "LinearWeight":
+    """The weight in panels, in its own bits: codes of 4 bits stay codes, and scales of E4M3 stay
+    E4M3."""
+    from vllm.ops import cpu_ops
+    from vllm.ops.packed_weights import E2M1_ELEMENTS, pack_with
+
+    if not tensors.is_packed:
+        return pack_with(cpu_ops.pack_linear, tensors)
+    row_scales, row_factors = tensors.row_scales(), tensors.row_global_scales()
+    if row_factors is not None:
+        row_scales = tensors.scales
+    assert row_scales is not None
+    return cpu_ops.pack_linear_codes(
+        tensors.weight,
+        row_scales,
+        tensors.block_k,
+        tensors.bias,
+        tensors.zero_points,
+        row_factors,
+        tensors.format.element in E2M1_ELEMENTS,
+    )
+
+
 def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKernel":
     """Packs every expert as two linear layers; only experts that tokens ask for are computed."""
     from vllm.ops import cpu_ops
-    from vllm.ops.packed_weights import pack_with
 
     experts = []
     for index in range(tensors.num_experts):
         try:
-            gate_up, down = (pack_with(cpu_ops.pack_linear, t) for t in tensors.expert(index))
+            gate_up, down = map(pack_tensors, tensors.expert(index))
         except ValueError as error:
             raise ValueError(f"expert {index}: {error}") from error
         experts.append((gate_up, down))
