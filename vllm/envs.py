@@ -101,6 +101,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_LOGGING_LEVEL": _one_of(("debug", "info", "warning", "error"), "Log level.", "info"),
     "VLLM_LOG_FORMAT": _one_of(("text", "json"), "Same as --log-format.", "text"),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": Variable(
+        str, "http/protobuf", "Protocol of --otlp-traces-endpoint, which speaks this one alone."
+    ),
     "VLLM_API_KEY": Variable(
         _text, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
     ),
