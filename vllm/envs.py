@@ -133,6 +133,11 @@ VARIABLES: dict[str, Variable] = {
         "auto, cpu or cuda",
         "What `pip install` builds native kernels for; read by the build alone.",
     ),
+    "VLLM_PRECOMPILED_WHEEL_LOCATION": Variable(
+        str,
+        "a path or a URL",
+        "A wheel whose native library `make serve` takes instead of compiling; read by it alone.",
+    ),
     "VLLM_LINEAR_BACKEND": Variable(
         _text, "a backend name", "Same as --linear-backend, which takes precedence."
     ),
