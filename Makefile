@@ -1,6 +1,7 @@
 # Serve
 #   make serve       from an empty machine to a running server on port 8000; later starts take
-#                    seconds. PORT=8001, PYTHON=python3.12, ARGS="./model --max-model-len 4096"
+#                    seconds. PORT=8001, PYTHON=python3.12, ARGS="./model --max-model-len 4096".
+#                    A wheel of `make wheel`, or VLLM_PRECOMPILED_WHEEL_LOCATION, saves compiling
 # Change something
 #   make test        the set-up, then all tests that need no GPU and are not slow; GPU tests up to
 #                    their first use of one

@@ -2,7 +2,8 @@
 
 VLLM_TARGET_DEVICE: cpu, cuda (an error without nvcc) or auto, the default: cuda where nvcc is.
 TORCH_CUDA_ARCH_LIST or CUDAARCHS: the GPU architectures. CMAKE_ARGS: more options for CMake, such
-as -DVLLM_STRICT_ARCHS=ON. docs/building.md has them all.
+as -DVLLM_STRICT_ARCHS=ON. docs/building.md has them all. VLLM_PREBUILT_LIBRARY: a folder with the
+library and its manifest, taken instead; tools/set_up.py names one after it has looked at it.
 """
 
 import os
@@ -31,6 +32,11 @@ class NativeLibrary(Extension):
 
 class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        if prebuilt := os.environ.get("VLLM_PREBUILT_LIBRARY"):
+            self.mkpath(str(self._built()))
+            for output in self.get_outputs():
+                self.copy_file(os.path.join(prebuilt, Path(output).name), output)
+            return
         build_dir = Path(self.build_temp).resolve()
         version = self.distribution.get_version().rpartition("+")[2]  # our own
         configure = [

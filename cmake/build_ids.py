@@ -1,4 +1,4 @@
-"""Writes the manifest beside the library, with a build id for each kernel.
+"""Writes the manifest beside the library, with a build id for each kernel and one of all sources.
 
     python build_ids.py MANIFEST KERNELS FOLDER
 
@@ -44,12 +44,25 @@ def build_id(flags: str, sources: Iterable[Path]) -> str:
     return digest.hexdigest()[:_NUM_DIGITS]
 
 
+def sources_id(root: Path) -> str:
+    """Of all that CMake reads of the tree at `root`: equal ones make equal libraries, of the same
+    options and compiler."""
+    digest = hashlib.sha256()
+    files = [path for folder in ("csrc", "cmake") for path in (root / folder).rglob("*")]
+    for path in sorted([root / "CMakeLists.txt", *files]):
+        if path.is_file() and path.suffix != ".pyc":
+            name = path.relative_to(root).as_posix()
+            digest.update(b"\0".join((name.encode(), path.read_bytes(), b"")))
+    return digest.hexdigest()[: 2 * _NUM_DIGITS]
+
+
 def main(manifest: Path, kernels: Path, folder: Path) -> None:
     content = json.loads(manifest.read_text())
     rows = (line.split("|") for line in kernels.read_text().splitlines() if line)
     content["builds"] = {
         name: build_id(flags, map(Path, sources)) for name, flags, *sources in rows
     }
+    content["sources"] = sources_id(Path(__file__).resolve().parents[1])
     written = folder / manifest.name
     text = json.dumps(content, indent=2) + "\n"
     if written.exists() and written.read_text() == text:

@@ -35,6 +35,7 @@ if "--no-deps" in sys.argv:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))  # as where it is a program
     spec = importlib.util.spec_from_file_location("set_up", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -70,7 +71,8 @@ def test_another_python_is_refused_with_one_that_is_here(version, script, tmp_pa
 
 
 def run(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    env = {**os.environ, **variables}
+    # With options for CMake a wheel in dist/, which needs no compiler, does not count.
+    env = {**os.environ, "CMAKE_ARGS": "-Wno-dev", **variables}
     command = [sys.executable, str(SCRIPT), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
@@ -198,3 +200,18 @@ def test_after_a_signal_a_new_environment_is_gone_unless_it_is_whole(script, tmp
     (venv / script.MARK).touch()
     assert "makes" in script.interrupted(Namespace(venv=venv), True) and venv.exists()
     assert "is removed" in script.interrupted(Namespace(venv=venv), False) and not venv.exists()
+
+
+def test_what_a_command_has_started_ends_with_it(script, tmp_path) -> None:
+    def interrupt(line: str) -> None:
+        (tmp_path / "pid").write_text(line)
+        raise KeyboardInterrupt
+
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with pytest.raises(KeyboardInterrupt):
+        script.watched(command, script.Screen(io.StringIO()), interrupt, "sleeping")
+    process = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 20
+    while process.exists() and " Z " not in process.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not process.exists() or " Z " in process.read_text()

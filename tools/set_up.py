@@ -18,10 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from urllib.parse import unquote
+
+import prebuilt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -104,9 +107,9 @@ def _starts(name: str) -> bool:
     return path is not None and subprocess.call([path, "-c", ""], stderr=subprocess.DEVNULL) == 0
 
 
-def check_machine(args: argparse.Namespace) -> str:
-    """What it has, in words; Refused for the first thing that it lacks."""
-    check_python(sys.version_info)
+def check_machine(args: argparse.Namespace, compiles: bool = True) -> str:
+    """What it has, in words; Refused for the first thing that it lacks, which is no compiler where
+    nothing is compiled."""
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -116,10 +119,7 @@ def check_machine(args: argparse.Namespace) -> str:
                 sys.executable, *sys.version_info[:2]
             )
         ) from None
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None or shutil.which(compiler.split()[0]) is None:
-        named = "" if compiler is None else f"CXX={compiler} is not there; "
-        raise Refused(f"{named}no C++ compiler for the CPU kernels: install {COMPILERS}")
+    compiler = check_compiler() if compiles else "no compiler needed"
     free = shutil.disk_usage(str(ROOT)).free
     if free < DISK_BYTES and not (args.venv / "bin" / "python").exists():
         raise Refused(
@@ -129,6 +129,18 @@ def check_machine(args: argparse.Namespace) -> str:
     _check_cache()
     version = "{}.{}.{}".format(*sys.version_info[:3])
     return f"Python {version}, {compiler}, {free / 1e9:.0f} GB free"
+
+
+def check_compiler() -> str:
+    """Its name. Refused where there is none."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None or shutil.which(compiler.split()[0]) is None:
+        named = "" if compiler is None else f"CXX={compiler} is not there; "
+        raise Refused(
+            f"{named}no C++ compiler for the CPU kernels: install {COMPILERS}, or name a wheel of "
+            f"`make wheel` from these sources: make serve {prebuilt.VARIABLE}=/path/to/vllm.whl"
+        )
+    return compiler
 
 
 def _check_cache() -> None:
@@ -200,7 +212,7 @@ def watched(
     arrived: queue.Queue = queue.Queue()
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=env, cwd=str(ROOT), encoding="utf-8", errors="replace",
+        env=env, cwd=str(ROOT), encoding="utf-8", errors="replace", start_new_session=True,
     )  # fmt: skip
 
     def read() -> None:
@@ -227,12 +239,12 @@ def watched(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """As Ctrl-C does, which a terminal has sent it already; then by force."""
+    """As Ctrl-C does, with what it has started; then by force: nothing goes on writing."""
     for number in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is None:
-            process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
 
 
 # ---------------------------------------------------------------- packages
@@ -319,12 +331,21 @@ def dependencies() -> list[str]:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["demo"]]
+    return list(project["dependencies"])
 
 
 def set_up(args: argparse.Namespace, screen: Screen) -> None:
     start = time.monotonic()
-    screen.line(f"Machine: {check_machine(args)}")
+    check_python(sys.version_info)
+    with tempfile.TemporaryDirectory(prefix="vllm-prebuilt-") as folder:
+        wheel = prebuilt.take(ROOT, Path(folder), screen.line)
+        screen.line(f"Machine: {check_machine(args, compiles=wheel is None)}")
+        _install_all(args, screen, Path(folder), wheel)
+    screen.line(f"Set up in {time.monotonic() - start:.0f} s")
+
+
+def _install_all(args: argparse.Namespace, screen: Screen, folder: Path, wheel: str | None) -> None:
+    """folder: has the library of `wheel`, where there is one."""
     check_port(args.port)
     make_environment(args.venv, screen)
     packages = Packages(screen, args.venv / MARK)
@@ -334,12 +355,33 @@ def set_up(args: argparse.Namespace, screen: Screen) -> None:
     install(args, packages, screen, TORCH, *dependencies())
     new = f"{packages.count} packages, {packages.bytes / 1e6:.0f} MB"
     screen.done(new if packages.count else "nothing new")
-    screen.stage("Kernels of the CPU: compiled")
     # A server on the CPU must not wait for GPU kernels where nvcc happens to be.
-    own = ("-v", "--no-deps", "--editable", str(ROOT))
-    install(args, packages, screen, *own, VLLM_TARGET_DEVICE="cpu")
+    own, device = ("-v", "--no-deps", "--editable", str(ROOT)), {"VLLM_TARGET_DEVICE": "cpu"}
+    if wheel is not None and _loads(args, folder / prebuilt.FILES[0], wheel, screen):
+        screen.stage(f"Kernels of the CPU: those of {wheel}")
+        install(args, packages, screen, "setuptools>=77")
+        own = ("--no-build-isolation", *own)
+        install(args, packages, screen, *own, VLLM_PREBUILT_LIBRARY=str(folder), **device)
+        screen.done("taken")
+        return
+    check_compiler()
+    screen.stage("Kernels of the CPU: compiled")
+    install(args, packages, screen, *own, **device)
     screen.done("compiled")
-    screen.line(f"Set up in {time.monotonic() - start:.0f} s")
+
+
+def _loads(args: argparse.Namespace, library: Path, wheel: str, screen: Screen) -> bool:
+    """Whether the library of a wheel, which may be of a newer system, loads here; a line says so
+    where it does not."""
+    code = "import sys, tvm_ffi; tvm_ffi.load_module(sys.argv[1])"
+    command = [str(args.venv / "bin" / "python"), "-c", code, str(library)]
+    failed, lines = watched(command, screen, lambda line: None, "loading the kernels")
+    if failed:
+        why = lines[-1].strip() if lines else "no reason told"
+        screen.line(
+            f"Wheel {wheel}: it does not load here ({why}); the kernels are compiled instead"
+        )
+    return not failed
 
 
 def interrupted(args: argparse.Namespace, was_whole: bool) -> str:

@@ -101,6 +101,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_LOGGING_LEVEL": _one_of(("debug", "info", "warning", "error"), "Log level.", "info"),
     "VLLM_LOG_FORMAT": _one_of(("text", "json"), "Same as --log-format.", "text"),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": Variable(
+        str, "http/protobuf", "Protocol of --otlp-traces-endpoint, which speaks this one alone."
+    ),
     "VLLM_API_KEY": Variable(
         _text, "a non-empty text", "Key the HTTP server asks for (see --api-key)."
     ),
@@ -129,6 +132,11 @@ VARIABLES: dict[str, Variable] = {
         lambda text: _choice(text.lower(), ("auto", "cpu", "cuda")),
         "auto, cpu or cuda",
         "What `pip install` builds native kernels for; read by the build alone.",
+    ),
+    "VLLM_PRECOMPILED_WHEEL_LOCATION": Variable(
+        str,
+        "a path or a URL",
+        "A wheel whose native library `make serve` takes instead of compiling; read by it alone.",
     ),
     "VLLM_LINEAR_BACKEND": Variable(
         _text, "a backend name", "Same as --linear-backend, which takes precedence."

@@ -242,7 +242,7 @@ MONITOR.serve()
 import os
 assert os.environ["FLASHINFER_NO_DOWNLOAD"] == "1"  # a start fetches nothing
 path = JitSpec("decode").build_and_load()
-print(MONITOR.take(), path)
+print(len(MONITOR.take()), path)
 """
 
 

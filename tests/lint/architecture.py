@@ -75,6 +75,7 @@ TAKES_TORCH = (
     "vllm/utils/deep_gemm.py",
     "vllm/utils/flashinfer.py",
     "vllm/utils/fp8.py",
+    "vllm/utils/gguf.py",
     "vllm/utils/http_client.py",
     "vllm/utils/torch_utils.py",
 )

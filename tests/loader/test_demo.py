@@ -3,7 +3,7 @@
 import pytest
 import torch
 from full_disk import full_disk
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from vllm.entrypoints import demo
 from vllm.errors import CheckpointError, ConfigError
@@ -44,4 +44,44 @@ def test_a_disk_that_runs_full_is_told_and_nothing_is_left(checkpoint, tmp_path)
 def test_a_temporary_folder_too_small_for_the_demo_model_is_named(tmp_path):
     weights = {"weight": torch.zeros(1 << 16)}
     with pytest.raises(ConfigError, match="set TMPDIR"), full_disk():
-        demo._write(weights, None, LlamaConfig(), tmp_path)
+        demo._write(weights, {}, {}, tmp_path)
+
+
+def test_the_rows_of_a_head_are_those_of_halves_instead_of_pairs():
+    """Of two heads of 6: rotation pairs (0, 3), (1, 4), (2, 5), which GGUF has side by side."""
+    ours = torch.arange(12.0).reshape(2, 2, 3)
+    in_pairs = ours.transpose(1, 2).reshape(12, 1)
+    assert demo._half_rotated(in_pairs, 2).flatten().tolist() == list(range(12))
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    demo.dequantise(demo.find_gguf(), folder)
+    return folder
+
+
+def test_the_tokenizer_is_that_of_the_file(unpacked):
+    """Of its chat template, special tokens and bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(unpacked)
+    chat = [{"role": "user", "content": "Why is the sky blue?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text.endswith(
+        "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text).input_ids
+    assert ids[:4] == [1, 9690, 198, 2683] and ids.count(2) == 2
+    for sample in ("12 345", "naïve\n\n\t 日本 🙂", "<|im_end|>x"):
+        assert tokenizer.decode(tokenizer(sample).input_ids) == sample
+    assert tokenizer("345").input_ids == [35, 36, 37]  # digit by digit
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
+
+
+def test_the_checkpoint_is_a_whole_model(unpacked):
+    """transformers finds each tensor that it wants and no other."""
+    model, told = LlamaForCausalLM.from_pretrained(unpacked, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = AutoTokenizer.from_pretrained(unpacked)("The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        best = int(model(**ids).logits[0, -1].argmax())
+    assert AutoTokenizer.from_pretrained(unpacked).decode([best]) == " Paris"

@@ -76,8 +76,8 @@ class ModelRunnerOutput:
     with the step that completes the prompt; the first prompt token has no entry. pooler_output:
     vectors of pooling requests. draft_token_ids: proposals to verify in the next step. errors: why
     requests got no token. out_of_memory: those of `errors` for which memory ran out; the others
-    have non-finite logits. num_compiled: kernels compiled since the last step.
-    rows: what its kernels computed.
+    have non-finite logits. compile_waits: Unix time of the begin, and seconds, of each compilation
+    of a kernel since the last step. rows: what its kernels computed.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     out_of_memory: set[str] = field(default_factory=set)
-    num_compiled: int = 0
+    compile_waits: list[tuple[float, float]] = field(default_factory=list)
     rows: StepRows = StepRows(0, 0, 0)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
 from vllm.engine.metrics import Metrics
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request_metrics import record_output, request_stats
+from vllm.engine.request_traces import RequestTrace, RequestTracer
 from vllm.engine.supervision import Supervision
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.errors import (
@@ -49,20 +50,23 @@ _MAX_EARLY = 16
 class InFlightRequest:
     """A request whose caller waits. unsent: what the engine gets of it, while none of its steps has
     begun: another engine may take it. is_resent: to a second engine. error: why it ends early.
-    updated: set when its state changes."""
+    trace: None where none is sent. updated: set when its state changes."""
 
     state: RequestState
     engine: EngineProcess
     unsent: list[EngineRequest]
     is_resent: bool = False
     error: EngineDeadError | None = None
+    trace: RequestTrace | None = None
     updated: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AsyncLLM(EngineCalls):
     """`generate` yields a request's outputs; closing the generator aborts the request. The model
     loads in processes of its own, which a script must allow for with `if __name__ == "__main__":`;
-    the first request waits for it."""
+    the first request waits for it. tracer: gets each request that ends; closed with the engines."""
+
+    tracer: RequestTracer | None = None
 
     def __init__(self, args: EngineArgs, supervision: Supervision | None = None):
         if args.data_parallel_size > _MAX_EARLY:
@@ -97,6 +101,9 @@ class AsyncLLM(EngineCalls):
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
+
+    async def is_tracing_enabled(self) -> bool:
+        return self.tracer is not None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **neutral: Any) -> "AsyncLLM":
@@ -221,12 +228,14 @@ class AsyncLLM(EngineCalls):
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
-        is finished. priority: lower is earlier, with --scheduling-policy priority. client: who
-        asks; clients share the places equally. Raises RequestError or EngineDeadError."""
+        is finished. trace_headers: `traceparent` and `tracestate` of the span that the request is a
+        part of. priority: lower is earlier, with --scheduling-policy priority. client: who asks;
+        clients share the places equally. Raises RequestError or EngineDeadError."""
         refuse_lora(lora_request)
         await self._when_ready()
         self._check_open()
@@ -239,6 +248,8 @@ class AsyncLLM(EngineCalls):
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         state = self._outputs.add(request_id, given, sampling_params)
         in_flight = InFlightRequest(state, self._engines[0], given.requests)
+        if self.tracer is not None:
+            in_flight.trace = RequestTrace.of_current(trace_headers or {})
         self._in_flight[request_id] = in_flight
         self._dispatch(in_flight)
         try:
@@ -300,7 +311,14 @@ class AsyncLLM(EngineCalls):
             with suppress(EngineDeadError):
                 in_flight.engine.send(process.Abort(running))
         metrics = self.metrics.engines[in_flight.engine.dp_rank.rank]
-        metrics.record_finished(request_stats(in_flight.state))
+        stats = request_stats(in_flight.state)
+        metrics.record_finished(stats)
+        if self.tracer is not None and in_flight.trace is not None:
+            error = in_flight.state.error or in_flight.error
+            if error is None and self.is_dead and not in_flight.state.is_finished:
+                error = EngineDeadError(self.dead_reason)
+            model = self.model_config.served_model_name[0]
+            self.tracer.record(in_flight.trace.finished(in_flight.state, stats, model, error))
 
     async def _read_outputs(self, engine: EngineProcess) -> None:
         decoder = process.decoder()
@@ -337,9 +355,15 @@ class AsyncLLM(EngineCalls):
         for name in (*message.started, *(output.request_id for output in message.outputs)):
             if (in_flight := self._in_flight.get(name.rpartition("#")[0])) is not None:
                 in_flight.unsent = []
+                if in_flight.trace is not None:
+                    in_flight.trace.begin()
         self._calls.update(message.stats.calls)
         metrics = self.metrics.engines[engine.dp_rank.rank]
         metrics.record_step(message.stats)
+        if message.stats.compile_waits and self.tracer is not None:
+            for other in self._in_flight.values():
+                if other.engine is engine and other.trace is not None:
+                    other.trace.compile_waits += message.stats.compile_waits
         if not message.outputs:
             return
         changed, to_abort = self._outputs.process(message.outputs)
@@ -467,3 +491,5 @@ class AsyncLLM(EngineCalls):
         for engine in self._engines:
             await asyncio.to_thread(engine.process.join, STOP_SECONDS)
             engine.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)

@@ -62,8 +62,8 @@ class EngineCore:
         if dump is not None and config.parallel_config.data_parallel_rank == 0:
             _dump(self.executor.kernels(), dump)
         self.grammars = StructuredOutputs(self.config.model_config)
-        self._num_compiled = 0
-        self._counted = (0, 0, 0, 0)
+        self._compile_waits: list[tuple[float, float]] = []
+        self._counted = (0, 0, 0)
         self._calls = CallCounter()
         self._step_tokens: Counter[int] = Counter()
         self.on_scheduled: Callable[[SchedulerOutput], None] = lambda scheduled: None
@@ -182,7 +182,7 @@ class EngineCore:
             return []
         (scheduled, pending), self._running = self._running, None
         result = pending.result()
-        self._num_compiled += result.num_compiled
+        self._compile_waits += result.compile_waits
         self._calls.add(result.rows._asdict())
         # A request that finished with the step before, or was aborted since, is gone.
         failed = {i: why for i, why in result.errors.items() if i in self.scheduler.requests}
@@ -229,7 +229,7 @@ class EngineCore:
         """Loads the model again, from the same checkpoint."""
         if self.is_sleeping:
             self._load()
-            self._counted = (0, 0, 0, self._num_compiled)  # the scheduler is new
+            self._counted = (0, 0, 0)  # the scheduler is new
             self.is_sleeping = False
 
     def start_profile(self) -> None:
@@ -250,9 +250,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Current gauges, and counts since the last call."""
         scheduler, cache = self.scheduler, self.scheduler.prefix_cache
-        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions, self._num_compiled)
-        queried, hit, preempted, compiled = (new - old for new, old in zip(counts, self._counted))
+        counts = (cache.num_queried, cache.num_hit, scheduler.num_preemptions)
+        queried, hit, preempted = (new - old for new, old in zip(counts, self._counted))
         self._counted = counts
+        compile_waits, self._compile_waits = self._compile_waits, []
         step_tokens, self._step_tokens = self._step_tokens, Counter()
         return SchedulerStats(
             num_running=len(scheduler.running),
@@ -261,7 +262,7 @@ class EngineCore:
             prefix_cache_queries=queried,
             prefix_cache_hits=hit,
             num_preemptions=preempted,
-            num_compiled=compiled,
+            compile_waits=compile_waits,
             calls=self._calls.take(),
             step_tokens=step_tokens,
         )

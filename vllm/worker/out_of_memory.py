@@ -65,5 +65,5 @@ def _add(merged: ModelRunnerOutput, one: ModelRunnerOutput) -> None:
     merged.prompt_logprobs |= one.prompt_logprobs
     merged.pooler_output |= one.pooler_output
     merged.errors |= one.errors
-    merged.num_compiled += one.num_compiled
+    merged.compile_waits += one.compile_waits
     merged.rows = StepRows(*(a + b for a, b in zip(merged.rows, one.rows)))

@@ -133,7 +133,7 @@ def _compile(engine_args: Any, staging: Path) -> int:
         engine.add_request(str(index), ids, params)
     while engine.has_unfinished:
         engine.step()
-    return engine.core.stats().num_compiled
+    return len(engine.core.stats().compile_waits)
 
 
 def publish(staging: Path, out: Path) -> None:

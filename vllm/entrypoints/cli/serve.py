@@ -103,6 +103,9 @@ def add_server_flags(group: Any) -> None:
     )
     text("--disable-log-requests", "--disable-uvicorn-access-log", action=_SWITCH, default=False,
          help="Do not log a line per request.")  # fmt: skip
+    text("--otlp-traces-endpoint", type=_text, metavar="URL",
+         help="Collector of OpenTelemetry that gets a trace of each request, over HTTP: "
+         "http://localhost:4318/v1/traces. Needs vllm[traces] (default: no traces).")  # fmt: skip
     text("--enable-tokenizer-info-endpoint", action="store_true",
          help="Serve /tokenizer_info: the tokenizer's settings and its chat template.")  # fmt: skip
     text("--strict-requests", action="store_true",
@@ -262,6 +265,10 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     given["chat_template"] = _read_template(args.chat_template) if args.chat_template else None
     settings = ServerSettings(**given)
     _check_parsers(settings)
+    if settings.otlp_traces_endpoint is not None:
+        from vllm.engine.request_traces import checked_endpoint
+
+        checked_endpoint(settings.otlp_traces_endpoint)
     return settings
 
 

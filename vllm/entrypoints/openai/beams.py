@@ -9,6 +9,7 @@ import msgspec
 from vllm.beam_search import BeamSearch, BeamSearchSequence
 from vllm.engine.async_llm import AsyncLLM
 from vllm.engine.input_processor import Prompt
+from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.streams import merged
 from vllm.errors import RequestError
@@ -32,7 +33,7 @@ class Beams:
     length_penalty: float
     request_id: str
     priority: int
-    client: str
+    caller: Caller
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """The best beams as choices of one output, the best first."""
@@ -72,7 +73,8 @@ class Beams:
                 params,
                 f"{self.request_id}-{step}-{place}",
                 priority=self.priority,
-                client=self.client,
+                client=self.caller.client,
+                trace_headers=self.caller.trace_headers,
             )
             for place, beam in enumerate(search.live)
         ]

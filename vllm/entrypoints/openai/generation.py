@@ -179,11 +179,16 @@ class Answer(ABC):
         prompt, priority = self._prompt(token_ids), request.priority or 0
         if not request.use_beam_search:
             return service.engine.generate(
-                prompt, params, request_id, priority=priority, client=service.caller.client
+                prompt,
+                params,
+                request_id,
+                trace_headers=service.caller.trace_headers,
+                priority=priority,
+                client=service.caller.client,
             )
         penalty = 1.0 if request.length_penalty is None else request.length_penalty
         search = Beams(service.engine, service.prompts, prompt, token_ids, params, penalty,
-                       request_id, priority, service.caller.client)  # fmt: skip
+                       request_id, priority, service.caller)  # fmt: skip
         return search.outputs()
 
     def _prompt(self, token_ids: list[int]) -> Prompt:

@@ -112,6 +112,12 @@ async def serve(
     sys.setswitchinterval(_SWITCH_S)
     with no_collections():
         engine = AsyncLLM(args, Supervision(settings.dead_after, settings.restarts))
+    if settings.otlp_traces_endpoint is not None:
+        from vllm.engine.request_traces import RequestTracer
+
+        engine.tracer = RequestTracer(
+            settings.otlp_traces_endpoint, engine.metrics.record_lost_traces
+        )
     try:
         with no_collections():
             from vllm.entrypoints.openai.server import Server

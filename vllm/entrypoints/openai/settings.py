@@ -10,6 +10,7 @@ class ServerSettings:
 
     chat_template: Jinja text. max_waiting: sequences; 0 for no limit. request_timeout: seconds that
     a request may take; None for any. max_request_bytes: None for the defaults of each path.
+    otlp_traces_endpoint: URL that traces are sent to; None for none.
     shutdown_timeout in seconds: what running requests get to finish after SIGTERM. dead_after in
     seconds, restarts within an hour: of engines (`vllm.engine.supervision.Supervision`). The
     allowed_* are those of CORS, which is off without origins.
@@ -47,5 +48,6 @@ class ServerSettings:
     ssl_ciphers: str | None
     uvicorn_log_level: str
     disable_log_requests: bool
+    otlp_traces_endpoint: str | None
     strict_requests: bool
     enable_tokenizer_info_endpoint: bool

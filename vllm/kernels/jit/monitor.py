@@ -9,7 +9,8 @@ import contextlib
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ _MAX_TEXT = 300
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """compiler: triton, nvcc, flashinfer. kernel: its name, with what it was compiled for."""
+    """compiler: triton, nvcc, flashinfer. kernel: its name, with what it was compiled for. end: by
+    time.time."""
 
     compiler: str
     kernel: str
     seconds: float
+    end: float = field(default_factory=time.time, compare=False)
 
 
 class Monitor:
@@ -38,7 +41,7 @@ class Monitor:
     def __init__(self) -> None:
         self.made: list[Compilation] = []
         self._is_serving = False
-        self._num_new = 0
+        self._new: list[Compilation] = []
         self._log: Path | None = None
         self._position = 0
 
@@ -52,7 +55,7 @@ class Monitor:
         """Call it at the beginning of a start, before libraries compile. with_triton: imports
         Triton to listen to it."""
         self._read_log()
-        self.made, self._is_serving, self._num_new = [], False, 0
+        self.made, self._is_serving, self._new = [], False, []
         if self._log is not None:
             return
         folder = Path(tempfile.mkdtemp(prefix="vllm-nvcc-"))
@@ -66,7 +69,7 @@ class Monitor:
         if not self._is_serving:
             self.made.append(compilation)
             return
-        self._num_new += 1
+        self._new.append(compilation)
         PULSE.step()  # the step is long, but goes on
         logger.warning(
             "Requests waited %.1f s while %s compiled %s, which the warm-up did not cover",
@@ -78,11 +81,11 @@ class Monitor:
         self._read_log()
         self._is_serving = True
 
-    def take(self) -> int:
+    def take(self) -> list[Compilation]:
         """Compilations since the previous call, or since `serve`."""
         self._read_log()
-        count, self._num_new = self._num_new, 0
-        return count
+        new, self._new = self._new, []
+        return new
 
     def _watch_triton(self) -> None:
         knobs = import_module("triton").knobs
@@ -110,7 +113,8 @@ class Monitor:
         for line in lines.splitlines():
             with contextlib.suppress(ValueError):  # cut off by a full disk
                 entry = json.loads(line)
-                self.note(Compilation("nvcc", entry["kernel"][:_MAX_TEXT], entry["seconds"]))
+                name = entry["kernel"][:_MAX_TEXT]
+                self.note(Compilation("nvcc", name, entry["seconds"], entry["end"]))
 
 
 def _triton_kernel(src: Any) -> str:

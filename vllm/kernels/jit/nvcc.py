@@ -117,7 +117,7 @@ def main() -> int:
     request.output.write_bytes(made)
     if seconds:
         name = kernel_name(request.source.read_text(errors="replace"))
-        line = json.dumps({"kernel": name, "seconds": round(seconds, 2)}) + "\n"
+        line = json.dumps({"kernel": name, "seconds": round(seconds, 2), "end": time.time()}) + "\n"
         # The folder may have been removed by a cleaner of temporary files: not a failure.
         with contextlib.suppress(OSError), Path(log).open("a") as file:
             file.write(line)
