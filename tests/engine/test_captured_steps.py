@@ -77,7 +77,8 @@ def capture_prompts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
     """Steps with prompts too."""
     runner = llm.llm_engine.core.runner
     with torch.inference_mode():
-        shapes = prompt_shapes(max_tokens, MAX_SEQS)
+        has_drafts = runner.config.speculative_config is not None
+        shapes = prompt_shapes(max_tokens, MAX_SEQS, has_drafts)
         prepare = runner._inputs.pad_prompts
         runner._prompt_graphs = GraphsOnCpu(runner._prompts_once, shapes, prepare)
     return runner._prompt_graphs
@@ -247,6 +248,8 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     assert {s.seqs for s in shapes if s.tokens == 256} == {8, 255}
     assert {s.seqs for s in prompt_shapes(512, 4)} == {5}
     assert prompt_shapes(20, 256) == [(20, 8), (20, 19)]
+    drafts = [(8, 7), (16, 8), (16, 15)]
+    assert prompt_shapes(20, 256, with_drafts=True) == [*drafts, (20, 8), (20, 19)]
     assert prompt_shapes(2, 256) == [(2, 1)] and not prompt_shapes(1, 256)
     assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
 

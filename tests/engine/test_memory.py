@@ -191,10 +191,10 @@ def test_a_step_that_lacks_memory_at_its_end_is_computed_from_where_it_began(llm
     runner = llm.llm_engine.core.runner
     sample = runner._sample
 
-    def sample_one(logits, rows, *given):
-        if len(rows) > 1:
+    def sample_one(logits, sampled, *given):
+        if len(sampled.rows) > 1:
             raise MemoryError
-        return sample(logits, rows, *given)
+        return sample(logits, sampled, *given)
 
     runner._sample = sample_one
     found = run(llm, PROMPTS)

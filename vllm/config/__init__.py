@@ -5,6 +5,7 @@ from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.config.vllm import VllmConfig, get_current_vllm_config, set_current_vllm_config
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "VllmConfig",
     "get_current_vllm_config",
     "set_current_vllm_config",

@@ -11,7 +11,8 @@ from vllm.config.model_rule import with_model_rule
 from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.selection import warn_of_model_rule
-from vllm.errors import CheckpointError
+from vllm.config.speculative import STEP_DRAFT_TOKENS, SpeculativeConfig
+from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.registry import find_quantization
 from vllm.formats.stored_scales import with_stored_scales
@@ -27,7 +28,7 @@ class VllmConfig:
     """Usable with no arguments; `EngineArgs.create_engine_config` makes a full one.
 
     quant_config: how the checkpoint's weights are quantised, None for not at all; derived from
-    the model config where it is not given.
+    the model config where it is not given. speculative_config: None for no draft tokens.
     """
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
@@ -36,6 +37,7 @@ class VllmConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
     quant_config: QuantizationConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         self.kernel_config.load_backends()
@@ -48,6 +50,12 @@ class VllmConfig:
         self._decide_use_deep_gemm()
         if self.model_config.decoder is not None:
             check_parallel(self.parallel_config, self.model_config.decoder)
+        if self.speculative_config is not None and self.model_config.has_recurrent_states:
+            raise ConfigError(
+                f"--speculative-config: {self.model_config.model} has layers with recurrent states "
+                f"({self.model_config.model_type}), which cannot take draft tokens back; leave it "
+                f"out, or take a model whose layers are all attention"
+            )
 
     def _check_named_layers(self) -> None:
         quant, model = self.quant_config, self.model_config
@@ -65,6 +73,13 @@ class VllmConfig:
         object.__setattr__(self, "quant_config", decided)
         if read is not None and decided is not None and read is not decided and folder is not None:
             warn_of_model_rule(model, kernels, self.parallel_config, decided)
+
+    @property
+    def max_num_logits(self) -> int:
+        """Rows of logits that a step computes at most."""
+        drafts = STEP_DRAFT_TOKENS if self.speculative_config is not None else 0
+        limits = self.scheduler_config
+        return min(limits.max_num_seqs + drafts, limits.max_num_batched_tokens)
 
     @property
     def snapshot_slots(self) -> range:

@@ -4,8 +4,10 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
+from operator import attrgetter
 
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.core import fair_share
 from vllm.core.block_pool import BlockPool
 from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -20,10 +22,7 @@ LOOKAHEAD = 16
 # Steps that a request of a client with less than its share waits before another client's sequence
 # is preempted for it.
 FAIR_STEPS = 4
-
-
-def _rank(request: Request) -> tuple[int, float]:
-    return request.rank
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -45,8 +44,8 @@ class Scheduler:
     left. So short requests are answered beside long prompts, and neither starves the other. Prompts
     with logprobs take a part of each step, which is slower for them than for others.
 
-    Draft tokens that a step does not accept are taken back: they do not count as computed, and the
-    next tokens reuse their KV slots.
+    Draft tokens take what others leave of the budget and the blocks. Those that a step does not
+    accept are taken back: they do not count as computed, and the next tokens reuse their KV slots.
 
     Async scheduling: `schedule` may be called once more before `update` for the step in flight. It
     skips requests that are sure to finish with that step, and those with draft tokens in it.
@@ -138,8 +137,8 @@ class Scheduler:
             self._preempt(
                 fair_share.last_of_richest(self.running, fair_share.blocks, self.is_by_priority)
             )
-        self._num_owed = 0
-        index = 0
+        self._num_owed = index = 0
+        self._draft_room = min(budget - len(self.running), STEP_DRAFT_TOKENS)
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_pending = request.num_pending_tokens
@@ -156,7 +155,7 @@ class Scheduler:
                 index += 1
                 continue
             if request.spec_token_ids:
-                num_tokens += self._trim_drafts(request, num_tokens, budget)
+                num_tokens += self._trim_drafts(index, num_tokens, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
             if start + num_tokens > len(request.block_ids) * self.block_size:
                 num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
@@ -229,13 +228,18 @@ class Scheduler:
                 room -= 1
         return min(need, most)
 
-    def _trim_drafts(self, request: Request, num_tokens: int, budget: int) -> int:
-        """Cuts the draft tokens to those that the step can verify; returns how many."""
-        room = 0
+    def _trim_drafts(self, index: int, num_tokens: int, budget: int) -> int:
+        """Cuts the draft tokens of the running request at `index` to those that the step can verify
+        without the budget and the blocks of others; returns how many."""
+        request, room = self.running[index], 0
         if num_tokens == request.num_unscheduled_tokens:
+            spare = max(0, self.pool.num_free - (len(self.running) - index - 1))
+            num_slots = (len(request.block_ids) + spare) * self.block_size
             num_left = request.max_tokens - request.num_output_tokens
-            room = min(budget - num_tokens, num_left - 1)
+            num_slots -= len(request.all_token_ids)
+            room = min(budget - num_tokens, self._draft_room, num_left - 1, num_slots)
         del request.spec_token_ids[max(room, 0) :]
+        self._draft_room -= len(request.spec_token_ids)
         return len(request.spec_token_ids)
 
     def _add(self, output: SchedulerOutput, request: Request, num_tokens: int) -> None:

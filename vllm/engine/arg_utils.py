@@ -17,6 +17,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.config.cache import KV_CACHE_DTYPES
@@ -122,6 +123,10 @@ class EngineArgs:
     scheduling_policy: str = _arg(
         SCHEDULING_POLICIES[0], "Order of waiting requests: by arrival, or by their field "
         "`priority`, lower ones first.", choices=SCHEDULING_POLICIES,
+    )  # fmt: skip
+    speculative_config: dict[str, Any] | None = _arg(
+        None, "JSON object: draft tokens that later steps verify, as in {\"method\": \"ngram\", "
+        "\"num_speculative_tokens\": 4}. Default: none are drafted.", short="-sc",
     )  # fmt: skip
     block_size: int = _arg(CacheConfig.block_size, "Tokens per KV cache block.")
     kv_cache_dtype: str = _arg(
@@ -278,12 +283,14 @@ class EngineArgs:
             # To keep recurrent states takes memory, and a step more for each prompt.
             cache["enable_prefix_caching"] = not model_config.has_recurrent_states
         kernel = (self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ())
+        drafts = self.speculative_config
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(**cache),
             scheduler_config=self._scheduler_config(model_config, parallel_config, device),
             parallel_config=parallel_config,
             kernel_config=KernelConfig(**self._arguments_of(KernelConfig, kernel=kernel)),
+            speculative_config=None if drafts is None else SpeculativeConfig.of(drafts),
         )
 
     def _scheduler_config(
@@ -322,6 +329,8 @@ def _config_of(field: str) -> str:
     """The name of the config that a field becomes a part of."""
     if field == "num_gpu_blocks_override":
         return CacheConfig.__name__
+    if field == "speculative_config":
+        return VllmConfig.__name__
     configs = (CacheConfig, SchedulerConfig, ParallelConfig, KernelConfig)
     found = (c for c in configs if any(f.name == field for f in dataclasses.fields(c)))
     return next(found, ModelConfig).__name__

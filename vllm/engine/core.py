@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.core.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from vllm.core.request import EngineRequest, FinishReason, Request
 from vllm.core.scheduler import Scheduler
+from vllm.core.speculation import Speculation
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.engine.metrics import SchedulerStats
 from vllm.engine.structured_output import StructuredOutputs
@@ -37,7 +38,7 @@ class EngineCore:
 
     With async scheduling, the next step is scheduled and launched while the current one computes.
     Requests whose next step needs the sampled tokens on the host (penalties, grammars) suspend
-    async scheduling while they run.
+    async scheduling while they run, and so do draft tokens, where they pay.
 
     config: as resolved with the model loaded; max_model_len may have been lowered. on_scheduled:
     called in each step before it is computed.
@@ -64,6 +65,8 @@ class EngineCore:
         self.grammars = StructuredOutputs(self.config.model_config)
         self._compile_waits: list[tuple[float, float]] = []
         self._counted = (0, 0, 0)
+        drafts = config.speculative_config
+        self.speculation = None if drafts is None else Speculation(drafts)
         self._calls = CallCounter()
         self._step_tokens: Counter[int] = Counter()
         self.on_scheduled: Callable[[SchedulerOutput], None] = lambda scheduled: None
@@ -136,9 +139,12 @@ class EngineCore:
         """Advances by one step; returns nothing while its first step is in flight."""
         outputs, self._held = self._held, []
         outputs += self._admit_compiled()
-        if self._reads_tokens:
+        if self._reads_tokens or self._drafts_tokens:
             outputs += self._finish_running()
         scheduled = self.scheduler.schedule()
+        if self.speculation is not None:
+            num_running = len(self.scheduler.running)
+            scheduled.num_draft_tokens = self.speculation.max_draft_tokens(num_running)
         if self.dp_coordinator is not None:
             scheduled.num_tokens_across_dp, scheduled.uniform_decode = self.dp_coordinator.sync(
                 sum(scheduled.num_scheduled_tokens.values()),
@@ -165,6 +171,23 @@ class EngineCore:
             outputs += self._finish_running()
         return outputs
 
+    @property
+    def _drafts_tokens(self) -> bool:
+        """Whether the next step may have draft tokens, which depend on the tokens before."""
+        if self.speculation is None or self._running is None:
+            return False
+        scheduled = self._running[0]
+        return bool(scheduled.num_draft_tokens or scheduled.scheduled_spec_decode_tokens)
+
+    def _fit_drafts(self, progress: list[tuple[Request, list[int]]]) -> None:
+        """Cuts what was drafted to what is likely to be accepted, and to what grammars allow."""
+        assert self.speculation is not None
+        for request, _ in progress:
+            draft = request.spec_token_ids
+            if draft:
+                del draft[self.speculation.length(request.request_id) :]
+                self.grammars.fit_draft(request.request_id, draft)
+
     def _is_decode(self, scheduled: SchedulerOutput) -> bool:
         """Whether every request only computes its last token to sample the next. True without
         requests."""
@@ -189,6 +212,9 @@ class EngineCore:
         lacking = result.out_of_memory
         outputs = [self._fail(i, why, i in lacking) for i, why in failed.items()]
         progress = self.scheduler.update(scheduled, result, self.grammars.accept)
+        if self.speculation is not None:
+            self.speculation.record(scheduled, result, time.monotonic())
+            self._fit_drafts(progress)
         return outputs + [self._output(request, tokens, result) for request, tokens in progress]
 
     def _note_waits(self, scheduled: SchedulerOutput) -> None:
@@ -255,6 +281,7 @@ class EngineCore:
         self._counted = counts
         compile_waits, self._compile_waits = self._compile_waits, []
         step_tokens, self._step_tokens = self._step_tokens, Counter()
+        drafts = self.speculation.take_counts() if self.speculation is not None else (0, 0, {})
         return SchedulerStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -265,6 +292,9 @@ class EngineCore:
             compile_waits=compile_waits,
             calls=self._calls.take(),
             step_tokens=step_tokens,
+            num_drafts=drafts[0],
+            num_draft_tokens=drafts[1],
+            num_accepted_tokens=drafts[2],
         )
 
     def _admit_compiled(self) -> list[EngineOutput]:
@@ -311,6 +341,8 @@ class EngineCore:
     def _forget(self, request_id: str) -> None:
         self.grammars.forget(request_id)
         self._reads_tokens.discard(request_id)
+        if self.speculation is not None:
+            self.speculation.forget(request_id)
 
 
 def _dump(decisions: dict[str, Any], file: Path) -> None:

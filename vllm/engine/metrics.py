@@ -50,6 +50,9 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens that were computed or cached.",
     "prompt_tokens_cached": "Of those, tokens taken from the prefix cache.",
     "generation_tokens": "Generated tokens.",
+    "spec_decode_num_drafts": "Drafts of speculative decoding that were verified.",
+    "spec_decode_num_draft_tokens": "Tokens of these drafts.",
+    "spec_decode_num_accepted_tokens": "Of those, tokens that were accepted.",
 }
 # Help texts and buckets; None: 1, 2, 5, 10 ... up to max_model_len.
 _HISTOGRAMS = {
@@ -86,8 +89,9 @@ class SchedulerStats:
 
     All others are of the time since the stats before: prompt tokens looked up in the prefix cache,
     prompt tokens found there, requests preempted, begin (Unix time) and seconds of each compilation
-    of a kernel while requests waited, calls of kernels (`vllm.kernels.report.calls.Calls`), and
-    steps by how many tokens they computed.
+    of a kernel while requests waited, calls of kernels (`vllm.kernels.report.calls.Calls`), steps
+    by how many tokens they computed, drafts that were verified, their tokens, and the accepted ones
+    by position in the draft, from 0 on.
     """
 
     num_running: int
@@ -99,6 +103,9 @@ class SchedulerStats:
     compile_waits: Sequence[tuple[float, float]] = ()
     calls: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     step_tokens: Mapping[int, int] = field(default_factory=dict)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +241,10 @@ class _Families:
         self.sleep = make(client.Gauge, "engine_sleep_state", text, ["sleep_state"])
         text = "Finished requests by reason."
         self.success = make(client.Counter, "request_success", text, ["finished_reason"])
+        text = "Accepted draft tokens by position in the draft, from 0 on."
+        self.accepted = make(
+            client.Counter, "spec_decode_num_accepted_tokens_per_pos", text, ["position"]
+        )
 
 
 class EngineMetrics:
@@ -248,6 +259,7 @@ class EngineMetrics:
         self._sleep = {state: families.sleep.labels(**labels, sleep_state=state)
                        for state in SLEEP_STATES}  # fmt: skip
         self.record_sleep(False)
+        self._accepted = partial(families.accepted.labels, **labels)
         self._success = {
             reason: families.success.labels(**labels, finished_reason=reason)
             for reason in FINISH_REASONS
@@ -260,6 +272,11 @@ class EngineMetrics:
         self._counters["prefix_cache_hits"].inc(stats.prefix_cache_hits)
         self._counters["num_preemptions"].inc(stats.num_preemptions)
         self._counters["num_kernels_compiled"].inc(len(stats.compile_waits))
+        self._counters["spec_decode_num_drafts"].inc(stats.num_drafts)
+        self._counters["spec_decode_num_draft_tokens"].inc(stats.num_draft_tokens)
+        for position, num_accepted in stats.num_accepted_tokens.items():
+            self._counters["spec_decode_num_accepted_tokens"].inc(num_accepted)
+            self._accepted(position=str(position)).inc(num_accepted)
         for num_tokens, num_steps in stats.step_tokens.items():
             for _ in range(num_steps):
                 self._histograms["iteration_tokens_total"].observe(num_tokens)

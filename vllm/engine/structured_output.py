@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm.config.model import ModelConfig
@@ -54,6 +55,7 @@ class StructuredOutputs:
         self._pending: dict[str, tuple[Request, Future[Any]]] = {}
         self._matchers: dict[str, Any] = {}
         self._slow: set[str] = set()
+        self._masks: dict[str, Tensor] = {}  # of drafts, until the next token
 
     @property
     def has_pending(self) -> bool:
@@ -87,12 +89,14 @@ class StructuredOutputs:
 
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
+        self._masks.pop(request_id, None)
         self._slow.discard(request_id)
         if pending := self._pending.pop(request_id, None):
             pending[1].cancel()
 
     def bitmasks(self, request_ids: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Allowed tokens of the requests with a grammar, and why others' grammars allow none."""
+        """Allowed tokens of the requests with a grammar, int32 [draft tokens + 1 or fewer, words],
+        and why others' grammars allow none."""
         bitmasks, refused = {}, {}
         for request_id in request_ids:
             if request_id in self._matchers:
@@ -103,11 +107,39 @@ class StructuredOutputs:
         return bitmasks, refused
 
     def bitmask(self, request_id: str) -> Tensor:
-        """Bit mask of the tokens allowed next: int32 [ceil(vocab / 32)]. GrammarError where none is
-        allowed, and for a grammar that takes too long."""
+        """Bit masks of the tokens allowed next, and after each token of the draft that `fit_draft`
+        took: int32 [1 + draft, ceil(vocab / 32)]. GrammarError where none is allowed next, and for
+        a grammar that takes too long."""
+        masks = self._masks.get(request_id)
+        return self._next_mask(request_id) if masks is None else masks
+
+    def fit_draft(self, request_id: str, draft: list[int]) -> None:
+        """Cuts a draft at the first token that the grammar of the request refuses or ends with."""
+        matcher = self._matchers.get(request_id)
+        if matcher is None:
+            return
+        masks, num_taken = [], 0
+        try:
+            masks.append(self._next_mask(request_id))
+            for token in draft:
+                with self._timed(request_id):
+                    is_taken = matcher.accept_token(token)
+                num_taken += is_taken
+                if not is_taken or matcher.is_terminated():
+                    break
+                masks.append(self._next_mask(request_id))
+        except GrammarError:
+            pass  # the step after the tokens before says so
+        if num_taken:
+            matcher.rollback(num_taken)
+        del draft[max(len(masks) - 1, 0) :]
+        if draft:
+            self._masks[request_id] = torch.cat(masks)
+
+    def _next_mask(self, request_id: str) -> Tensor:
         import xgrammar
 
-        mask = xgrammar.allocate_token_bitmask(1, self._model_config.vocab_size)
+        mask: Tensor = xgrammar.allocate_token_bitmask(1, self._model_config.vocab_size)
         with self._timed(request_id):
             self._matchers[request_id].fill_next_token_bitmask(mask)
         if request_id in self._slow:
@@ -117,12 +149,12 @@ class StructuredOutputs:
             )
         if not bool(mask.any()):
             raise GrammarError("structured output: no text matches the grammar")
-        allowed: Tensor = mask[0]
-        return allowed
+        return mask
 
     def accept(self, request_id: str, token: int) -> bool:
         """Advances by a sampled token; True when the grammar is complete with it."""
         matcher = self._matchers[request_id]
+        self._masks.pop(request_id, None)
         with self._timed(request_id):
             is_accepted = matcher.accept_token(token)
         return not is_accepted or matcher.is_terminated()

@@ -12,27 +12,31 @@ from vllm.distributed.groups import wait_for
 from vllm.kernels.jit.monitor import MONITOR
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.numerics import BROKEN, NumericsWatch
+from vllm.worker.speculation import Verification
 
 
 @dataclass(slots=True)
 class AsyncModelRunnerOutput:
     """The output of a step in flight. On a GPU the next step can be launched meanwhile.
 
-    places: where each request's token goes in the batch. tokens: int64 [S] in host memory, valid
-    after `copied`; None: at once. pooled: vectors of pooling requests. rows: of its kernels. watch:
-    of the layers, with --debug-numerics. first_broken: the first module it had found when the step
-    was launched. timeout_s: the longest wait.
+    places: where each request's token goes in the batch; None for a step with draft tokens, whose
+    rows are as many as `verification` says. tokens: int64 [S] in host memory, valid after `copied`;
+    None: at once. logprobs: by request, of its rows. pooled: vectors of pooling requests. rows: of
+    its kernels. verification: None where nothing is verified or drafted. watch: of the layers, with
+    --debug-numerics. first_broken: the first module it had found when the step was launched.
+    timeout_s: the longest wait.
     """
 
     batch: InputBatch
     request_ids: list[str]
-    places: np.ndarray
+    places: np.ndarray | None
     tokens: Tensor
     copied: torch.cuda.Event | None
-    logprobs: dict[str, TokenLogprobs]
+    logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     pooled: dict[str, list[float]]
     rows: StepRows
+    verification: Verification | None = None
     watch: NumericsWatch | None = None
     first_broken: str | None = None
     timeout_s: float | None = None
@@ -41,22 +45,38 @@ class AsyncModelRunnerOutput:
         """Waits for the step. To be called once, in the order of the steps."""
         if self.copied is not None:
             wait_for(self.copied, self.timeout_s)
-        self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
-        sampled = self.tokens[:, None].tolist()
+        if self.places is not None:
+            self.batch.put_tokens(self.request_ids, self.places, self.tokens.numpy())
+            sampled = self.tokens[:, None].tolist()
+        else:
+            assert self.verification is not None
+            sampled = self.verification.accepted(self.request_ids, self.tokens.tolist())
+            self.batch.append_tokens(self.request_ids, sampled)
         broken = [name for name, vector in self.pooled.items() if not math.isfinite(sum(vector))]
-        if [BROKEN] in sampled:
-            broken += [i for i, tokens in zip(self.request_ids, sampled) if tokens == [BROKEN]]
-            sampled = [[] if tokens == [BROKEN] else tokens for tokens in sampled]
+        if any(tokens[-1] == BROKEN for tokens in sampled):  # which no draft token is
+            broken += [i for i, tokens in zip(self.request_ids, sampled) if tokens[-1] == BROKEN]
+            sampled = [[] if tokens[-1] == BROKEN else tokens for tokens in sampled]
+        drafts = {}
+        if self.verification is not None:
+            drafts = self.verification.propose(self.batch, self.request_ids)
         return ModelRunnerOutput(
             request_ids=[*self.request_ids, *self.pooled],
             sampled_token_ids=sampled + [[] for _ in self.pooled],
-            logprobs={request_id: [entry] for request_id, entry in self.logprobs.items()},
+            logprobs=self._logprobs_of(sampled),
             prompt_logprobs=self.prompt_logprobs,
             pooler_output=self.pooled,
+            draft_token_ids=drafts,
             errors=dict.fromkeys(broken, self._what_broke()) if broken else {},
             compile_waits=[(made.end - made.seconds, made.seconds) for made in MONITOR.take()],
             rows=self.rows,
         )
+
+    def _logprobs_of(self, sampled: list[list[int]]) -> dict[str, list[TokenLogprobs]]:
+        """Those of accepted rows. sampled: new tokens of each request."""
+        if self.places is not None or not self.logprobs:
+            return self.logprobs
+        counts = dict(zip(self.request_ids, map(len, sampled)))
+        return {i: entries[: counts[i]] for i, entries in self.logprobs.items()}
 
     def _what_broke(self) -> str:
         text = "the model's logits for the next token are NaN or infinite"

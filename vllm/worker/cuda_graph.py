@@ -15,6 +15,7 @@ logger = get_logger(__name__)
 
 _WARM_UP_RUNS = 2
 _FEW_SEQS = 8  # requests in the smaller of the two prompt graphs of a size
+_DRAFT_TOKENS = 8, 16  # sizes below those of prompts
 
 Shape = TypeVar("Shape", int, "PromptShape")
 
@@ -33,10 +34,12 @@ def bucket_sizes(max_batch: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
-def prompt_shapes(max_tokens: int, max_seqs: int) -> list[PromptShape]:
+def prompt_shapes(max_tokens: int, max_seqs: int, with_drafts: bool = False) -> list[PromptShape]:
     """Shapes to capture for steps of up to `max_tokens`, for few requests and for `max_seqs`. From
-    128 tokens on, consecutive sizes differ by a factor of at most 1.5."""
+    128 tokens on, consecutive sizes differ by a factor of at most 1.5. with_drafts: also those of
+    few requests with draft tokens."""
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
+    sizes += _DRAFT_TOKENS if with_drafts else ()
     counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
     seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
     counts = {count for count in counts | {max_tokens} if count > 1}  # 0 tokens: no shapes
@@ -75,7 +78,8 @@ def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> li
     if why := next((text for text, holds in reasons.items() if holds), ""):
         logger.info("Steps with prompts run without CUDA graphs: %s", why)
         return []
-    return prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs)
+    has_drafts = config.speculative_config is not None
+    return prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs, has_drafts)
 
 
 class CudaGraphs(Generic[Shape]):

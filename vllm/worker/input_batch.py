@@ -1,6 +1,7 @@
 """The running requests as rows of persistent arrays."""
 
 from array import array
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +17,8 @@ class InputBatch:
     """One row per running request. Rows are dense: the last row moves into a gap.
 
     token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
-    num_computed: int64 [rows]; num_tokens includes tokens that are still on the device.
+    num_computed: int64 [rows]; num_tokens includes tokens that are still on the device. num_drafts:
+    int64 [rows], draft tokens of the step, which follow those in token_ids.
     block_table: int32 [rows, max blocks]. sampled_at: int64 [rows], index of the last token in the
     device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows], slots of
     recurrent states from 1 on; a request keeps its slot when its row moves. token_masks: by id of a
@@ -32,6 +34,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.num_drafts = np.zeros(max_num_seqs, np.int64)
         self.sampled_at = np.full(max_num_seqs, -1, np.int64)
         self.state_slots = np.zeros(max_num_seqs, np.int32)
         self._free_state_slots = list(range(max_num_seqs, 0, -1))
@@ -62,6 +65,7 @@ class InputBatch:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = num_computed
         self.num_blocks[row] = 0
+        self.num_drafts[row] = 0
         self.sampled_at[row] = -1
         self.state_slots[row] = self._free_state_slots.pop()
         self.append_blocks(request.request_id, request.block_ids)
@@ -115,6 +119,29 @@ class InputBatch:
         rows = np.array([self.row_of.get(request_id, -1) for request_id in request_ids], np.int64)
         fits = (rows >= 0) & (places < self.token_ids.shape[1])
         self.token_ids[rows[fits], places[fits]] = tokens[fits]
+
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Draft tokens of this step, by request; others have none. All tokens before are known."""
+        self.num_drafts.fill(0)
+        for request_id, tokens in drafts.items():
+            row = self.row_of[request_id]
+            start = self.num_tokens[row]
+            self.token_ids[row, start : start + len(tokens)] = tokens
+            self.num_drafts[row] = len(tokens)
+            self.sampled_at[row] = -1
+
+    def append_tokens(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+        """New tokens of requests after a step with drafts; what is computed of each are the tokens
+        before its last one. Skips requests that are gone."""
+        for request_id, new in zip(request_ids, tokens):
+            row = self.row_of.get(request_id)
+            if row is None:
+                continue
+            start = int(self.num_tokens[row])
+            end = min(start + len(new), self.token_ids.shape[1])
+            self.token_ids[row, start:end] = new[: end - start]
+            self.num_tokens[row] = end
+            self.num_computed[row] = start + len(new) - 1
 
 
 def make_batch(config: VllmConfig) -> InputBatch:

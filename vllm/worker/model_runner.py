@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.core.outputs import SchedulerOutput, StepRows, TokenLogprobs
-from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
 from vllm.errors import is_out_of_memory
 from vllm.kernels.device_ops import usable_ops
@@ -36,9 +35,10 @@ from vllm.worker.kv_cache import (
 from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.out_of_memory import FinishedOutput, compute_alone
 from vllm.worker.prompt_logprobs import PromptLogprobs
-from vllm.worker.sampler import RowEdits, SamplingBatch, sample, widened
+from vllm.worker.sampler import sample, widened
+from vllm.worker.sampling_rows import sampling_batch
+from vllm.worker.speculation import SampledRows, Verification
 from vllm.worker.step_inputs import StepInputs
-from vllm.worker.token_limits import banned_next, both
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
 logger = get_logger(__name__)
@@ -100,7 +100,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
         self.async_scheduling = self.device.type == "cuda"
         self._copies = [
-            torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=self.async_scheduling)
+            torch.zeros(config.max_num_logits, dtype=torch.int64, pin_memory=self.async_scheduling)
             for _ in range(2)
         ]
         self._graphs: CudaGraphs[int] | None = None
@@ -147,7 +147,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         for count, max_seq_len in ((1, num_tokens), (most, longest)):
             hidden = self.model(inputs.padding(num_tokens, count, max_seq_len))
-            self.model.compute_logits(hidden[:num_seqs])
+            self.model.compute_logits(hidden[: config.max_num_logits])
             del hidden
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
@@ -265,11 +265,13 @@ class ModelRunner:
             rows = rows[np.argsort(-batch.num_computed[rows], kind="stable")]
         starts = batch.num_computed[rows]
         ends = starts + counts
-        complete = np.flatnonzero(ends == batch.num_tokens[rows])
+        complete = np.flatnonzero(ends == batch.num_tokens[rows] + batch.num_drafts[rows])
         is_decode = len(complete) == len(counts) and counts.max() == 1
         is_decode &= not (self._prompt_logprobs or batch.wants_pooling[rows].any())
         size = self._graph_size(scheduler_output, is_decode, len(rows))
         pooled: dict[str, list[float]] = {}
+        last = np.cumsum(counts) - 1
+        sampled = SampledRows.of(last[complete], rows[complete], batch.num_drafts[rows[complete]])
         if size is not None:
             assert self._graphs is not None
             self._inputs.fill_decode(batch, rows, starts, size)
@@ -277,26 +279,28 @@ class ModelRunner:
             prompt_logprobs = {}
             step_rows = self._step_rows(size, size)
         else:
-            last = np.cumsum(counts) - 1
-            read = self._read_rows(scheduler_output, last, complete)
+            read = self._read_rows(scheduler_output, last, sampled.tokens)
             hidden, num_tokens = self._hidden(rows, counts, starts, read)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
-                if len(hidden) > len(complete):
-                    hidden = hidden[to_device(last[complete], self.device)]
-                is_pooled = batch.wants_pooling[rows[complete]]
+                if len(hidden) > len(sampled.tokens):
+                    hidden = hidden[to_device(sampled.tokens, self.device)]
+                is_pooled = batch.wants_pooling[sampled.rows]
                 if is_pooled.any():
-                    pooled = self._pool(hidden[is_pooled], rows[complete[is_pooled]])
-                    hidden, complete = hidden[~is_pooled], complete[~is_pooled]
-                if len(complete):
+                    pooled = self._pool(hidden[is_pooled], sampled.rows[is_pooled])
+                    hidden, sampled = hidden[~is_pooled], sampled.only(~is_pooled)
+                if len(sampled.rows):
                     logits = self.model.compute_logits(hidden)
-            step_rows = self._step_rows(num_tokens, len(complete))
+            step_rows = self._step_rows(num_tokens, len(sampled.rows))
         batch.num_computed[rows] = ends
         snapshots = scheduler_output.state_snapshots.items()
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
-        if len(complete) == 0:
+        if len(sampled.rows) == 0:
             return self._without_tokens(prompt_logprobs, pooled, step_rows)
-        return self._sample(logits, rows[complete], bitmasks, prompt_logprobs, pooled, step_rows)
+        verification = self._verification(scheduler_output)
+        return self._sample(
+            logits, sampled, verification, bitmasks, prompt_logprobs, pooled, step_rows
+        )
 
     def _step_rows(self, num_tokens: int, num_logits: int) -> StepRows:
         """Experts compute as many tokens for every rank in lock-step as for the one with most."""
@@ -332,15 +336,16 @@ class ModelRunner:
         return hidden, int(counts.sum())
 
     def _read_rows(
-        self, scheduler_output: SchedulerOutput, last: np.ndarray, complete: np.ndarray
+        self, scheduler_output: SchedulerOutput, last: np.ndarray, sampled: np.ndarray
     ) -> np.ndarray | None:
-        """Tokens whose last hidden state is needed; None for all. last: last token of each request.
-        Where nothing is sampled it is one token, because no kernel takes zero rows. Prompt
-        logprobs need all. So do data-parallel ranks in lock-step, which exchange all tokens."""
+        """Tokens whose last hidden state is needed; None for all. last: last token of each request;
+        sampled: those whose next token is sampled. Where there is none it is one token, because no
+        kernel takes zero rows. Prompt logprobs need all. So do data-parallel ranks in lock-step,
+        which exchange all tokens."""
         is_lock_step = bool(scheduler_output.num_tokens_across_dp)
-        if self._prompt_logprobs or is_lock_step or len(complete) > last[-1]:
+        if self._prompt_logprobs or is_lock_step or len(sampled) > last[-1]:
             return None
-        return last[complete] if len(complete) else last[-1:]
+        return sampled if len(sampled) else last[-1:]
 
     def _without_tokens(
         self,
@@ -378,56 +383,70 @@ class ModelRunner:
             return None
         return self._graphs.fitting(lambda size: size >= num_seqs)
 
+    def _verification(self, step: SchedulerOutput) -> Verification | None:
+        """What the step verifies and drafts; None for neither."""
+        drafts, config = step.scheduled_spec_decode_tokens, self.config.speculative_config
+        if config is None or not (drafts or step.num_draft_tokens):
+            return None
+        return Verification(config, step.num_draft_tokens, drafts)
+
     def _sample(
         self,
         logits: Tensor,
-        rows: np.ndarray,
+        sampled: SampledRows,
+        verification: Verification | None,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
         pooled: dict[str, list[float]],
         step_rows: StepRows,
     ) -> AsyncModelRunnerOutput:
-        batch, num_rows = self.batch, len(rows)
-        tokens, reported, logprobs = self._next_tokens(logits, rows, bitmasks)
+        batch, rows, num_rows = self.batch, sampled.rows, len(sampled.rows)
+        tokens, reported, logprobs = self._next_tokens(logits, sampled, bitmasks)
         self._copies.reverse()
         host = self._copies[0][:num_rows]
         host.copy_(reported, non_blocking=True)
+        is_draft = verification is not None and verification.has_drafts
         copied = None
         if self.async_scheduling:
-            self._inputs.sampled[:num_rows] = tokens
             batch.sampled_at.fill(-1)
-            batch.sampled_at[rows] = np.arange(num_rows)
+            if not is_draft:
+                self._inputs.sampled[:num_rows] = tokens
+                batch.sampled_at[rows] = np.arange(num_rows)
             if self.device.type == "cuda":
                 copied = torch.cuda.Event()
                 copied.record()
         ids = [batch.requests[row].request_id for row in rows]
+        entries: dict[str, list[TokenLogprobs]] = {}
+        for index, entry in logprobs.items():
+            entries.setdefault(ids[index], []).append(entry)
         return AsyncModelRunnerOutput(
             batch=batch,
-            request_ids=ids,
-            places=batch.reserve_tokens(rows),
+            request_ids=list(dict.fromkeys(ids)),
+            places=None if is_draft else batch.reserve_tokens(rows),
             tokens=host,
             copied=copied,
-            logprobs={ids[index]: entry for index, entry in logprobs.items()},
+            logprobs=entries,
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
             rows=step_rows,
+            verification=verification,
             watch=self._watch,
             first_broken=self._watch.first if self._watch is not None else None,
             timeout_s=self._parallel.timeout_s,
         )
 
     def _next_tokens(
-        self, logits: Tensor, rows: np.ndarray, bitmasks: dict[str, Tensor]
+        self, logits: Tensor, sampled: SampledRows, bitmasks: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, dict[int, TokenLogprobs]]:
         """Sampled tokens, the same on all pipeline stages; the tokens with broken ones marked, on
         the last stage; and logprobs. Tensor-parallel ranks have equal logits and so sample equal
         tokens."""
         stages = self._parallel.pipeline
         if not stages.is_last:
-            tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            tokens = torch.empty(len(sampled.rows), dtype=torch.int64, device=self.device)
             tokens = stages.broadcast(tokens, stages.size - 1)
             return tokens, tokens, {}
-        settings = self._sampling_batch(rows, bitmasks)
+        settings = sampling_batch(self.batch, sampled, bitmasks)
         logits = widened(logits, settings, self._ops)
         tokens, logprobs = sample(logits, settings, self._ops)
         return stages.broadcast(tokens, stages.size - 1), mark_broken(logits, tokens), logprobs
@@ -444,57 +463,4 @@ class ModelRunner:
         copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
         for request_id, blocks in scheduler_output.new_block_ids.items():
             self.batch.append_blocks(request_id, blocks)
-
-    def _sampling_batch(self, rows: np.ndarray, bitmasks: dict[str, Tensor]) -> SamplingBatch:
-        batch = self.batch
-        edits = (
-            self._edits(index, rows[index], batch.requests[rows[index]])
-            for index in np.flatnonzero(batch.may_edit_logits[rows]).tolist()
-        )
-        num_logprobs = {
-            index: batch.requests[rows[index]].sampling.logprobs or 0
-            for index in np.flatnonzero(batch.wants_logprobs[rows]).tolist()
-        }
-        named = {
-            index: ids
-            for index in num_logprobs
-            if (ids := batch.requests[rows[index]].sampling.logprob_token_ids)
-        }
-        ids = (batch.requests[row].request_id for row in rows) if bitmasks else ()
-        masks = {index: bitmasks[i] for index, i in enumerate(ids) if i in bitmasks}
-        for index in np.flatnonzero(batch.limits_tokens[rows]).tolist():
-            mask = batch.token_masks[batch.requests[rows[index]].request_id]
-            masks[index] = both(masks.get(index), mask)
-        return SamplingBatch(
-            temperature=batch.temperature[rows],
-            top_k=batch.top_k[rows],
-            top_p=batch.top_p[rows],
-            min_p=batch.min_p[rows],
-            seeds=batch.seeds[rows],
-            indices=batch.num_tokens[rows] - batch.num_prompt[rows],
-            edits=[edit for edit in edits if edit is not None],
-            num_logprobs=num_logprobs,
-            bitmasks=masks,
-            named=named,
-        )
-
-    def _edits(self, index: int, row: int, request: Request) -> RowEdits | None:
-        s = request.sampling
-        num_prompt, num_tokens = self.batch.num_prompt[row], self.batch.num_tokens[row]
-        holds_back = num_tokens - num_prompt < s.min_tokens
-        if not (s.penalises or s.logit_bias or holds_back or request.bad_words):
-            return None
-        tokens = self.batch.token_ids[row]
-        banned = tuple(request.stop_token_ids) if holds_back else ()
-        if request.bad_words:
-            banned += (*banned_next(request.bad_words, tokens[num_prompt:num_tokens]),)
-        return RowEdits(
-            row=index,
-            logit_bias=s.logit_bias,
-            banned=banned,
-            repetition_penalty=s.repetition_penalty,
-            presence_penalty=s.presence_penalty,
-            frequency_penalty=s.frequency_penalty,
-            history=tokens[:num_tokens],
-            output=tokens[num_prompt:num_tokens],
-        )
+        self.batch.put_drafts(scheduler_output.scheduled_spec_decode_tokens)

@@ -36,7 +36,12 @@ def compute_alone(
         if request_id in changed:
             _drop(merged, request_id)
             continue
-        step = SchedulerOutput(num_scheduled_tokens={request_id: num_tokens})
+        draft = scheduled.scheduled_spec_decode_tokens.get(request_id)
+        step = SchedulerOutput(
+            num_scheduled_tokens={request_id: num_tokens},
+            scheduled_spec_decode_tokens={request_id: draft} if draft else {},
+            num_draft_tokens=scheduled.num_draft_tokens,
+        )
         try:
             _add(merged, execute(step, bitmasks).result())
         except Exception as error:
@@ -64,6 +69,7 @@ def _add(merged: ModelRunnerOutput, one: ModelRunnerOutput) -> None:
     merged.logprobs |= one.logprobs
     merged.prompt_logprobs |= one.prompt_logprobs
     merged.pooler_output |= one.pooler_output
+    merged.draft_token_ids |= one.draft_token_ids
     merged.errors |= one.errors
     merged.compile_waits += one.compile_waits
     merged.rows = StepRows(*(a + b for a, b in zip(merged.rows, one.rows)))

@@ -1,0 +1,123 @@
+"""How many tokens to draft: by the load, by what is accepted, and by whether it pays."""
+
+from collections import Counter
+from statistics import median
+
+from vllm.config.speculative import SpeculativeConfig
+from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
+
+# Draft tokens of a request's first draft.
+_FIRST_DRAFT = 4
+# Decode steps with drafts before those without are timed, and steps of such a trial.
+_FIRST_STEPS = 64
+_TRIAL_STEPS = 16
+# Steps of the faster way until the other one is tried again: a trial of 6 % of the steps, at a
+# loss of 30 %, costs less than 2 %.
+_HELD_STEPS = 256
+
+
+class DraftTrials:
+    """Whether steps with drafts give more tokens a second than steps without, at one load.
+
+    Both ways are timed in turn, and the slower one again from time to time: what clients send
+    changes. The median of the times is compared, so one slow step decides nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._is_held = False  # what was faster, not a trial
+        self._num_left = _FIRST_STEPS
+        self._seconds: list[float] = []
+        self._num_tokens = 0
+        self._rates: dict[bool, float] = {}
+
+    def record(self, was_on: bool, num_tokens: int, seconds: float) -> None:
+        """A decode step gave `num_tokens`, `seconds` after the one before."""
+        if was_on != self.is_on:  # scheduled before the last change
+            return
+        self._seconds.append(seconds)
+        self._num_tokens += num_tokens
+        self._num_left -= 1
+        if self._num_left > 0:
+            return
+        timed = median(self._seconds) * len(self._seconds)
+        self._rates[self.is_on] = self._num_tokens / max(timed, 1e-9)
+        self._seconds, self._num_tokens = [], 0
+        if self._is_held or len(self._rates) < 2:
+            self.is_on, self._is_held, self._num_left = not self.is_on, False, _TRIAL_STEPS
+        else:
+            self.is_on = self._rates[True] >= self._rates[False]
+            self._is_held, self._num_left = True, _HELD_STEPS
+
+
+class Speculation:
+    """The engine's choices about draft tokens, and what it counts of them.
+
+    A request's draft is twice as long after one that was accepted whole, and else one token longer
+    than what was accepted. num_drafts, num_draft_tokens, num_accepted_tokens: since the start;
+    accepted_at: accepted tokens by their position in the draft, from 0 on.
+    """
+
+    def __init__(self, config: SpeculativeConfig):
+        self._config = config
+        self._lengths: dict[str, int] = {}
+        self._trials: dict[int, DraftTrials] = {}
+        self._last_end: float | None = None
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.accepted_at: Counter[int] = Counter()
+
+    def max_draft_tokens(self, num_running: int) -> int:
+        """Tokens to draft for each request after a step with `num_running` requests; 0 where it
+        does not pay."""
+        limit = self._config.disable_by_batch_size
+        if limit is not None and num_running > limit:
+            return 0
+        return self._config.num_speculative_tokens if self._trials_at(num_running).is_on else 0
+
+    def length(self, request_id: str) -> int:
+        """Tokens of the next draft of a request, at most."""
+        most = self._config.num_speculative_tokens
+        return self._lengths.get(request_id, min(_FIRST_DRAFT, most))
+
+    def forget(self, request_id: str) -> None:
+        self._lengths.pop(request_id, None)
+
+    def take_counts(self) -> tuple[int, int, Counter[int]]:
+        """num_drafts, num_draft_tokens and accepted_at since the last call."""
+        counts = self.num_drafts, self.num_draft_tokens, self.accepted_at
+        self.num_drafts = self.num_draft_tokens = 0
+        self.accepted_at = Counter()
+        return counts
+
+    def record(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
+        """Takes the results of a step into account, at `now` seconds of a monotonic clock."""
+        drafts = scheduled.scheduled_spec_decode_tokens
+        num_tokens = 0
+        for request_id, tokens in zip(output.request_ids, output.sampled_token_ids):
+            num_tokens += len(tokens)
+            draft = drafts.get(request_id)
+            if draft and tokens:
+                self._count(request_id, len(draft), len(tokens) - 1)
+        num_computed = sum(scheduled.num_scheduled_tokens.values())
+        num_drafted = sum(map(len, drafts.values()))
+        num_rows = len(output.request_ids)
+        has_prompts = scheduled.scheduled_new_reqs or num_computed - num_drafted != num_rows
+        if has_prompts or output.compile_waits:
+            self._last_end = None
+        else:
+            if self._last_end is not None:
+                trials, seconds = self._trials_at(num_rows), now - self._last_end
+                trials.record(scheduled.num_draft_tokens > 0, num_tokens, seconds)
+            self._last_end = now
+
+    def _trials_at(self, num_running: int) -> DraftTrials:
+        return self._trials.setdefault(num_running.bit_length(), DraftTrials())
+
+    def _count(self, request_id: str, num_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.accepted_at.update(range(num_accepted))
+        is_whole = num_accepted == num_tokens
+        length = max(self.length(request_id), num_tokens) * 2 if is_whole else num_accepted + 1
+        self._lengths[request_id] = min(length, self._config.num_speculative_tokens)
