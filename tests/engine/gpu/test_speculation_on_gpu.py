@@ -1,0 +1,64 @@
+"""Draft tokens on a GPU: the tokens are those without, and nothing compiles for them."""
+
+import pytest
+import torch
+from tiny_models import build_model
+
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 40,
+}  # fmt: skip
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
+# Of so few words that some follow each other again.
+PROMPTS = [[3, 4, 5, 6] * 5, [7, 8] * 6, [9, 10, 11], [*range(12, 40)]]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.3, seed=5, max_tokens=60, ignore_eos=True)
+# How far below the best of other kernels' logits a greedy token of bfloat16 may be.
+NEAR = 0.2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    build_model("qwen3", **SIZES).bfloat16().save_pretrained(path)
+    return str(path)
+
+
+def start(folder: str, **options) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=256,
+               num_gpu_blocks_override=200, **options)  # fmt: skip
+
+
+def tokens_of(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_in_float32_tokens_are_those_without_drafts(folder, params):
+    wanted = tokens_of(start(folder, dtype="float32"), params)
+    llm = start(folder, dtype="float32", speculative_config=NGRAM)
+    assert tokens_of(llm, params) == wanted
+    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
+
+
+def test_in_bfloat16_tokens_are_likely_and_nothing_compiles(folder):
+    llm = start(folder, speculative_config=NGRAM)
+    found = tokens_of(llm, GREEDY)
+    stats = llm.llm_engine.core.stats()
+    assert not stats.compile_waits
+    assert sum(stats.num_accepted_tokens.values()) > 20
+    scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    plain = start(folder)
+    for prompt, tokens in zip(PROMPTS, found):
+        assert len(tokens) == 60
+        whole = {"prompt_token_ids": prompt + tokens}
+        scores = plain.generate([whole], scoring, use_tqdm=False)[0].prompt_logprobs
+        for token, entry in zip(tokens, scores[len(prompt) :]):
+            best = max(value.logprob for value in entry.values())
+            assert entry[token].logprob > best - NEAR
