@@ -1,14 +1,19 @@
 """This engine beside llama.cpp and transformers on one CPU: the same weights, in one run.
 
-    python -m venv /tmp/peers && CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/peers/bin/pip install \\
-        llama-cpp-python==0.3.36                       # compiles llama.cpp: minutes
+    python -m venv /tmp/peers
+    CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/peers/bin/pip install llama-cpp-python==0.3.36
     python benchmarks/serving/bench_cpu_peers.py --peers-python /tmp/peers/bin/python \\
         --json benchmarks/results/FOLDER/cpu_peers.json --write README.md
 
+pip compiles llama.cpp for this chip, which takes minutes. A virtual machine may announce AMX and
+then refuse its instructions ("died of SIGILL"): add to CMAKE_ARGS, in quotes,
+-DCMAKE_C_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16' and the same -DCMAKE_CXX_FLAGS.
+
 Models: the demo model (SmolLM2-135M-Instruct), and random weights in the shape of Qwen2.5-0.5B.
-Both exist as one bf16 checkpoint, from which FP8 and int4 (w4a16) ones are made by `vllm quantize`'s
-code and GGUF files by llama.cpp's own quantiser; of the demo model the wheel's Q4_1 file is the
-origin of all others. They are made once, in --models (3 GB).
+Each is one bf16 checkpoint; FP8 and int4 (w4a16) are made of it by what `vllm quantize` runs, GGUF
+files by llama.cpp's own quantiser. Of the demo model the wheel's Q4_1 file is the origin of all
+others. They are made once, in --models (about 4 GB). Output projections keep bf16 in this engine
+and have 6 or 8 bits in GGUF files: MB, the size of the files, counts them.
 
 Measured, the same for all: `tpotB`, ms per output token for B requests of 32 prompt tokens: (time
 of 65 output tokens - time of 1) / 64; `prefill`, tokens per second of a prompt of 512 tokens with
@@ -23,6 +28,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -143,7 +149,10 @@ def call(python: str, words: list[str]) -> str:
             "llama-cpp-python into it (--help shows how)"
         ) from None
     if done.returncode:
-        raise SystemExit(f"{python} worker {' '.join(words)} failed:\n{done.stderr[-3000:]}")
+        end = (
+            f"died of {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
+        )
+        raise SystemExit(f"{python} worker {' '.join(words)} {end}:\n{done.stderr[-3000:]}")
     return done.stdout
 
 
@@ -388,8 +397,8 @@ def markdown(result: dict[str, Any]) -> str:
     chip = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{chip['cores']} cores of {chip['cpu']}, {result['date']}; {versions}. In brackets the speed "
-        f"relative to this engine: of 4-bit peers to its int4, of all others to its FP8.",
+        f"{chip['cores']} cores of {chip['cpu']}, {result['date']}; {versions}. In brackets the "
+        "speed relative to this engine: of 4-bit peers to its int4, of all others to its FP8.",
     ]
     for model in result["models"]:
         lines += [
