@@ -127,6 +127,48 @@ SIMD_INLINE void add_code_rows(const unsigned char* quad, const float* a, const 
   }
 }
 
+// Adds `depth` weight rows of one scale block, of panels that lie panel_size apart; a: [depth,
+// kRows]. Returns where the next block begins.
+template <ElementType kType, int kRows, int kPanels>
+SIMD_INLINE const StorageOf<kType>* add_block(const StorageOf<kType>* weight, int64_t panel_size,
+                                              const float* a, int64_t depth,
+                                              const F32x16 (&zero_point)[kPanels][2],
+                                              F32x16 (&sum)[kPanels][kRows][2]) {
+  if constexpr (is_code(kType)) {
+    const auto add_quad = [&](int64_t k, int64_t num_rows) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; ++p) {
+        const auto* quad = weight + p * panel_size;
+        __builtin_prefetch(quad + kPrefetchBytes);
+        add_code_rows<kType, 0>(quad, a + k * kRows, zero_point[p], num_rows, sum[p]);
+        add_code_rows<kType, 1>(quad, a + k * kRows, zero_point[p], num_rows, sum[p]);
+      }
+      weight += kQuadBytes;
+    };
+    int64_t k = 0;
+    for (; k + kQuadRows <= depth; k += kQuadRows) add_quad(k, kQuadRows);
+    if (k < depth) add_quad(k, depth - k);
+  } else {
+    for (int64_t k = 0; k < depth; ++k) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; ++p) {
+        F32x16 low, high;
+        const auto* row = weight + p * panel_size;
+        __builtin_prefetch(row + kPrefetchBytes / sizeof(*row));
+        load_panel_row<kType>(row, low, high);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const F32x16 left = set1(a[k * kRows + r]);
+          sum[p][r][0] = fma(left, low, sum[p][r][0]);
+          sum[p][r][1] = fma(left, high, sum[p][r][1]);
+        }
+      }
+      weight += kPanelWidth;
+    }
+  }
+  return weight;
+}
+
 // The panels [panel, panel + kPanels) against all rows. One row alone takes two panels: the chains
 // of one are too few to hide the latency of a multiply-add.
 template <ElementType kType, int kRows, int kPanels>
@@ -156,45 +198,7 @@ void stream_panels(const LinearArgs& args, const float* a, int64_t panel) {
         for (int v = 0; v < 2; ++v) zero_point[p][v] = load(zeros + v * kLanes);
       }
     }
-    if constexpr (is_code(kType)) {
-      int64_t k = start;
-      for (; k + kQuadRows <= end; k += kQuadRows) {
-#pragma GCC unroll 2
-        for (int p = 0; p < kPanels; ++p) {
-          const auto* quad = weight + p * panel_size;
-          __builtin_prefetch(quad + kPrefetchBytes);
-          const float* left = a + k * kRows;
-          add_code_rows<kType, 0>(quad, left, zero_point[p], kQuadRows, sum[p]);
-          add_code_rows<kType, 1>(quad, left, zero_point[p], kQuadRows, sum[p]);
-        }
-        weight += kQuadBytes;
-      }
-      if (k < end) {
-        for (int p = 0; p < kPanels; ++p) {
-          const auto* quad = weight + p * panel_size;
-          add_code_rows<kType, 0>(quad, a + k * kRows, zero_point[p], end - k, sum[p]);
-          add_code_rows<kType, 1>(quad, a + k * kRows, zero_point[p], end - k, sum[p]);
-        }
-        weight += kQuadBytes;
-      }
-    } else {
-      for (int64_t k = start; k < end; ++k) {
-#pragma GCC unroll 2
-        for (int p = 0; p < kPanels; ++p) {
-          F32x16 low, high;
-          const auto* row = weight + p * panel_size;
-          __builtin_prefetch(row + kPrefetchBytes / sizeof(*row));
-          load_panel_row<kType>(row, low, high);
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) {
-            const F32x16 left = set1(a[k * kRows + r]);
-            sum[p][r][0] = fma(left, low, sum[p][r][0]);
-            sum[p][r][1] = fma(left, high, sum[p][r][1]);
-          }
-        }
-        weight += kPanelWidth;
-      }
-    }
+    weight = add_block<kType>(weight, panel_size, a + start * kRows, end - start, zero_point, sum);
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 2
