@@ -83,6 +83,11 @@ def test_what_the_machine_lacks_is_told_before_anything_is_made(tmp_path: Path) 
         "no C++ compiler for the CPU kernels: install g++ (Debian": {"PATH": str(tmp_path)},
         "CXX=none is not there": {"CXX": "none"},
         "name one: make serve VLLM_CACHE_ROOT=": {"VLLM_CACHE_ROOT": "/proc/none"},
+        "can be written: [Errno 2] No such file or directory: '/proc/.cache'": {
+            "HOME": "/proc",
+            "XDG_CACHE_HOME": "",
+            "VLLM_CACHE_ROOT": "",
+        },
     }
     for text, variables in lacks.items():
         done = run("--venv", venv, **variables)

@@ -1,5 +1,9 @@
 """The demo model's own errors."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from full_disk import full_disk
@@ -85,3 +89,14 @@ def test_the_checkpoint_is_a_whole_model(unpacked):
     with torch.no_grad():
         best = int(model(**ids).logits[0, -1].argmax())
     assert AutoTokenizer.from_pretrained(unpacked).decode([best]) == " Paris"
+
+
+def test_it_is_made_without_what_takes_long_to_import(tmp_path):
+    """transformers and torch's compiler take longer than all of the work, on a new machine."""
+    code = (
+        "import sys; from vllm.entrypoints.demo import demo_model_path; demo_model_path()\n"
+        "print({'transformers', 'sympy', 'torch._dynamo'} & set(sys.modules))"
+    )
+    env = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

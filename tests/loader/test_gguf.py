@@ -63,7 +63,7 @@ def test_q8_0_is_a_scale_for_32_bytes(tmp_path):
 def test_q4_1_is_a_scale_and_a_least_value_for_32_nibbles(tmp_path):
     """The low nibbles of 16 bytes are the first half of a block."""
     path = tmp_path / "m.gguf"
-    nibbles = np.array([(7 * i + 3) % 16 for i in range(64)], np.uint8).reshape(2, 32)
+    nibbles = np.array([(7 * i + i // 16) % 16 for i in range(64)], np.uint8).reshape(2, 32)
     packed = nibbles[:, :16] | nibbles[:, 16:] << 4
     rows = [(0.25, -1.0), (2.0, 3.0)]
     data = b"".join(np.float16(pair).tobytes() + row.tobytes() for pair, row in zip(rows, packed))

@@ -65,7 +65,7 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def _read(data: NDArray[np.uint8]) -> Gguf:
-    reader = _Reader(memoryview(data))
+    reader = _Reader(data.data)
     magic, version, num_tensors, num_keys = reader.numbers("4sIQQ")
     if magic != b"GGUF" or version != 3:
         raise CheckpointError(f"it is no GGUF file of version 3 (it begins with {magic!r})")

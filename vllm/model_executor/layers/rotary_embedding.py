@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,13 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, ctx: ModelContext, rope: Rope | None, head_dim: int):
         super().__init__()
         self.ops, self.is_neox = ctx.ops, ctx.decoder.is_neox
-        inv_freq, factor = _frequencies(ctx, rope, head_dim)
-        angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
-        self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        # A model without data has a real table: to compute on `meta`, torch imports its compiler
+        # and sympy, which takes ten seconds on a new machine.
+        is_meta = torch.get_default_device().type == "meta"
+        with torch.device("cpu") if is_meta else nullcontext():
+            inv_freq, factor = _frequencies(ctx, rope, head_dim)
+            angles = torch.outer(torch.arange(ctx.max_model_len, dtype=torch.float32), inv_freq)
+            self.cos_sin_cache = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
     def forward(
         self, positions: Tensor, q: Tensor, k: Tensor, target: CacheTarget | None = None
