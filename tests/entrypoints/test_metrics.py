@@ -131,3 +131,19 @@ def test_the_records_can_be_imported_without_prometheus() -> None:
         "sys.exit('prometheus_client' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
+
+
+def test_draft_tokens_are_counted_in_all_and_by_position() -> None:
+    metrics = Metrics("tiny", 64)
+    for _ in range(2):
+        stats = SchedulerStats(
+            1, 0, 0.5, num_drafts=3, num_draft_tokens=9, num_accepted_tokens={0: 3, 1: 1}
+        )
+        metrics.engines[0].record_step(stats)
+    text = metrics.render().decode()
+    labels = 'engine="0",model_name="tiny"'
+    for name, value in (("num_drafts", 6), ("num_draft_tokens", 18), ("num_accepted_tokens", 8)):
+        assert f"vllm:spec_decode_{name}_total{{{labels}}} {value}.0" in text
+    for position, value in ((0, 6), (1, 2)):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert f'{name}{{{labels},position="{position}"}} {value}.0' in text

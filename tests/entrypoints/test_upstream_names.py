@@ -194,7 +194,7 @@ def test_flags_become_our_own_words(words: str, own: str) -> None:
         ("--swap-space --port 1", "--swap-space takes a value"),
         ("--data-parallel-size-local 2 -dp 4", "--data-parallel-size-local 2 is not supported"),
         ("--structured-outputs-config.disable_any_whitespace true", "disable_any_whitespace"),
-        ("--speculative-config.method mtp", '--speculative-config {"method": "mtp"}'),
+        ("--watermark-config.key x", '--watermark-config {"key": "x"}'),
         ("--hf-overrides=x --hf-overrides.a 1", "--hf-overrides has no keys"),
     ],
 )
