@@ -259,6 +259,22 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "attention_bias": True,
         },
     ),
+    # Heads of values are narrower; layers with a window have more of keys and sinks.
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "num_attention_heads": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "attention_bias": True,
+        },
+    ),
     # Half of each head is rotated.
     "minimax_m2": (
         "minimax_m2",

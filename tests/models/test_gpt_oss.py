@@ -127,6 +127,14 @@ def test_tensors_of_other_sizes_are_refused_by_name(source, tensors, tmp_path, e
         LLM(tmp_path / "wrong", skip_tokenizer_init=True)
 
 
+def test_sinks_of_another_name_and_size_are_refused_by_it(checkpoint, tmp_path):
+    source, name = checkpoint("mimo_v2_flash"), "model.layers.1.self_attn.attention_sink_bias"
+    tensors = load_file(source / "model.safetensors")
+    write(source, tmp_path / "short", changed(name, lambda t: t[:-1])(tensors))
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[7\].*\[8\]"):
+        LLM(tmp_path / "short", skip_tokenizer_init=True)
+
+
 def one_more(dim):
     return lambda tensor: torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim)
 

@@ -167,6 +167,7 @@ BIASES = {
     "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
     "hy_v3": "model.layers.1.mlp.expert_bias",
     "afmoe": "model.layers.1.mlp.expert_bias",
+    "mimo_v2_flash": "model.layers.1.mlp.gate.e_score_correction_bias",
 }
 
 
@@ -229,6 +230,9 @@ def test_the_correction_bias_decides_which_experts_serve(checkpoint, tmp_path, n
         ),
         ("afmoe", {"sliding_window": 0}, r"sliding_window = 0 is out of range \(1 to"),
         ("gemma4-experts", {"top_k_experts": 7}, "top_k_experts = 7 is more than num_experts = 6"),
+        ("mimo_v2_flash", {"v_head_dim": 32}, "v_head_dim = 32 is more than head_dim = 24"),
+        ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim = 16 is not supported: it takes 24"),
+        ("mimo_v2_flash", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than n_rou"),
         ("hy_v3", {"route_norm": False}, "route_norm = False is not supported: it takes True"),
         ("hy_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts ="),
         (

@@ -49,6 +49,7 @@ MODELS = {
     "glm4_moe": ("glm4_moe", EXPERTS),
     "gemma4": ("gemma4-multimodal", EXPERTS | {"num_key_value_heads": 4, "num_hidden_layers": 3}),
     "afmoe": ("afmoe", EXPERTS | {"num_hidden_layers": 3}),
+    "mimo_v2_flash": ("mimo_v2_flash", EXPERTS | {"num_hidden_layers": 3}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SIZES | {"moe_intermediate_size": 256}),
     "hy_v3": ("hy_v3", EXPERTS | {"num_hidden_layers": 4}),
     "minimax_m2": ("minimax_m2", SIZES | {"intermediate_size": 128}),

@@ -82,6 +82,13 @@ BY_HAND = {
         "model.layers.0.feed_forward.experts": ("fp8-channel", 16, 8192, 5120, 1),
         "model.layers.0.feed_forward.shared_expert.down_proj": ("fp8-channel", 5120, 8192),
     }),
+    "MiMo-V2-Flash": (48, {
+        "model.layers.0.self_attn.qkv_proj": ("fp8-block", (64 + 4) * 192 + 4 * 128, 4096),
+        "model.layers.1.self_attn.qkv_proj": ("fp8-block", (64 + 8) * 192 + 8 * 128, 4096),
+        "model.layers.5.self_attn.o_proj": ("fp8-block", 4096, 64 * 128),
+        "model.layers.0.mlp.down_proj": ("fp8-block", 4096, 16384),
+        "model.layers.1.mlp.experts": ("fp8-block", 256, 2048, 4096, 8),
+    }),
     "MiniMax-M2": (62, {
         "model.layers.0.block_sparse_moe.experts": ("fp8-block", 256, 1536, 3072, 8),
         "model.layers.0.self_attn.o_proj": ("fp8-block", 3072, 48 * 128),
@@ -208,6 +215,7 @@ def test_windows_and_variants_of_attention_are_those_of_each_layer():
 
     assert attentions("gpt-oss-120b") == {(128, 64, "sinks"): 18, (0, 64, "sinks"): 18}
     assert attentions("Gemma-4-31B-IT-NVFP4") == {(1024, 256, ""): 50, (0, 512, ""): 10}
+    assert attentions("MiMo-V2-Flash") == {(129, 192, "sinks"): 39, (0, 192, ""): 9}
     assert attentions("DeepSeek-V3.2") == {(0, 576, "sparse MLA"): 61}
     assert attentions("Llama-4-Scout-17B-16E-Instruct-FP8-dynamic") == {
         (8192, 128, "chunks"): 36, (0, 128, ""): 12

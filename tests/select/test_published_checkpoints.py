@@ -23,6 +23,7 @@ READ = {hub_name: builtin_config(short) for short, hub_name in builtin_names().i
         "moonshotai/Kimi-K2-Instruct": "Kimi-K2-Instruct",
         "zai-org/GLM-4.6-FP8": "GLM-4.6-FP8",
         "nvidia/gemma-4-31B-it-NVFP4": "Gemma-4-31B-IT-NVFP4",
+        "XiaomiMiMo/MiMo-V2-Flash": "MiMo-V2-Flash",
         "nvidia/Gemma-4-26B-A4B-NVFP4": "Gemma-4-26B-A4B-NVFP4",
         "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic":
             "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic",

@@ -145,6 +145,9 @@ class AttentionKind:
     gate: tuple[str, int] | None = None
     v_norm: NormKind | None = None
     k_is_v: bool = False
+    value_dim: int = 0
+    v_scale: float = 1.0
+    sinks: str = "sinks"
 
 
 def attention(fields: Fields, kind: AttentionKind) -> Attention:
@@ -160,7 +163,7 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     parts: tuple[Part, ...] = (
         Part("q_proj", (queries,)),
         Part("k_proj", (kv_heads,)),
-        Part("v_proj", (kv_heads,)),
+        Part("v_proj", (replace(kv_heads, unit=kind.value_dim or head_dim),)),
     )
     if kind.is_merged:
         parts = (Part("qkv_proj", (queries, kv_heads, kv_heads)),)
@@ -171,14 +174,17 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
     if kind.window:
         cache = SlidingWindowSpec(kv_heads, head_dim, kind.window)
     name, gate_proj = kind.name, None
+    given = replace(heads, unit=kind.value_dim or head_dim)
     if kind.gate is not None:
         last, width = kind.gate
         gate_proj = linear(f"{name}.{last}", replace(heads, unit=width), hidden, "column")
     return Attention(
         name=name,
         qkv_proj=LinearSpec(f"{name}.qkv_proj", parts, hidden, "column", kind.qkv_bias),
-        o_proj=linear(f"{name}.o_proj", hidden, heads, "row", kind.output_bias),
-        attn=CachedAttention(f"{name}.attn", heads, cache, variant, kind.scale, kind.softcap),
+        o_proj=linear(f"{name}.o_proj", hidden, given, "row", kind.output_bias),
+        attn=CachedAttention(
+            f"{name}.attn", heads, cache, variant, kind.scale, kind.softcap, kind.sinks
+        ),
         is_gated=kind.is_gated,
         qk_norm=kind.qk_norm,
         query_scaling=kind.query_scaling,
@@ -189,6 +195,8 @@ def _attention(fields: Fields, kind: AttentionKind) -> Attention:
         gate_proj=gate_proj,
         v_norm=kind.v_norm,
         k_is_v=kind.k_is_v,
+        value_dim=kind.value_dim,
+        v_scale=kind.v_scale,
     )
 
 

@@ -39,7 +39,7 @@ class CachedAttention:
 
     variant: what is computed besides or instead of plain attention, "" for that. scale: of scores
     before the softmax, None for head_dim ** -0.5. softcap: of the variant SOFTCAP, whose scores
-    become softcap * tanh(score / softcap).
+    become softcap * tanh(score / softcap). sinks: name of those of the variant SINKS.
     """
 
     name: str
@@ -48,6 +48,7 @@ class CachedAttention:
     variant: str = ""
     scale: float | None = None
     softcap: float = 0.0
+    sinks: str = "sinks"
 
 
 SWIGLUOAI = "swigluoai"
@@ -144,7 +145,10 @@ class Attention:
     of heads. rope: which of `Decoder.ropes` rotates q and k; None for no rotation. gate_proj: of
     the input, to as many numbers for each head as it has, or one, whose sigmoid multiplies its
     output; None for no such gate. v_norm: over each head of v. k_is_v: qkv_proj has no values,
-    which are the keys before their norm and rotation."""
+    which are the keys before their norm and rotation. value_dim: columns of a head of v where they
+    are fewer than those of k, 0 where they are not; the cache has zeros in the others' place.
+    v_scale: what v is multiplied by.
+    """
 
     name: str
     qkv_proj: LinearSpec
@@ -160,6 +164,8 @@ class Attention:
     gate_proj: LinearSpec | None = None
     v_norm: NormKind | None = None
     k_is_v: bool = False
+    value_dim: int = 0
+    v_scale: float = 1.0
 
     @property
     def cache(self) -> KVCacheSpec:

@@ -15,9 +15,9 @@ from vllm.utils.entry_points import extensions
 
 _BUILT_IN = (
     "llama", "llama4", "mistral", "qwen", "qwen3_vl", "qwen3_5", "qwen3_next", "deepseek_v3",
-    "afmoe", "dots1", "glm4_moe", "hunyuan_v1", "hy_v3", "minimax_m2", "mixtral", "olmo2", "olmoe",
-    "gpt_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma4", "glm", "granite", "phi3",
-    "seed_oss", "smollm3", "nemotron_h",
+    "afmoe", "dots1", "glm4_moe", "hunyuan_v1", "hy_v3", "mimo_v2", "minimax_m2", "mixtral",
+    "olmo2", "olmoe", "gpt_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma4", "glm",
+    "granite", "phi3", "seed_oss", "smollm3", "nemotron_h",
 )  # fmt: skip
 ENTRY_POINTS = "vllm.architectures"
 _registered: dict[str, Checkpointed] = {}

@@ -29,6 +29,7 @@ class Attention(nn.Module):
         self.cache_spec = spec.cache
         self.cache_method = Fp8KVCacheMethod()
         self.sinks: nn.Parameter | None = None
+        self.sinks_name = f"{self.prefix.rpartition('.')[0]}.{spec.sinks}"
         if spec.variant == SINKS:
             rank = ctx.parallel.tensor
             one_each = replace(spec.heads, unit=1)
@@ -48,7 +49,7 @@ class Attention(nn.Module):
             return slots
         write = finite_into(self.sinks.data, "sinks")
         own = Slot((self.num_heads,), FLOATS, write, (self.own_heads,))
-        return slots | {f"{self.prefix.rpartition('.')[0]}.sinks": own}
+        return slots | {self.sinks_name: own}
 
     def make_kernel(self) -> None:
         writer = registry.maker(self.writing).kv_quant(self.writing.problem)

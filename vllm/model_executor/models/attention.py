@@ -1,6 +1,7 @@
 """Attention over the paged cache: its variants as the description of the layer says."""
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from vllm.architectures.decoder import Attention as AttentionSpec
 from vllm.kernels.activations import Activation, InputQuant
@@ -54,6 +55,7 @@ class SelfAttention(nn.Module):
         if spec.v_norm is not None:
             self.v_norm = NORMS[spec.v_norm](ctx, f"{prefix}{spec.name}.v_norm", self.head_dim)
         self.k_is_v = spec.k_is_v
+        self.value_dim, self.v_scale = spec.value_dim, spec.v_scale
         self.scaled = ScaledQueries(ctx, spec.query_scaling)
 
     @property
@@ -72,19 +74,35 @@ class SelfAttention(nn.Module):
         return self.o_proj
 
     def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        counts = [self.num_heads * (1 + self.is_gated), self.num_kv_heads]
-        q, k, *others = heads.split(counts if self.k_is_v else [*counts, self.num_kv_heads], dim=1)
-        v = k if self.k_is_v else others[0]
+        q, k, v = self._heads(self.qkv_proj(x))
         gate: Tensor | None = None
         if self.is_gated:
             q, gate = q[:, 0::2], q[:, 1::2]
         elif self.gate_proj is not None:
             gate = self.gate_proj(x).unflatten(1, (self.num_heads, -1))
         y = self._attend(q, k, v, batch)
+        if self.value_dim:
+            y = y.unflatten(1, (self.num_heads, -1))[..., : self.value_dim].flatten(1)
         if gate is not None:
             self.ops.mul_sigmoid(y.unflatten(1, (self.num_heads, -1)), gate)
         return y
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, heads, head_dim], and k and v [T, kv heads, head_dim], of [T, n]."""
+        values: Tensor | None = None
+        if self.value_dim:
+            num_columns = self.num_kv_heads * self.value_dim
+            qkv, values = qkv[:, :-num_columns], qkv[:, -num_columns:]
+        heads = qkv.unflatten(1, (-1, self.head_dim))
+        counts = [self.num_heads * (1 + self.is_gated), self.num_kv_heads]
+        if values is None and not self.k_is_v:
+            q, k, v = heads.split([*counts, self.num_kv_heads], dim=1)
+            return q, k, v if self.v_scale == 1 else v * self.v_scale
+        q, k = heads.split(counts, dim=1)
+        if values is None:
+            return q, k, k
+        wide = values.unflatten(1, (self.num_kv_heads, -1)) * self.v_scale
+        return q, k, pad(wide, (0, self.head_dim - self.value_dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         if self.v_norm is not None:
