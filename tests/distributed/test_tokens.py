@@ -138,10 +138,14 @@ def test_merged_weights_are_cut_head_by_head(checkpoint):
     assert llm.llm_engine.core.executor.kernels()["device"]
 
 
+# Where two tokens of the default weights are as likely to the sixth digit.
+SEEDS = {"exaone4": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_ranks_give_the_tokens_of_one(checkpoint, name):
-    check(checkpoint(name), tensor_parallel_size=2)
+    check(checkpoint(name, seed=SEEDS.get(name, 0)), tensor_parallel_size=2)
 
 
 def test_heads_over_latents_that_every_rank_has(checkpoint):

@@ -44,6 +44,13 @@ class HFConfig(SimpleNamespace):
         return {name: v.to_dict() if isinstance(v, HFConfig) else v for name, v in fields}
 
 
+def plain_config(fields: Mapping[str, Any]) -> HFConfig:
+    """Of the fields of a config of transformers."""
+    text = fields.get("text_config")
+    nested = {"text_config": HFConfig(**text)} if isinstance(text, Mapping) else {}
+    return HFConfig(**{**fields, **nested})
+
+
 class _Unusual(Exception):
     """Not for us to read."""
 

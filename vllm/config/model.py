@@ -9,7 +9,7 @@ from typing import Any
 from vllm.architectures.architecture import Architecture, Checkpointed
 from vllm.architectures.decoder import Decoder
 from vllm.architectures.registry import served, text_architecture, ties_embeddings
-from vllm.config.hf_config import read_config
+from vllm.config.hf_config import plain_config, read_config
 from vllm.config.hf_overrides import blaming, check_architecture, check_effect, with_overrides
 from vllm.errors import CheckpointError, ConfigError
 from vllm.kernels.report.question import dtype_of
@@ -274,6 +274,9 @@ def _read_by_transformers(
         if "Validation" not in type(error).__name__:
             raise
         raise CheckpointError(f"{_source(path, overrides)} is not valid: {error}") from error
+    # Ranks are sent the config, and those of transformers with numbers of single layers cannot be.
+    if getattr(config.get_text_config(), "per_layer_config", None):
+        return plain_config(config.to_dict())
     return config
 
 
