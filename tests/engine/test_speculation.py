@@ -202,7 +202,7 @@ def test_families_of_attention_give_what_they_give_without_drafts(checkpoint, na
 def test_steps_that_overlap_and_are_captured_take_drafts(checkpoint, monkeypatch, is_switching):
     """As on a GPU; with drafts all the time, or on and off every few steps."""
     if is_switching:
-        for name in ("_FIRST_STEPS", "_TRIAL_STEPS", "_HELD_STEPS"):
+        for name in ("_FIRST_STEPS", "_TRIAL_STEPS", "_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     else:
         monkeypatch.setattr(speculation, "_FIRST_STEPS", 1000)

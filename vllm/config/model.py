@@ -1,5 +1,6 @@
 """Which model is served, and what its own files say about it."""
 
+import pickle
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -274,10 +275,16 @@ def _read_by_transformers(
         if "Validation" not in type(error).__name__:
             raise
         raise CheckpointError(f"{_source(path, overrides)} is not valid: {error}") from error
-    # Ranks are sent the config, and those of transformers with numbers of single layers cannot be.
-    if getattr(config.get_text_config(), "per_layer_config", None):
-        return plain_config(config.to_dict())
-    return config
+    return config if _can_be_sent(config) else plain_config(config.to_dict())
+
+
+def _can_be_sent(config: Any) -> bool:
+    """Whether ranks can be sent it: those of transformers with numbers of single layers cannot."""
+    try:
+        pickle.loads(pickle.dumps(config))
+    except Exception:  # of code that is not ours
+        return False
+    return True
 
 
 def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:

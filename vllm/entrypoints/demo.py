@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.architectures.registry import text_architecture
 from vllm.errors import CheckpointError, ConfigError
 from vllm.formats.registry import quantizable
 from vllm.logger import get_logger
@@ -124,12 +125,16 @@ def _half_rotated(weight: "Tensor", num_heads: int) -> "Tensor":
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
+    kind = metadata["general.architecture"]
+    architecture = text_architecture(kind)
+    assert architecture is not None
+
     def of(key: str) -> Any:
-        return metadata[f"llama.{key}"]
+        return metadata[f"{kind}.{key}"]
 
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.hf_architectures[0]],
+        "model_type": kind,
         "dtype": "bfloat16",
         "vocab_size": of("vocab_size"),
         "hidden_size": of("embedding_length"),
