@@ -1,6 +1,5 @@
 """Which model is served, and what its own files say about it."""
 
-import pickle
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -275,16 +274,20 @@ def _read_by_transformers(
         if "Validation" not in type(error).__name__:
             raise
         raise CheckpointError(f"{_source(path, overrides)} is not valid: {error}") from error
-    return config if _can_be_sent(config) else plain_config(config.to_dict())
+    return plain_config(config.to_dict()) if _is_of_layers(config.get_text_config()) else config
 
 
-def _can_be_sent(config: Any) -> bool:
-    """Whether ranks can be sent it: those of transformers with numbers of single layers cannot."""
+def _is_of_layers(text: Any) -> bool:
+    """Whether it raises for fields whose values layers do not share, as a rank would that reads all
+    fields."""
     try:
-        pickle.loads(pickle.dumps(config))
-    except Exception:  # of code that is not ours
-        return False
-    return True
+        for name in text.to_dict():
+            getattr(text, name, None)
+    except Exception as error:
+        if "PerLayer" not in type(error).__name__:
+            raise
+        return True
+    return False
 
 
 def _apply_overrides(config: Any, overrides: dict[str, Any]) -> None:

@@ -32,7 +32,9 @@ def route(
     with a bias as the sum of its two best.
     """
     wide = logits.float()
-    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    # In float64: torch rounds the last elements of a tensor, which it does not compute as vectors,
+    # otherwise, and a token's scores would depend on the batch.
+    scores = wide.double().sigmoid().float() if scoring == "sigmoid" else wide.softmax(-1)
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
