@@ -189,7 +189,16 @@ def test_a_request_ends_where_the_context_does(text_checkpoint):
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", "gpt_oss", "deepseek_v2", "qwen3_moe", "mistral-window"],
+    [
+        "gemma3",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "llama4",
+        "qwen3_moe",
+        "mistral-window",
+    ],
 )
 def test_families_of_attention_give_what_they_give_without_drafts(checkpoint, name):
     prompts = [{"prompt_token_ids": [10, 11, 12, 13] * 9 + [10 + i]} for i in range(3)]
