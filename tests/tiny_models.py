@@ -52,15 +52,17 @@ def _kimi_k25_config(text: dict):
     )
 
 
+# Of vision towers, which are not loaded.
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
 def _gemma3_config(text: dict):
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    vision = _VISION | {"image_size": 28, "patch_size": 14}
     return CONFIG_MAPPING["gemma3"](
         text_config=text | {"model_type": "gemma3_text"},
         vision_config=vision | {"model_type": "siglip_vision_model"},
@@ -69,15 +71,7 @@ def _gemma3_config(text: dict):
 
 
 def _gemma4_config(text: dict):
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "global_head_dim": 16,
-        "patch_size": 4,
-    }
+    vision = _VISION | {"head_dim": 16, "global_head_dim": 16, "patch_size": 4}
     return CONFIG_MAPPING["gemma4"](
         text_config=text | {"model_type": "gemma4_text"},
         vision_config=vision | {"model_type": "gemma4_vision"},

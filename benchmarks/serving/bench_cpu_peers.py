@@ -102,6 +102,8 @@ def main() -> None:
     result = {
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+        "rounds": args.rounds,
         "repeat": args.repeat,
         "versions": versions(args.peers_python),
         "models": [
@@ -397,7 +399,8 @@ def markdown(result: dict[str, Any]) -> str:
     chip = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{chip['cores']} cores of {chip['cpu']}, {result['date']}; {versions}. In brackets the "
+        f"{chip['cores']} cores of {chip['cpu']}, {result['date']}; {versions}; rounds: "
+        f"{result['rounds']}, of {result['repeat']} each (`{result['command']}`).\nIn brackets the "
         "speed relative to this engine: of 4-bit peers to its int4, of all others to its FP8.",
     ]
     for model in result["models"]:

@@ -35,12 +35,7 @@ _ALWAYS = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_grou
 
 
 def _describe(fields: Fields) -> Decoder:
-    for name, value in _ALWAYS.items():
-        if fields.get(name) not in (None, value):
-            raise CheckpointError(
-                f"{fields.source}: {name} = {fields.get(name)!r} is not supported: it takes "
-                f"{value!r}"
-            )
+    fields.allow_only(_ALWAYS)
     made = decoder(fields, _attention, _feed_forward)
     multiplier = made.hidden_size**0.5 if fields.flag("mup_enabled") else 1.0
     return replace(made, layer_norms=_NORMS, embedding_multiplier=multiplier)

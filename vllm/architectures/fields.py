@@ -97,6 +97,16 @@ class Fields:
             raise CheckpointError(f"{self.source}: {name} = {value!r}: it takes true or false")
         return default if value is None else bool(value)
 
+    def allow_only(self, values: Mapping[str, Any]) -> None:
+        """CheckpointError for a field that has another value than here; it may be missing or
+        null."""
+        for name, value in values.items():
+            given = self.get(name)
+            if given not in (None, value):
+                raise CheckpointError(
+                    f"{self.source}: {name} = {given!r} is not supported: it takes {value!r}"
+                )
+
     def entries(self, name: str, kind: type) -> list[Any]:
         """A list of `kind`, at most one a layer; empty where it is missing or null."""
         value = self.get(name)

@@ -24,16 +24,13 @@ from vllm.errors import CheckpointError
 from vllm.utils.dataclasses import replace
 
 # Fields of published configs that transformers does not read, and what all these models have.
-_ALWAYS = {
-    "use_qk_norm": True,
-    "use_cla": False,
-    "mlp_bias": False,
+_ALWAYS = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
+_ALWAYS_OF_EXPERTS = {
     "use_mixed_mlp_moe": True,
     "num_shared_expert": 1,
     "moe_layer_num_skipped": 0,
     "norm_topk_prob": True,
 }
-_OF_EXPERTS = ("use_mixed_mlp_moe", "num_shared_expert", "moe_layer_num_skipped", "norm_topk_prob")
 _NAMES = MoENames(gate="gate.wg", top_k="moe_topk", inner="intermediate_size")
 # Numbers that published configs give for each layer.
 _LISTS = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
@@ -41,13 +38,9 @@ _LISTS = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert
 
 def _describe(fields: Fields, feed_forward: Any = gated_mlp) -> Decoder:
     """feed_forward: of layer i."""
-    for name, value in _ALWAYS.items():
-        given = fields.get(name)
-        is_read = feed_forward is not gated_mlp or name not in _OF_EXPERTS
-        if is_read and given not in (None, value):
-            raise CheckpointError(
-                f"{fields.source}: {name} = {given!r} is not supported: it takes {value!r}"
-            )
+    fields.allow_only(_ALWAYS)
+    if feed_forward is not gated_mlp:
+        fields.allow_only(_ALWAYS_OF_EXPERTS)
     made = decoder(fields, _attention, feed_forward)
     return replace(made, ropes={"": _with_alpha(fields, made.ropes[""])})
 

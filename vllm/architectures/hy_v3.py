@@ -34,12 +34,7 @@ _KINDS = ("dense", "sparse")
 
 
 def _describe(fields: Fields) -> Decoder:
-    for name, value in _ALWAYS.items():
-        if fields.get(name) not in (None, value):
-            raise CheckpointError(
-                f"{fields.source}: {name} = {fields.get(name)!r} is not supported: it takes "
-                f"{value!r}"
-            )
+    fields.allow_only(_ALWAYS)
     kinds = fields.entries("mlp_layer_types", str) or _mlp_layer_types(fields.given)
     if len(kinds) != fields.size("num_hidden_layers") or {*kinds} - {*_KINDS}:
         raise CheckpointError(

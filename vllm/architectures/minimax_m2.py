@@ -27,12 +27,7 @@ _NAMES = MoENames(
 
 
 def _describe(fields: Fields) -> Decoder:
-    for name, value in _ALWAYS.items():
-        if fields.get(name) not in (None, value):
-            raise CheckpointError(
-                f"{fields.source}: {name} = {fields.get(name)!r} is not supported: it takes "
-                f"{value!r}"
-            )
+    fields.allow_only(_ALWAYS)
     if others := {*fields.entries("attn_type_list", int)} - {1}:
         raise CheckpointError(
             f"{fields.source}: attn_type_list holds {min(others)}: it takes 1 (full attention) in "

@@ -69,8 +69,8 @@ class Speculation:
     """The engine's choices about draft tokens, and what it counts of them.
 
     A request's draft is twice as long after one that was accepted whole, and else one token longer
-    than what was accepted. num_drafts, num_draft_tokens, num_accepted_tokens: since the start;
-    accepted_at: accepted tokens by their position in the draft, from 0 on.
+    than what was accepted. num_drafts, num_draft_tokens: since `take_counts`; accepted_at: accepted
+    tokens by their position in the draft, from 0 on.
     """
 
     def __init__(self, config: SpeculativeConfig):
