@@ -150,14 +150,14 @@ def test_a_later_run_measures_the_token_counts_that_are_missing_and_keeps_the_ot
     [
         ("faults", "library", "its process was killed by SIGSEGV, after M = 1"),
         ("exits", "library", "its process ended with exit code 3, after M = 1"),
-        ("hangs", "library", "hung for 5 s, after M = 1"),
+        ("hangs", "library", "hung for 2 s, after M = 1"),
         ("is wrong", "numerics", "relative error 1.00e-01"),
         ("is killed", "machine", "its process was killed by SIGKILL, after M = 1"),
         ("is full", "machine", "OutOfMemoryError: CUDA out of memory"),
     ],
 )
 def test_a_kernel_that_fails_in_any_way_is_an_error_and_the_next_runs(backend, why, text):
-    worker = Worker(BROKEN, "cpu", timeout=5)
+    worker = Worker(BROKEN, "cpu", timeout=2)
     try:
         with pytest.raises(JobError) as error:
             worker.run(job(backend))
@@ -220,7 +220,7 @@ def kinds_of_failure(act) -> list[str]:
 
 def test_a_worker_that_is_stopped_says_nothing_against_its_kernel():
     worker = Worker(BROKEN, "cpu", timeout=60)
-    threading.Timer(3, worker.stop).start()
+    threading.Timer(1, worker.stop).start()
     with pytest.raises(StoppedError):
         worker.run(job("hangs"))
     with pytest.raises(StoppedError):
@@ -228,7 +228,7 @@ def test_a_worker_that_is_stopped_says_nothing_against_its_kernel():
 
 
 def test_a_stopped_worker_takes_what_its_kernel_started_along():
-    worker = Worker(BROKEN, "cpu", timeout=3)
+    worker = Worker(BROKEN, "cpu", timeout=2)
     with pytest.raises(JobError):
         worker.run(job("hangs"))
     end = time.monotonic() + 20  # a killed process needs its turn to go
