@@ -14,14 +14,7 @@ from vllm.kernels.select.eligibility import names
 from vllm.kernels.select.grade import Grade, least, ran_on
 from vllm.kernels.select.policy import Override, Policy
 from vllm.kernels.select.problem import Problem, Traits, WeightProblem, traits_of
-from vllm.kernels.select.reason import (
-    DEFAULT_ORDER,
-    RANK_FLAG,
-    RANK_MEASURED,
-    Origin,
-    Reason,
-    Why,
-)
+from vllm.kernels.select.reason import DEFAULT_ORDER, RANK_FLAG, RANK_MEASURED, Origin, Reason, Why
 from vllm.kernels.select.spec import COMPILERS, STORED, KernelSpec
 from vllm.machine import Device, Libs
 from vllm.utils.dataclasses import replace
