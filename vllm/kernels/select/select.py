@@ -42,7 +42,7 @@ def select(
     fits = padded, None if padded is None else problem.block_fit(True)
     grades = _grades(evidence) if evidence else {}
     case = _Case(problem, fits, device, libs, policy, override, grades)
-    candidates = _candidates(kernels.every, case)
+    candidates = _candidates(kernels, case)
     if preferred := {p.backend for p in policy.preferred if p.family == problem.family}:
         candidates.sort(key=lambda candidate: candidate.backend not in preferred)
     if override is None:
@@ -80,25 +80,27 @@ class _Kernel(NamedTuple):
     """A backend's kernel for a format, and what speaks against it whatever the sizes.
 
     plain: the candidate that it is where sizes and policy add no reason and nothing is known of its
-    times. graded: the same by what is known. is_out: it does not run on the chip or does not take
-    the format; nothing else matters then. multiple: any multiples of it are sizes that it takes,
-    unless it is judged `by_problem`.
+    times. graded: the same by what is known; empty where it does not run on the chip or does not
+    take the format, since nothing else matters then.
     """
 
     spec: KernelSpec
     plain: Candidate
     graded: Mapping[Grade, Candidate]
-    is_out: bool
-    multiple: int
-    by_problem: bool
 
 
 class _Kernels(NamedTuple):
-    """every: in order. limited: by backend, of those that take fewer tokens than the problem has,
-    the kernel as judged for so few, and how many. compiling: backends that compile at run time, the
-    dearest first. layouts: of the weight, of backends that do not take the stored one alone."""
+    """plain: of every kernel, in order. able: by backend, the place and the kernel of those that
+    take the format on this chip. multiple: any multiples of it are sizes that these take, but for
+    `by_problem`: those that each problem is asked about. limited: of those that take fewer tokens
+    than the problem has, the kernel as judged for so few, and how many. compiling: backends that
+    compile at run time, the dearest first. layouts: of the weight, of backends that do not take the
+    stored one alone."""
 
-    every: tuple[_Kernel, ...]
+    plain: tuple[Candidate, ...]
+    able: Mapping[str, tuple[int, _Kernel]]
+    multiple: int
+    by_problem: tuple[str, ...]
     limited: Mapping[str, tuple[_Kernel, int]]
     compiling: tuple[str, ...]
     layouts: Layouts
@@ -113,17 +115,33 @@ def _kernels(
     for spec in specs:
         if spec.family == traits.family:
             by_backend.setdefault(spec.backend, []).append(spec)
-    every = tuple(_kernel(own, traits, device, libs, e8m0) for own in by_backend.values())
+    every = [_kernel(own, traits, device, libs, e8m0) for own in by_backend.values()]
+    able = {one.spec.backend: (i, one) for i, one in enumerate(every) if one.graded}
+    specs_of_able = [kernel.spec for _, kernel in able.values()]
+    multiple = lcm(*[align for s in specs_of_able for align in (s.n_align, s.k_align)])
+    by_problem = [
+        kernel.spec.backend
+        for _, kernel in able.values()
+        if kernel.spec.check is not None or kernel.plain.rescales or traits.scale == "group"
+    ]
     limited = {}
-    for backend, own in by_backend.items():
+    for backend in able:
+        own = by_backend[backend]
         limits = [s.max_tokens for s in own if s.max_tokens and traits.format in s.formats]
         if limits and limits[0] < traits.most_tokens:
             few = traits._replace(most_tokens=limits[0])
             limited[backend] = _kernel(own, few, device, libs, e8m0), limits[0]
     used = [kernel.spec for kernel in every]
     costs = {spec.backend: COMPILERS.index(spec.compiles) for spec in used if spec.compiles}
-    layouts = [(s.backend, s.weight_layouts) for s in used if s.weight_layouts != (STORED,)]
-    return _Kernels(every, limited, tuple(sorted(costs, key=costs.__getitem__)), tuple(layouts))
+    return _Kernels(
+        tuple(kernel.plain for kernel in every),
+        able,
+        multiple,
+        tuple(by_problem),
+        limited,
+        tuple(sorted(costs, key=costs.__getitem__)),
+        tuple((s.backend, s.weight_layouts) for s in used if s.weight_layouts != (STORED,)),
+    )
 
 
 def _kernel(
@@ -151,25 +169,26 @@ def _kernel(
     known = spec.backend, act, scales, None, (), None, tuple(reasons)
     plain = Candidate(*known, grade)
     graded = {} if is_out else {one: Candidate(*known, one) for one in Grade}
-    by_problem = spec.check is not None or plain.rescales or traits.scale == "group"
-    return _Kernel(spec, plain, graded, is_out, lcm(spec.n_align, spec.k_align), by_problem)
+    return _Kernel(spec, plain, graded)
 
 
-def _candidates(kernels: Iterable[_Kernel], case: _Case) -> list[Candidate]:
-    """Most kernels are judged by what they share with other problems (`_Kernel`)."""
-    policy, excluded, grades, found = case.policy, case.policy.excluded, case.grades, []
+def _candidates(kernels: _Kernels, case: _Case) -> list[Candidate]:
+    """Most kernels are judged by what the problem shares with others (`_Kernel`)."""
+    found, able, policy = [*kernels.plain], kernels.able, case.policy
+    for backend, grade in case.grades.items():
+        if backend in able:
+            place, kernel = able[backend]
+            found[place] = kernel.graded[grade]
     rows, columns = case.problem.sizes
-    each = bool(case.fits[0] or case.libs.quarantined or policy.judges)
-    for kernel in kernels:
-        _, candidate, graded, is_out, multiple, by_problem = kernel
-        backend = candidate.backend
-        if is_out:
-            pass
-        elif each or by_problem or rows % multiple or columns % multiple or backend in excluded:
-            candidate = _judged(kernel, case)
-        elif backend in grades:
-            candidate = graded[grades[backend]]
-        found.append(candidate)
+    each = case.fits[0] or case.libs.quarantined or policy.judges
+    judged: Iterable[str] = kernels.by_problem
+    if each or rows % kernels.multiple or columns % kernels.multiple:
+        judged = able
+    elif policy.excluded:
+        judged = {*judged, *policy.excluded.intersection(able)}
+    for backend in judged:
+        place, kernel = able[backend]
+        found[place] = _judged(kernel, case)
     return found
 
 
@@ -283,7 +302,7 @@ def _measured(
         if candidate.reasons:
             if candidate.backend in kernels.limited and candidate.backend in timed:
                 kernel, limit = kernels.limited[candidate.backend]
-                (candidate,) = _candidates((kernel,), case)
+                candidate = _judged(kernel, case)
             if not all(map(_ORIGIN, candidate.reasons)):
                 continue
         could.append((candidate, limit))
