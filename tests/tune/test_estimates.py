@@ -308,7 +308,7 @@ def test_the_selector_chooses_by_an_estimate_where_a_kernel_is_far_slower():
 # ---------------------------------------------------------------- time
 
 # A model has a few dozen distinct problems.
-MAX_MICROSECONDS = {"linear": 17, "moe": 22}
+MAX_MICROSECONDS = {"linear": 14, "moe": 18}
 ALLOWANCE = 1.2
 
 
