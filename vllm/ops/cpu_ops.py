@@ -219,6 +219,21 @@ def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor
     return out
 
 
+def pack_heads(weights: Tensor) -> list[LinearWeight]:
+    """Packs `weights` [heads, k, n] of one product per head."""
+    return [pack_linear(weight.T.contiguous()) for weight in weights]
+
+
+def linear_heads(x: Tensor, packed: Sequence[LinearWeight], out: Tensor | None = None) -> Tensor:
+    """x [tokens, heads, k] -> [tokens, heads, n]: each head with its own weight. The last
+    dimensions are contiguous."""
+    if out is None:
+        out = x.new_empty((*x.shape[:2], packed[0].num_outputs))
+    for head, weight in enumerate(packed):
+        linear(x[:, head], weight, out[:, head])
+    return out
+
+
 def rms_norm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
