@@ -77,8 +77,8 @@ class Proposed:
 
 
 def assert_same(found: list, plain: list, is_latent: bool = False) -> None:
-    """is_latent: torch multiplies the latents of attention, on some machines with other rounding for
-    another number of tokens; the tokens are the same."""
+    """is_latent: torch multiplies the latents of attention, and rounds them on some machines by how
+    many tokens there are; the tokens are the same."""
     if not is_latent:
         assert found == plain
         return
