@@ -2,9 +2,13 @@
 #pragma once
 #include <immintrin.h>
 
+#if defined(VLLM_CPU_AVX512_BF16)
+#define VLLM_CPU_ISA_NAMESPACE avx512_bf16
+#else
 #define VLLM_CPU_ISA_NAMESPACE avx512
+#endif
 
-namespace vllm::cpu::avx512 {
+namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
 
 constexpr int kRegs = 1;
 constexpr int kRegLanes = 16;
@@ -111,4 +115,4 @@ SIMD_INLINE void convert_codes(const unsigned char* quad, int, FloatReg (&rows)[
   rows[1][1] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair + 24>(codes), table);
 }
 
-}  // namespace vllm::cpu::avx512
+}  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE
