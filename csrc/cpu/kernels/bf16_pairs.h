@@ -128,6 +128,26 @@ int widen_pairs(const StorageOf<kType>* row, int64_t depth, const float*, unsign
 
 template <ElementType kType>
 int widen_pairs(const StorageOf<kType>* row, int64_t depth, const float*, unsigned* pairs)
+  requires(kType == ElementType::kInt8)
+{
+  for (int64_t k = 0; k < depth; k += 2) {
+    __builtin_prefetch(row + kWidenPrefetch);
+    for (int v = 0; v < 2; ++v) {
+      const __m512i upper = _mm512_castps_si512(reg_from_int8(row + v * kLanes));
+      const __m512i lower = k + 1 < depth
+                                ? _mm512_castps_si512(reg_from_int8(row + kPanelWidth + v * kLanes))
+                                : _mm512_setzero_si512();
+      const __m512i both = _mm512_or_si512(upper, _mm512_srli_epi32(lower, 16));
+      _mm512_storeu_si512(pairs + v * kLanes, both);
+    }
+    row += 2 * kPanelWidth;
+    pairs += kPanelWidth;
+  }
+  return kGranularity<kType>;
+}
+
+template <ElementType kType>
+int widen_pairs(const StorageOf<kType>* row, int64_t depth, const float*, unsigned* pairs)
   requires(kType == ElementType::kBFloat16)
 {
   SmallestValue smallest;

@@ -7,10 +7,11 @@
 namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
 namespace {
 
+constexpr bool fits_bfloat16(ElementType type) {
+  return type != ElementType::kFloat16 && type != ElementType::kFloat32;
+}
 inline bool is_of_pairs(const LinearArgs& args) {
-  const ElementType type = args.weight_type;
-  return args.x.type == ElementType::kBFloat16 &&
-         (is_code(type) || type == ElementType::kE4M3 || type == ElementType::kBFloat16);
+  return args.x.type == ElementType::kBFloat16 && fits_bfloat16(args.weight_type);
 }
 
 // Pairs that `rows` of one scale block take: of codes those of whole quads.
@@ -209,8 +210,7 @@ inline int widen_chunk(const LinearArgs& args, int64_t panel, const Chunk& chunk
   int found = 0;
   with_weight_type(args.weight_type, [&](auto tag) {
     constexpr ElementType kType = decltype(tag)::value;
-    if constexpr (is_code(kType) || kType == ElementType::kE4M3 ||
-                  kType == ElementType::kBFloat16) {
+    if constexpr (fits_bfloat16(kType)) {
       const auto* weight = static_cast<const StorageOf<kType>*>(args.weight) +
                            panel * weight_offset<kType>(args, args.k);
       for (int64_t block = 0; block < chunk.num_blocks; ++block) {
