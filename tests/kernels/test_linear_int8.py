@@ -1,4 +1,4 @@
-"""Linear layers of int8 that stay int8: the bits of the same weight in bfloat16, at half its size."""
+"""Linear layers of int8 that stay int8: the bits of the weight in bfloat16, at half the size."""
 
 import pytest
 import torch
@@ -29,14 +29,17 @@ def test_every_value_is_widened_exactly(linear_isa):
         assert torch.equal(out, values.float().expand(m, -1))
 
 
-@pytest.mark.parametrize("weight_format,bits", [("int8-channel", 8), ("int8-group[32]", 9)])
-def test_a_weight_takes_its_eight_bits_and_its_scales(weight_format, bits):
+@pytest.mark.parametrize("has_zero_points", [False, True])
+@pytest.mark.parametrize("weight_format,bits", [("int8-channel", 8), ("int8-group[32]", 8.5)])
+def test_a_layer_keeps_its_bits_and_takes_eight_for_a_weight(weight_format, bits, has_zero_points):
     tensors, _ = make_linear(weight_format, (512,), 1024)
-    tensors.scales.copy_(tensors.scales.half())
+    tensors.scales = tensors.scales.half().float()
+    if not has_zero_points:
+        tensors.zero_points = None
     packed = pack_tensors(tensors)
-    expected = pack_with(cpu_ops.pack_linear, tensors)
-    assert packed.panels.dtype == (torch.int8 if tensors.zero_points is None else torch.bfloat16)
-    if tensors.zero_points is None:
-        assert packed.num_bytes <= 512 * 1024 * bits / 8 + 2 * 4 * 512
+    of_rows = 2 * 4 * 512
+    is_narrow = packed.num_bytes <= 512 * 1024 * bits / 8 + of_rows
+    assert is_narrow == (tensors.zero_points is None)
     x = torch.randn(3, 1024)
-    assert torch.equal(cpu_ops.linear(x, packed), cpu_ops.linear(x, expected))
+    expected = cpu_ops.linear(x, pack_with(cpu_ops.pack_linear, tensors))
+    assert torch.equal(cpu_ops.linear(x, packed), expected)

@@ -181,8 +181,8 @@ def _in_groups(fp8: Format) -> Format:
 
 
 def quantise_head(weight: Tensor) -> dict[str, Tensor]:
-    """weight [N, K] as int8 in groups. Scales are the largest magnitude of a group / 127, as float16
-    where its range has them: what a matrix in GGUF's Q8_0 stores comes out as it is stored."""
+    """weight [N, K] as int8 in groups. Scales are the largest magnitude of a group / 127, in
+    float16 where its range has all of them: a matrix in GGUF's Q8_0 comes out as it is stored."""
     if weight.shape[1] % HEAD_GROUP:
         raise ValueError(f"{weight.shape[1]} columns are not whole groups of {HEAD_GROUP}")
     groups = weight.float().reshape(-1, HEAD_GROUP)

@@ -48,8 +48,8 @@ class NativeStatus:
 def load(isa: str | None = None) -> tvm_ffi.Module:
     """The library, loaded once per process.
 
-    `isa` ("avx512_bf16", "avx512", "avx2" or "portable") changes which CPU kernels run from now on; None leaves
-    the choice made at load, the fastest that the chip executes.
+    `isa` ("avx512_bf16", "avx512", "avx2" or "portable") changes which CPU kernels run from now
+    on; None leaves the choice made at load, the fastest that the chip executes.
 
     Raises NativeLibraryError if the library is absent or does not load, ValueError for an
     instruction set that this build or chip lacks.

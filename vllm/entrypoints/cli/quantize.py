@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm.model_executor.quantize import quantize_checkpoint
     from vllm.utils.hub import resolve_model
 
-    quantize_checkpoint(resolve_model(args.source), args.target, args.format, args.lm_head is not None)
+    source = resolve_model(args.source)
+    quantize_checkpoint(source, args.target, args.format, has_int8_head=args.lm_head == "int8")
     print(f"wrote {args.target}; serve it with: vllm serve {args.target}")
     return 0
