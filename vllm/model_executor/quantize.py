@@ -28,6 +28,9 @@ from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
 
+Quantise = Callable[[str, Tensor], dict[str, Tensor]]
+"""(name, weight) -> what takes its place."""
+
 
 def quantize_checkpoint(
     source: Path, target: Path, format_name: str, has_int8_head: bool = False
@@ -49,13 +52,14 @@ def quantize_checkpoint(
     checkpoint = Checkpoint(source)
     wanted = _quantised_weights(source, checkpoint)
     chosen = FORMATS[format_name](_num_columns(checkpoint, wanted))
-    quantisers = dict.fromkeys(wanted, chosen.quantise)
     changes: dict[str, Any] = {}
+    heads: dict[str, Quantise] = {}
     if has_int8_head:
-        head, is_tied = _head_weight(source, checkpoint)
-        quantisers[head] = partial(_with_head, is_tied)
-        changes = {"tie_word_embeddings": False}
         chosen = with_int8_head(chosen)
+        head, is_tied = _head_weight(source, checkpoint)
+        heads[head] = partial(_with_head, is_tied)
+        changes = {"tie_word_embeddings": False}
+    quantisers = dict.fromkeys(wanted, chosen.quantise) | heads
     with new_folder(target) as folder:
         _copy_other_files(source, folder)
         kept = _kept_weights(checkpoint, quantisers)
@@ -158,7 +162,7 @@ def _write_config(
 def _write_weights(
     checkpoint: Checkpoint,
     folder: Path,
-    quantisers: Mapping[str, Callable[[str, Tensor], dict[str, Tensor]]],
+    quantisers: Mapping[str, Quantise],
 ) -> None:
     weight_map: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
