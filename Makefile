@@ -37,6 +37,10 @@ PORT ?= 8000
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Where it is set, as in many containers, every process that tests start would compile thousands of
+# modules again: torch alone takes it two seconds. Pip compiles none (tools/set_up.py).
+unexport PYTHONDONTWRITEBYTECODE
+
 # Only headers are used of it, and its own requirements are many: --no-deps.
 CUTLASS := nvidia-cutlass==4.2.0.0
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
@@ -55,7 +59,9 @@ serve: PORT_TO_SERVE := --port $(PORT)
 serve: $(VENV)/.serve
 	$(BIN)/vllm serve --port $(PORT) $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10
+# In the order of tests/conftest.py: xdist's own begins with the files that have the most tests.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+  --durations 10
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)

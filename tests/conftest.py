@@ -25,7 +25,12 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest o
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
+# Rooms of short tests end a run: behind a long one at its end other processes would wait.
+LAST = {"architectures", "config", "formats", "lint", "select", "tool_parsers", "utils"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name in LAST)
     if "build" in config.getoption("markexpr"):
         return
     for item in items:

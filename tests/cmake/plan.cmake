@@ -15,7 +15,10 @@ vllm_suffix_advice(ADVICE "${ACCEPTED}" ${CUDA})
 if(MEMORY_MIB)
   vllm_cutlass_jobs(JOBS ${MEMORY_MIB} ${CORES})
 endif()
+set(LINES "")
 foreach(name ACCEPTED COVERED REJECTED PLAN_BUILT PLAN_GENCODES PLAN_SKIPPED PLAN_ABSENT MANIFEST ADVICE
         JOBS)
-  execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "${name}=${${name}}")
+  string(APPEND LINES "${name}=${${name}}\n")
 endforeach()
+# What `message` says goes to stderr.
+execute_process(COMMAND "${CMAKE_COMMAND}" -E echo_append "${LINES}")

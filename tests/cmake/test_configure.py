@@ -14,6 +14,12 @@ def hide_nvcc() -> str:
     return f"-DCMAKE_IGNORE_PATH={';'.join([*folders, '/usr/local/cuda/bin'])}"
 
 
+@pytest.fixture(scope="module")
+def for_the_cpu(tmp_path_factory) -> Configured:
+    folder = tmp_path_factory.mktemp("cpu")
+    return Configured(folder, "-DVLLM_TARGET_DEVICE=cpu", TORCH_CUDA_ARCH_LIST="9.0a")
+
+
 def test_suffixes_reach_nvcc_and_the_manifest(nvcc, tmp_path):
     configured = Configured(tmp_path, TORCH_CUDA_ARCH_LIST="9.0a 12.1a 12.0+PTX")
     assert configured.succeeded, configured.text
@@ -132,16 +138,14 @@ def test_asking_for_cuda_without_nvcc_is_an_error(hide_nvcc, tmp_path):
     assert "set CUDACXX" in configured.text
 
 
-def test_a_build_for_the_cpu_does_not_look_for_nvcc(tmp_path):
-    configured = Configured(tmp_path, "-DVLLM_TARGET_DEVICE=cpu", TORCH_CUDA_ARCH_LIST="9.0a")
-    assert configured.succeeded, configured.text
-    assert "CUDA compiler" not in configured.text
-    assert configured.manifest["cuda"] is None and not configured.manifest["skipped"]
+def test_a_build_for_the_cpu_does_not_look_for_nvcc(for_the_cpu):
+    assert for_the_cpu.succeeded, for_the_cpu.text
+    assert "CUDA compiler" not in for_the_cpu.text
+    assert for_the_cpu.manifest["cuda"] is None and not for_the_cpu.manifest["skipped"]
 
 
-def test_the_library_is_linked_without_a_runpath(tmp_path):
-    configured = Configured(tmp_path, "-DVLLM_TARGET_DEVICE=cpu")
-    linked = (configured.folder / "build.ninja").read_text()
+def test_the_library_is_linked_without_a_runpath(for_the_cpu):
+    linked = (for_the_cpu.folder / "build.ninja").read_text()
     assert "-ltvm_ffi" in linked or "libtvm_ffi" in linked
     assert "-rpath" not in linked
 
@@ -152,7 +156,6 @@ def test_an_unknown_device_is_refused_with_the_accepted_ones(tmp_path):
     assert "given 'gpu'; accepted: auto, cpu, cuda" in " ".join(configured.text.split())
 
 
-def test_the_manifest_comes_with_the_library_and_not_before(tmp_path):
-    configured = Configured(tmp_path, "-DVLLM_TARGET_DEVICE=cpu")
-    assert configured.manifest["kernels"]
-    assert not (tmp_path / "lib" / "arch_manifest.json").exists()
+def test_the_manifest_comes_with_the_library_and_not_before(for_the_cpu):
+    assert for_the_cpu.manifest["kernels"]
+    assert not (for_the_cpu.folder / "lib" / "arch_manifest.json").exists()

@@ -160,18 +160,26 @@ def test_a_grammar_that_takes_long_to_move_on_ends_too(own_grammars, monkeypatch
         own_grammars.bitmask("slow")
 
 
-def test_a_grammar_that_is_too_long_is_refused_unread(own_grammars):
-    submit(own_grammars, "long", StructuredOutputsParams(regex="a" * 200_001))
-    _, refused = collect(own_grammars, 1)
+@pytest.fixture(scope="module")
+def grammars(text_checkpoint):
+    """For tests that leave nothing behind but what passed; a process for grammars takes seconds."""
+    shared = StructuredOutputs(ModelConfig.load(str(text_checkpoint)))
+    yield shared
+    shared.close()
+
+
+def test_a_grammar_that_is_too_long_is_refused_unread(grammars):
+    submit(grammars, "long", StructuredOutputsParams(regex="a" * 200_001))
+    _, refused = collect(grammars, 1)
     assert "200001 characters; at most 200000" in refused["long"]
 
 
-def test_white_space_in_json_is_limited(own_grammars):
+def test_white_space_in_json_is_limited(grammars):
     submit(
-        own_grammars,
+        grammars,
         "json",
         StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}}),
     )
-    collect(own_grammars, 1)
-    matcher = own_grammars._matchers["json"]
+    collect(grammars, 1)
+    matcher = grammars._matchers["json"]
     assert matcher.accept_string("[" + 16 * " ") and not matcher.accept_string(" ")

@@ -278,6 +278,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([""], "model is empty: give a folder"),
         (["/no/such/model"], "neither a folder here nor a hub name"),
         (["MODEL", "--max-model-len", "0"], "--max-model-len 0 is out of range"),
         (["MODEL", "--linear-backend", "cpus"], "did you mean cpu?"),
