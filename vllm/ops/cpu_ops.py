@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.ops.draft_states import has_drafts, keep_draft_states
 from vllm.ops.moe_router import choose_experts as choose_experts
 from vllm.ops.native_ops import NativeOps
 from vllm.ops.torch_delta_net import causal_conv1d as _biased_causal_conv1d
@@ -374,6 +375,7 @@ def causal_conv1d(
     seq_lens: Tensor,
     out: Tensor | None = None,
     bias: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
 
@@ -384,13 +386,22 @@ def causal_conv1d(
     there. Requests are given as for `paged_attention`, each with at least one token; one with
     seq_lens[r] tokens in this step starts from zeros, whatever its slot holds. Slots of requests
     must differ.
+
+    draft_slots, int32 [tokens]: of a draft token the slot that the state after it goes to, -1 of
+    other tokens. The draft tokens of a request are its last ones, after a single other; the state
+    after that one is left in state_slots[r]. None: there are none.
     """
+    requests = state_slots, query_start_loc, seq_lens
+    if bias is not None:  # the native kernel takes none
+        return _biased_causal_conv1d(x, weight, state, *requests, out, bias, draft_slots)
+    if has_drafts(draft_slots):
+        return keep_draft_states(
+            lambda own, requests: causal_conv1d(*own, weight, state, *requests),
+            (x,), state, requests, draft_slots, out,
+        )  # fmt: skip
     if out is None:
         out = x.new_empty(x.shape)
-    if bias is not None:  # the native kernel takes none
-        requests = state_slots, query_start_loc, seq_lens
-        return _biased_causal_conv1d(x, weight, state, *requests, out, bias)
-    _causal_conv1d(x, weight, state, state_slots, query_start_loc, seq_lens, out)
+    _causal_conv1d(x, weight, state, *requests, out)
     return out
 
 
@@ -407,6 +418,7 @@ def gated_delta_rule(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet (arXiv 2412.06464) over the tokens of each request.
 
@@ -422,9 +434,14 @@ def gated_delta_rule(
     S is `state[state_slots[r], h]` (float32 [slots, value heads, key_dim, value_dim]), taken and
     left as `causal_conv1d` does with its own. Head sizes up to 256.
     """
+    requests = state_slots, query_start_loc, seq_lens
+    if has_drafts(draft_slots):
+        return keep_draft_states(
+            lambda own, requests: gated_delta_rule(*own, decay_rate, dt_bias, state, *requests),
+            (query, key, value, a, b), state, requests, draft_slots, out,
+        )  # fmt: skip
     if out is None:
         out = value.new_empty(value.shape)
-    requests = state_slots, query_start_loc, seq_lens
     _gated_delta_rule(query, key, value, a, b, decay_rate, dt_bias, state, *requests, out)
     return out
 

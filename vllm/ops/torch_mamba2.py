@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from vllm.ops.draft_states import has_drafts, keep_draft_states
 from vllm.ops.torch_delta_net import pieces
 
 _CHUNK = 64
@@ -29,6 +30,7 @@ def mamba2_scan(
     seq_lens: Tensor,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """The recurrence of Mamba2 over the tokens of each request: -> [tokens, heads, head_dim].
 
@@ -43,6 +45,12 @@ def mamba2_scan(
     S is `state[state_slots[r], h]` (float32 [slots, heads, state_size, head_dim]), taken and left
     as `cpu_ops.causal_conv1d` does with its own, where requests are explained too.
     """
+    if has_drafts(draft_slots):
+        of_heads, requests = (decay_rate, dt_bias, skip), (state_slots, query_start_loc, seq_lens)
+        return keep_draft_states(
+            lambda own, requests: mamba2_scan(*own, *of_heads, state, *requests, dt_limits),
+            (x, dt, b, c), state, requests, draft_slots, out,
+        )  # fmt: skip
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_groups = b.shape[1]
     steps = softplus(dt.float() + dt_bias).clamp(*dt_limits)

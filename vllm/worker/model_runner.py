@@ -93,6 +93,7 @@ class ModelRunner:
             self.batch.block_table.shape[1],
             self.batch.block_size,
             self.device,
+            config.num_draft_states > 0,
         )
         self._inputs.planners = planners(self.model)
         self._state_layers = state_layers(self.model)
@@ -141,7 +142,10 @@ class ModelRunner:
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
         self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
-        inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
+        inputs = StepInputs(
+            num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
+            config.num_draft_states > 0,
+        )  # fmt: skip
         longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
         torch.cuda.reset_peak_memory_stats()
