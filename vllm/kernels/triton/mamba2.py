@@ -1,4 +1,4 @@
-"""The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `torch_ops`.
+"""The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `cpu_ops`.
 
 Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone, as in
 `delta_rule.py`.
@@ -34,7 +34,7 @@ def mamba2_scan(
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
 ) -> Tensor:
-    """The recurrence of Mamba2, as `torch_ops.mamba2_scan` defines it.
+    """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it.
 
     Pieces of prompts run in chunks (arXiv 2405.21060, section 6). Factors of products that are not
     activations have at least the digits of TF32; sums, decays and states are float32.
