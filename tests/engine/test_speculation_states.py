@@ -142,7 +142,7 @@ def test_steps_that_overlap_and_are_captured_read_the_slots_of_now(
     assert counts.num_accepted > 10 and counts.num_rejected > 10
     assert counts.stats.num_preemptions > 0
     assert sum(graphs.num_replays.values()) > 10
-    assert bool(sum(decoding.num_replays.values())) == is_switching
+    assert not is_switching or sum(decoding.num_replays.values()) > 5
     check_slots(llm)
 
 

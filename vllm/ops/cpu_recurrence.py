@@ -39,9 +39,8 @@ def causal_conv1d(
     requests = state_slots, query_start_loc, seq_lens
     if has_drafts(draft_slots):
         return keep_draft_states(
-            lambda own, requests: causal_conv1d(*own, weight, state, *requests, bias=bias),
-            (x,), state, requests, draft_slots, out,
-        )  # fmt: skip
+            causal_conv1d, (x,), (weight,), state, requests, draft_slots, out, bias=bias
+        )
     if out is None:
         out = x.new_empty(x.shape)
     _causal_conv1d(x, weight, bias, state, *requests, out)
@@ -80,8 +79,8 @@ def gated_delta_rule(
     requests = state_slots, query_start_loc, seq_lens
     if has_drafts(draft_slots):
         return keep_draft_states(
-            lambda own, requests: gated_delta_rule(*own, decay_rate, dt_bias, state, *requests),
-            (query, key, value, a, b), state, requests, draft_slots, out,
+            gated_delta_rule, (query, key, value, a, b), (decay_rate, dt_bias), state, requests,
+            draft_slots, out,
         )  # fmt: skip
     if out is None:
         out = value.new_empty(value.shape)
@@ -122,8 +121,8 @@ def mamba2_scan(
     of_heads = decay_rate, dt_bias, skip
     if has_drafts(draft_slots):
         return keep_draft_states(
-            lambda own, requests: mamba2_scan(*own, *of_heads, state, *requests, dt_limits),
-            (x, dt, b, c), state, requests, draft_slots, out,
+            mamba2_scan, (x, dt, b, c), of_heads, state, requests, draft_slots, out,
+            dt_limits=dt_limits,
         )  # fmt: skip
     if out is None:
         out = x.new_empty(x.shape)

@@ -6,7 +6,7 @@ has the bits that it has when tokens are decoded one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,20 +31,23 @@ def has_drafts(draft_slots: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def keep_draft_states(
-    call: Callable[[Sequence[Tensor], Requests], Tensor],
+    kernel: Callable[..., Tensor],
     tokens: Sequence[Tensor],
+    weights: Sequence[Tensor],
     state: Tensor,
     requests: Requests,
     draft_slots: Tensor,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """What `call(tokens, requests)` gives, which reads and writes `state` [slots, ...] in the slots
-    of the requests, and the state after each draft token in its slot of draft_slots [T], as in
-    `AttentionBatch`. tokens: what has a row for each token."""
+    """What `kernel(*tokens, *weights, state, *requests, **options)` gives, which reads and writes
+    `state` [slots, ...] in the slots of the requests; and the state after each draft token goes to
+    its slot of draft_slots [T], as in `AttentionBatch`. tokens: what has a row for each."""
     for one in _passes(*requests, draft_slots):
         if one.before is not None:
             state[one.requests[0].long()] = state[one.before]
-        own = call([x[one.tokens] for x in tokens], one.requests)
+        given = [x[one.tokens] for x in tokens]
+        own = kernel(*given, *weights, state, *one.requests, **options)
         if out is None:
             out = own.new_empty(draft_slots.shape[0], *own.shape[1:])
         out[one.tokens] = own

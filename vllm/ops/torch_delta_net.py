@@ -31,10 +31,9 @@ def causal_conv1d(
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     if has_drafts(draft_slots):
-        requests = state_slots, query_start_loc, seq_lens
         return keep_draft_states(
-            lambda own, requests: causal_conv1d(*own, weight, state, *requests, bias=bias),
-            (x,), state, requests, draft_slots, out,
+            causal_conv1d, (x,), (weight,), state, (state_slots, query_start_loc, seq_lens),
+            draft_slots, out, bias=bias,
         )  # fmt: skip
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, requests in pieces(query_start_loc, x.shape[0]):
@@ -67,10 +66,9 @@ def gated_delta_rule(
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it."""
     if has_drafts(draft_slots):
-        of_heads, requests = (decay_rate, dt_bias), (state_slots, query_start_loc, seq_lens)
         return keep_draft_states(
-            lambda own, requests: gated_delta_rule(*own, *of_heads, state, *requests),
-            (query, key, value, a, b), state, requests, draft_slots, out,
+            gated_delta_rule, (query, key, value, a, b), (decay_rate, dt_bias), state,
+            (state_slots, query_start_loc, seq_lens), draft_slots, out,
         )  # fmt: skip
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     group = value.shape[1] // query.shape[1]

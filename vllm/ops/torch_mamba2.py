@@ -34,10 +34,9 @@ def mamba2_scan(
 ) -> Tensor:
     """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it."""
     if has_drafts(draft_slots):
-        of_heads, requests = (decay_rate, dt_bias, skip), (state_slots, query_start_loc, seq_lens)
         return keep_draft_states(
-            lambda own, requests: mamba2_scan(*own, *of_heads, state, *requests, dt_limits),
-            (x, dt, b, c), state, requests, draft_slots, out,
+            mamba2_scan, (x, dt, b, c), (decay_rate, dt_bias, skip), state,
+            (state_slots, query_start_loc, seq_lens), draft_slots, out, dt_limits=dt_limits,
         )  # fmt: skip
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_groups = b.shape[1]
