@@ -88,13 +88,10 @@ class ModelRunner:
         scheduler = config.scheduler_config
         self.batch = make_batch(config)
         self._inputs = StepInputs(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            self.batch.block_table.shape[1],
-            self.batch.block_size,
-            self.device,
+            scheduler.max_num_batched_tokens, scheduler.max_num_seqs,
+            self.batch.block_table.shape[1], self.batch.block_size, self.device,
             config.num_draft_states > 0,
-        )
+        )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None

@@ -1,7 +1,6 @@
 """Draft tokens on a GPU: the tokens are those without, and nothing compiles for them."""
 
 import pytest
-import torch
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams

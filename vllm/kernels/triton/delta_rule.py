@@ -80,8 +80,7 @@ def gated_delta_rule(
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it.
 
     Pieces of prompts run in chunks (arXiv 2412.06464, section 3.3). Products with the state have
-    the digits of TF32; sums, decays and the states themselves are float32. Tokens of a request with
-    drafts run one after the other, with the state in registers.
+    the digits of TF32; sums, decays and the states themselves are float32.
     """
     num_tokens, heads, dim_v = value.shape
     dim_k, num_requests = key.shape[2], state_slots.shape[0]
@@ -91,9 +90,8 @@ def gated_delta_rule(
     assert a.stride() == b.stride() and a.stride(1) == 1
     gates, requests = (a, b, decay_rate, dt_bias), (state_slots, query_start_loc, seq_lens)
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
-    key_pad = max(16, next_power_of_2(dim_k))
+    key_pad, group = max(16, next_power_of_2(dim_k)), heads // key.shape[1]
     sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
-    group = heads // key.shape[1]
     step_kernel[(cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
         query, key, value, *gates, state, *requests, draft_slots, result, *strides, num_requests,
         **sizes, GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
