@@ -92,7 +92,8 @@ def test_states_of_draft_tokens_are_counted_and_said(checkpoint, monkeypatch, ca
     assert "with those after 15 draft tokens" in caplog.text
     layers = kv_cache.state_layers(llm.llm_engine.core.runner.model)
     assert {len(layer.state) for layer in layers} == {1 + 3 + 15}
-    monkeypatch.setattr(kv_cache, "_free_memory", lambda config, device: 1 << 16)
+    one = sum(layer.cache_spec.request_bytes(4, 1) for layer in layers)
+    monkeypatch.setattr(kv_cache, "_free_memory", lambda config, device: (1 + 3 + 14) * one)
     load(checkpoint("qwen3_5"), **options)
     with pytest.raises(ConfigError, match=r"and 15 draft tokens \(--speculative-config\): so many"):
         load(checkpoint("qwen3_5"), speculative_config=drafts, **options)
