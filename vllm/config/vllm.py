@@ -86,6 +86,16 @@ class VllmConfig:
         return min(num_seqs * drafts.num_speculative_tokens, STEP_DRAFT_TOKENS)
 
     @property
+    def num_draft_blocks(self) -> int:
+        """Blocks of the KV cache of a model or layer that drafts, beside those of requests: for
+        draft tokens that have none yet."""
+        drafts = self.speculative_config
+        if drafts is None or not drafts.has_model:
+            return 0
+        of_one = -(-drafts.num_speculative_tokens // self.cache_config.block_size)
+        return min(self.scheduler_config.max_num_seqs * of_one, STEP_DRAFT_TOKENS)
+
+    @property
     def snapshot_slots(self) -> range:
         """Slots of recurrent states that are kept for later requests, after those of running ones
         and their draft tokens (from 1 on; 0 is nobody's)."""

@@ -33,34 +33,44 @@ def allocate_kv_cache(
     peak_bytes: int,
     promised_bytes: int,
     agree: Callable[[float], float],
+    drafting: nn.Module | None = None,
 ) -> int:
     """Gives every attention layer its part of the cache; returns the number of blocks.
 
     peak_bytes: memory of a GPU that the largest step needs beyond what is allocated now.
     promised_bytes: memory of the CPU that is spoken for without being taken yet. agree: the least
-    number of all ranks, given that of this one.
+    number of all ranks, given that of this one. drafting: the part of the model whose layers
+    have blocks besides for drafts.
     """
     layers = _layers_with(model, FullAttentionSpec)
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
     num_bytes = config.cache_config.kv_cache_memory_bytes
     ranks = config.parallel_config.tensor_parallel_size
-    block_bytes = block_size * sum(
-        layer.cache_spec.token_bytes(layer.kernel.dtype.itemsize, ranks) for layer in layers
-    )
+    others = _layers_with(drafting, FullAttentionSpec) if drafting is not None else []
+    num_scratch = config.num_draft_blocks
+
+    def bytes_of(layers: list[Any]) -> int:
+        token_bytes = (
+            layer.cache_spec.token_bytes(layer.kernel.dtype.itemsize, ranks) for layer in layers
+        )
+        return block_size * int(sum(token_bytes))
+
+    block_bytes, scratch_bytes = bytes_of(layers), num_scratch * bytes_of(others)
     if num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
     elif num_blocks is None and num_bytes is not None:
-        num_blocks = num_bytes // block_bytes
+        num_blocks = max(0, num_bytes - scratch_bytes) // block_bytes
     elif num_blocks is None and device.type == "cpu":
-        num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes)
+        num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes + scratch_bytes)
     elif num_blocks is None:
-        num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes)
+        num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes + scratch_bytes)
     num_blocks = int(agree(num_blocks))
     _check_size(block_bytes, config, device, num_blocks)
     for layer in layers:
-        layer.kernel.allocate(num_blocks, block_size, device)
+        own = num_blocks + num_scratch * (layer in others)
+        layer.kernel.allocate(own, block_size, device)
     if device.type == "cpu":
         states = (tensor for layer in state_layers(model) for tensor in _state_tensors(layer))
         caches = (t for layer in layers for t in (layer.kernel.k_cache, layer.kernel.v_cache))

@@ -1,5 +1,7 @@
 """Builds the inputs of one step on the device from the rows of the input batch."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,15 @@ from vllm.utils.math_utils import cdiv
 from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
+
+
+class Rows(Protocol):
+    """What inputs are filled from; as of an InputBatch."""
+
+    token_ids: np.ndarray
+    block_table: np.ndarray
+    sampled_at: np.ndarray
+    state_slots: np.ndarray
 
 
 class StepInputs:
@@ -76,7 +87,7 @@ class StepInputs:
 
     def fill(
         self,
-        batch: InputBatch,
+        batch: Rows,
         rows: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,
@@ -104,6 +115,7 @@ class StepInputs:
         host["seq_lens"][:num_seqs] = seq_lens
         host["state_slots"][:num_seqs] = batch.state_slots[rows]
         if "draft_slots" in host:
+            assert isinstance(batch, InputBatch)
             host["draft_slots"][:num_tokens] = -1
             for request in np.flatnonzero(batch.num_drafts[rows]):
                 slots, end = batch.draft_slots_of(rows[request]), query_start_loc[request + 1]
