@@ -52,6 +52,7 @@ def test_in_float32_tokens_are_those_without_drafts(folder, params):
     assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_draft_model_drafts(folder, params):
     drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}
